@@ -30,8 +30,8 @@ import torch.fx.experimental.symbolic_shapes  # what a first backward pass impor
 
 import mindspeed_lite
 from benchmarks import page
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import Delays
+from lab.network import Delays
+from lab.ranks import Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, lower_bound, sample_costs, simulate

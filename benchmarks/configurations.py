@@ -21,6 +21,7 @@ class Configuration:
         processes: how many, each of them a device.
         flags: Megatron's, on top of the common ones.
         bench: options of `mindspeed-lite bench`.
+        link_rate: Mbit/s between processes (`lab.links`); 0 leaves the machine's own links.
     """
 
     name: str
@@ -28,12 +29,15 @@ class Configuration:
     processes: int
     flags: str
     bench: str = ""
+    link_rate: int = 0
 
     def command(self) -> list[str]:
         """The training command, from the repository's root."""
         start = ["python"]
         if self.processes > 1:
             start = ["torchrun", "--nproc-per-node", str(self.processes)]
+        if self.link_rate:
+            start = [*"python -m lab.links --rate".split(), str(self.link_rate), "--", *start]
         return [*start, "examples/pretrain_gpt.py", *_COMMON.split(), *self.flags.split()]
 
 
@@ -72,7 +76,7 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
         Configuration(
             "tp2-sp-500mbit", "2 layers, hidden 1024, sequence 1024, over links of 500 Mbit/s; communication alone", 2,
             f"{_model(2, 1024, 2816, 16, 1024, 32768, 2)} {_TP2_SP}",
-            f"--features use_ascend_coc --beside {DENSE} --link-rate 500 --repeats 3 --warmup 2 --steps 6",
+            f"--features use_ascend_coc --beside {DENSE} --repeats 3 --warmup 2 --steps 6", 500,
         ),
         Configuration(
             "moe-small", "4 layers, hidden 512, 8 experts, top 2, expert parallel over 2", 2,

@@ -12,7 +12,6 @@ compute, so that their blocks sleep; messages are real. What two lanes make of t
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -25,10 +24,9 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
 from benchmarks import page
-from benchmarks.ranks import Rates, on_ranks
 from benchmarks.ring_timing import RingTiming, simulate
-from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
-from mindspeed_lite.bench.statistics import paired_ratio
+from lab.network import Delays, Namespaces, laboratory
+from lab.ranks import Measure, Rates, compare, on_ranks, slowest
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import ring
 from mindspeed_lite.parallel.context.blocks import RankBlocks
@@ -109,12 +107,6 @@ class Problem:
         return found
 
 
-def _slowest(seconds: float) -> float:
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
-
-
 class Arm(NamedTuple):
     """A ring and how it waits."""
 
@@ -122,33 +114,13 @@ class Arm(NamedTuple):
     at_once: bool = False
 
 
-def _race(problem: Problem, arms: dict[str, Arm], passes: Sequence[str], repeats: int) -> dict[str, Any]:
-    """A B A B: {pass: {"seconds": {arm}, "waited": {arm}, "ratio": of the first arm by the second, in words}}."""
-    told: dict[str, Any] = {name: {arm: [] for arm in arms} for name in passes}
-    for repeat in range(repeats + 1):
-        for arm, (algorithm, at_once) in arms.items():
-            found = problem.run(algorithm, at_once, passes)
-            if repeat:
-                for name in passes:
-                    told[name][arm].append(found[name])
-    results = {}
-    for name, by_arm in told.items():
-        # A step has the time of its slowest rank.
-        every: list[Any] = [None] * problem.group.size()
-        dist.all_gather_object(every, by_arm)
-        seconds = {
-            arm: [max(each) for each in zip(*([s for s, _ in rank[arm]] for rank in every), strict=True)]
-            for arm in by_arm
-        }
-        first, second = (seconds[arm] for arm in arms)
-        ratio = paired_ratio(first, second)
-        assert ratio is not None
-        results[name] = {
-            "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
-            "waited": {arm: max(statistics.median(w for _, w in rank[arm]) for rank in every) for arm in by_arm},
-            "ratio": ratio.words(),
-        }
-    return results
+def _race(problem: Problem, arms: dict[str, Arm], name: str, repeats: int) -> dict[str, Any]:
+    """Compare the arms in one pass."""
+
+    def run(arm: str) -> Measure:
+        return Measure(*problem.run(arms[arm].algorithm, arms[arm].at_once, PASSES[: PASSES.index(name) + 1])[name])
+
+    return compare([*arms], repeats, run)
 
 
 def _two_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
@@ -159,18 +131,17 @@ def _two_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     problem = Problem(options, group)
     own = context.Algorithm(ring=Ring(group))
     arms = {"off": Arm(own, at_once=True), "on": Arm(own)}
-    free = _race(problem, arms, PASSES, 2 * options.repeats)
+    free = {name: _race(problem, arms, name, 2 * options.repeats) for name in PASSES}
     # Without its waits a pass is its two blocks.
     blocks = {
-        name: _slowest((free[name]["seconds"]["on"] - free[name]["waited"]["on"]) / group.size()) for name in PASSES
+        name: slowest((free[name]["seconds"]["on"] - free[name]["waited"]["on"]) / group.size()) for name in PASSES
     }
     results = [{"pass": name, "share": None, "rate": None, "block": blocks[name], **free[name]} for name in PASSES]
     for name in PASSES:
         for share in options.shares:
             rate = round(8e-6 * problem.message_bytes / (share * blocks[name]), 1)
             rates.set(rate)
-            passes = PASSES[: PASSES.index(name) + 1]
-            got = _race(problem, arms, passes, options.repeats * (2 if name == "forward" else 1))[name]
+            got = _race(problem, arms, name, options.repeats * (2 if name == "forward" else 1))
             results.append({"pass": name, "share": share, "rate": rate, "block": blocks[name], **got})
     return {"results": results, "bytes": problem.message_bytes}
 
@@ -193,8 +164,9 @@ def _four_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     for share in BETWEEN:
         rate = round(8e-6 * problem.message_bytes / (share * options.block), 1)
         rates.set(rate, round(8e-6 * problem.message_bytes / (WITHIN * options.block), 1))
-        got = _race(problem, arms, PASSES, max(3, options.repeats // 3))
-        results += [{"pass": name, "share": share, "rate": rate, "block": block[name], **got[name]} for name in PASSES]
+        for name in PASSES:
+            got = _race(problem, arms, name, max(3, options.repeats // 3))
+            results.append({"pass": name, "share": share, "rate": rate, "block": block[name], **got})
     return {"results": results, "bytes": problem.message_bytes}
 
 
@@ -211,15 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
-    reason = why_no_namespaces()
+    with laboratory(2) as (network, reason):
+        two = on_ranks(2, network, partial(_two_ranks, options))
+    four = {"own": on_ranks(4, Delays(ranks_per_host=2), partial(_four_ranks, options))}
     if reason is None:
-        with Namespaces(2) as network:
-            two = on_ranks(2, network, partial(_two_ranks, options))
-        with Namespaces(4, ranks_per_host=2) as network:
-            four = {"shared": on_ranks(4, network, partial(_four_ranks, options))}
-    else:
-        two, four = on_ranks(2, Delays(), partial(_two_ranks, options)), {}
-    four["own"] = on_ranks(4, Delays(ranks_per_host=2), partial(_four_ranks, options))
+        with Namespaces(4, ranks_per_host=2) as hosts:
+            four = {"shared": on_ranks(4, hosts, partial(_four_ranks, options)), **four}
     text = _page(options, two, four, reason, page.command("context_overlap", arguments))
     page.write(options, text)
     return 0
@@ -260,7 +229,7 @@ backward pass is never hidden."""
 def _page(
     options: argparse.Namespace, two: dict[str, Any], four: dict[str, Any], reason: str | None, command: str
 ) -> str:
-    kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
+    kind = page.links(reason)
     lines = [
         "# Context parallelism overlapped with computation",
         "",
@@ -286,16 +255,16 @@ def _page(
         hidden = 0.0 if is_free else (waited["off"] - waited["on"]) / (off.waited - on.waited)
         cells = [
             row["pass"],
-            _ms(row["block"]),
+            page.ms(row["block"]),
             "" if is_free else f"{row['share']:g} blocks",
-            "as fast as it goes" if is_free else f"{row['rate']:.0f} Mbit/s",
-            *(_ms(row["seconds"][arm]) for arm in ("off", "on")),
+            page.rate(row["rate"]),
+            *(page.ms(row["seconds"][arm]) for arm in ("off", "on")),
             row["ratio"],
             f"{off.seconds / on.seconds:.2f}",
-            *(_ms(row["waited"][arm]) for arm in ("off", "on")),
+            *(page.ms(row["waited"][arm]) for arm in ("off", "on")),
             "" if is_free else f"{100 * hidden:.0f} %",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(page.row(cells))
     lines += [
         "",
         _LEGEND,
@@ -320,16 +289,12 @@ def _page(
                 "one a host" if kind == "shared" else "one a rank",
                 row["pass"],
                 f"{row['share'] * options.block / row['block']:g} blocks",
-                *(_ms(row["seconds"][arm]) for arm in ("single", "double")),
+                *(page.ms(row["seconds"][arm]) for arm in ("single", "double")),
                 row["ratio"],
                 f"{single.seconds / double.seconds:.2f}",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(page.row(cells))
     return "\n".join([*lines, ""])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import functools
 import importlib
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -28,10 +27,9 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks import page
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import laboratory
-from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.bench.timeline import DISPATCH, Timeline
+from lab.network import laboratory
+from lab.ranks import Measure, Rates, compare, on_ranks
+from lab.timeline import DISPATCH, Timeline
 
 ARMS = ("off", "on")
 NAME = "moe_hierarchical_alltoallv"
@@ -80,35 +78,28 @@ class _Exchange:
 
 
 def _race(exchange: _Exchange, timeline: Timeline, repeats: int, hosts: int) -> dict[str, Any]:
-    """A B A B: seconds of a pass of the slowest rank, and bytes that leave a host."""
-    told: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    """Compare the arms; adds the bytes that leave a host in a pass."""
     sent: dict[str, int] = {}
     size = dist.get_world_size() // hosts
-    for repeat in range(repeats + 1):
-        for arm in ARMS:
-            flags = {NAME: True, "moe_node_size": size} if arm == "on" else {}
-            with mindspeed_lite.enabled(**flags):
-                # Groups are made in the first pass of a session.
-                for timed in (False, True):
-                    dist.barrier()
-                    start = time.perf_counter()
-                    with timeline, timeline.expert_call(DISPATCH, [exchange.dispatcher.ep_group]):
-                        exchange.forward_backward()
-                    seconds = time.perf_counter() - start
-                    if timed and repeat:
-                        told[arm].append(seconds)
-                host = dist.get_rank() // size
-                sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // size != host)
+
+    def run(arm: str) -> Measure:
+        flags = {NAME: True, "moe_node_size": size} if arm == "on" else {}
+        with mindspeed_lite.enabled(**flags):
+            # The first pass of a session makes its groups.
+            for _ in range(2):
+                dist.barrier()
+                start = time.perf_counter()
+                with timeline, timeline.expert_call(DISPATCH, [exchange.dispatcher.ep_group]):
+                    exchange.forward_backward()
+                seconds = time.perf_counter() - start
+        host = dist.get_rank() // size
+        sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // size != host)
+        return Measure(seconds)
+
+    found = compare(ARMS, repeats, run)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (told, sent))
-    seconds_of = {arm: [max(each) for each in zip(*(one[0][arm] for one in every), strict=True)] for arm in ARMS}
-    ratio = paired_ratio(seconds_of["off"], seconds_of["on"])
-    assert ratio is not None
-    return {
-        "seconds": {arm: statistics.median(each) for arm, each in seconds_of.items()},
-        "ratio": ratio.words(),
-        "bytes": {arm: sum(one[1][arm] for one in every) / hosts for arm in ARMS},
-    }
+    dist.all_gather_object(every, sent)
+    return {**found, "bytes": {arm: sum(each[arm] for each in every) / hosts for arm in ARMS}}
 
 
 def _pairs_and_rows(routing_map: torch.Tensor, hosts: int) -> tuple[list[int], list[int]]:
@@ -179,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None, command: str) -> str:
-    kind = "network namespaces, a host's ranks share its link" if reason is None else f"links in the clock ({reason})"
+    kind = page.links(reason)
     # The mean number of hosts that hold one of a token's experts.
     elsewhere = options.experts - options.experts // options.hosts
     copies = options.hosts * (1 - math.comb(elsewhere, options.topk) / math.comb(options.experts, options.topk))
@@ -201,11 +192,11 @@ def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None
     ]
     for row in found["rows"]:
         cells = [
-            *("as fast as it goes" if rate is None else f"{rate:g} Mbit/s" for rate in (row["between"], row["within"])),
-            *(f"{1e3 * row['seconds'][arm]:.0f} ms" for arm in ARMS),
+            *(page.rate(row[tier]) for tier in ("between", "within")),
+            *(page.ms(row["seconds"][arm]) for arm in ARMS),
             row["ratio"],
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(page.row(cells))
     lines += [
         "",
         "| leaves a host in a pass | off | on | off / on |",

@@ -1,7 +1,7 @@
 """How much of an exchange of experts can be hidden at all: a step of each feature's order, computed and sent by turns.
 
-Two lanes, as in `mindspeed_lite.bench.overlap`: a process that computes and waits, and a link that carries one message
-after the other. A step is its products; what else it computes is taken to be spread over them alike.
+Two lanes (`lab.two_lanes`): a process that computes and waits, and a link that sends one message at a
+time. A step is its products; what else it computes is taken to be spread over them alike.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mindspeed_lite.bench.overlap import Lanes
+from lab.two_lanes import Lanes
 
 # A flash attention's backward pass computes five products for the two of its forward pass.
 _SCORES_BACKWARD = 2.5

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -30,11 +29,10 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks import expert_model, expert_order, page
 from benchmarks.expert_model import RANKS
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
-from mindspeed_lite.bench.probes import experts
-from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, Timeline
+from lab import expert_messages, streams
+from lab.network import laboratory
+from lab.ranks import Measure, Rates, compare, on_ranks, slowest
+from lab.timeline import COMBINE, DISPATCH, Timeline
 
 ARMS = ("off", "on")
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
@@ -117,40 +115,26 @@ def _trainings(options: argparse.Namespace, feature: str) -> dict[str, Any]:
 
 
 def _race(trainings: dict[str, Any], feature: str, seen: Where, repeats: int) -> dict[str, Any]:
-    """A B A B: seconds of a step, those of them that its slowest rank waits for the exchange, and bytes it sends."""
-    told: dict[str, list[Any]] = {arm: [] for arm in ARMS}
-    for repeat in range(repeats + 1):
-        for arm, training in trainings.items():
-            training.zero()
-            named = {feature: True} if arm == "on" else {}
-            with mindspeed_lite.enabled(**named):
-                dist.barrier()
-                with seen:
-                    start = time.perf_counter()
-                    training.forward_backward()
-                    took = time.perf_counter() - start
-            if repeat:
-                told[arm].append((took, seen.waited_for_experts, sum(seen.sent.values()), seen.waits))
-    every: list[Any] = [None] * RANKS
-    dist.all_gather_object(every, told)
-    seconds = {
-        arm: [max(r[0] for r in step) for step in zip(*(each[arm] for each in every), strict=True)] for arm in ARMS
-    }
-    ratio = paired_ratio(seconds["off"], seconds["on"])
-    assert ratio is not None
-    return {
-        "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
-        "waited": {arm: max(statistics.median(step[1] for step in each[arm]) for each in every) for arm in ARMS},
-        "bytes": max(each["off"][0][2] for each in every),
-        "ratio": ratio.words(),
-        "where": {arm: _mean([step[3] for step in each]) for arm, each in told.items()},
-    }
+    """Compare the arms; adds the bytes that the fullest rank sends in a step, and where this rank waits."""
+    sent, where = 0, {arm: dict[str, float]() for arm in ARMS}
 
+    def run(arm: str) -> Measure:
+        nonlocal sent
+        trainings[arm].zero()
+        with mindspeed_lite.enabled(**({feature: True} if arm == "on" else {})):
+            dist.barrier()
+            with seen:
+                start = time.perf_counter()
+                trainings[arm].forward_backward()
+                seconds = time.perf_counter() - start
+        sent = sum(seen.sent.values())
+        for cause, waited in seen.waits.items():
+            where[arm][cause] = where[arm].get(cause, 0.0) + waited / (repeats + 1)
+        return Measure(seconds, seen.waited_for_experts)
 
-def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
-    causes = sorted({cause for step in steps for cause in step})
-    found = {cause: sum(step.get(cause, 0.0) for step in steps) / len(steps) for cause in causes}
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+    found = compare(ARMS, repeats, run)
+    causes = {arm: dict(sorted(each.items(), key=lambda one: -one[1])) for arm, each in where.items()}
+    return {**found, "bytes": slowest(sent), "where": causes}
 
 
 def _layer(options: argparse.Namespace, feature: str, computed: float) -> expert_order.Layer:
@@ -162,11 +146,12 @@ def _layer(options: argparse.Namespace, feature: str, computed: float) -> expert
 
 def _measure(options: argparse.Namespace, rates: Rates) -> list[dict[str, Any]]:
     seen = Where()
-    # Beneath the lanes of the device layer, which wait for messages there.
+    # Below the emulated streams, which wait for messages through it.
     seen.install()
-    experts.install(seen)
+    expert_messages.install(seen)
     rows: list[dict[str, Any]] = []
     with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
+        streams.install()
         for feature in options.features:
             trainings = _trainings(options, feature)
             _race(trainings, feature, seen, 1)
@@ -201,12 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
     body = functools.partial(_measure, options)
-    reason = why_no_namespaces()
-    if reason is None:
-        with Namespaces(RANKS) as network:
-            rows = on_ranks(RANKS, network, body)
-    else:
-        rows = on_ranks(RANKS, Delays(), body)
+    with laboratory(RANKS) as (network, reason):
+        rows = on_ranks(RANKS, network, body)
     text = _page(options, rows, reason, page.command("expert_overlap", arguments))
     page.write(options, text)
     if options.where:
@@ -217,10 +198,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _where(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
-        link = f"{row['rate']:.0f} Mbit/s" if "rate" in row else "as fast as it goes"
+        link = page.rate(row.get("rate"))
         for arm in ARMS:
             lines.append(f"{row['feature']}, {link}, {arm}: rank 0 waits")
-            lines += [f"{_ms(seconds):>9} {cause}" for cause, seconds in row["where"][arm].items()]
+            lines += [f"{page.ms(seconds):>9} {cause}" for cause, seconds in row["where"][arm].items()]
     return lines
 
 
@@ -232,7 +213,7 @@ feature removes, over those that it removes at best. *exposed*: the waits with t
 
 
 def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str | None, command: str) -> str:
-    kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
+    kind = page.links(reason)
     lines = [
         "# Experts' exchange overlapped with computation",
         "",
@@ -250,24 +231,24 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str |
     ]
     for row in rows:
         off, on = (row["waited"][arm] for arm in ARMS)
-        exchange, link, best, hidden = "", "as fast as it goes", "", ""
+        exchange, link, best, hidden = "", page.rate(row.get("rate")), "", ""
         if "rate" in row:
             fastest, share = _at_best(options, row)
-            exchange, link = f"{row['share']:g} of {row['of']}", f"{row['rate']:.0f} Mbit/s"
+            exchange = f"{row['share']:g} of {row['of']}"
             best, hidden = f"{fastest:.2f}, {100 * share:.0f} %", f"{100 * (off - on) / (off * share):.0f} %"
         cells = [
             f"`{row['feature']}`",
             exchange,
             link,
-            *(_ms(row["seconds"][arm]) for arm in ARMS),
+            *(page.ms(row["seconds"][arm]) for arm in ARMS),
             row["ratio"],
             best,
-            _ms(off),
-            _ms(on),
+            page.ms(off),
+            page.ms(on),
             hidden,
             f"{100 * on / row['seconds']['on']:.0f} %",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(page.row(cells))
     return "\n".join([*lines, "", _LEGEND, ""])
 
 
@@ -278,10 +259,6 @@ def _at_best(options: argparse.Namespace, row: dict[str, Any]) -> tuple[float, f
     sizes = layer, options.layers, options.micro_batches
     off, on = expert_order.plain(*sizes), ORDERS[row["feature"]](*sizes)
     return off.now / on.now, 1 - on.exposed / off.exposed
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms"
 
 
 if __name__ == "__main__":

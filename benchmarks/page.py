@@ -30,3 +30,23 @@ def write(options: argparse.Namespace, text: str) -> None:
     if options.page is not None:
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(text)
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, for a cell."""
+    return f"{1e3 * seconds:.0f} ms"
+
+
+def rate(megabits: float | None) -> str:
+    """The rate of a link, for a cell."""
+    return "as fast as it goes" if megabits is None else f"{megabits:g} Mbit/s"
+
+
+def row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def links(modelled: str | None) -> str:
+    """How links are made: in the kernel, or modelled for a reason."""
+    return "network namespaces" if modelled is None else f"links modelled by delays ({modelled})"

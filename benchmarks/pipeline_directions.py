@@ -26,8 +26,8 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks import page
 from benchmarks.pipeline_prediction import ORDERS, delays_weight_gradients, planned_schedule, slow_layers
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import laboratory
+from lab.network import laboratory
+from lab.ranks import Rates, on_ranks
 from mindspeed_lite.pipeline import costs
 from mindspeed_lite.pipeline.simulate import simulate
 
@@ -115,13 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], modelled: str | None, command: str) -> str:
-    links = "network namespaces" if modelled is None else f"modelled in the clock ({modelled})"
     lines = [
         "# A group for each direction of a pipeline's messages",
         "",
         f"`{command}`",
         "",
-        f"{page.machine()} {options.ranks} processes, links by {links}; a message of a micro-batch takes "
+        f"{page.machine()} {options.ranks} processes, {page.links(modelled)}; a message of a micro-batch takes "
         f"{options.message:g} ms. {2 * options.ranks} layers, {options.micro_batches} micro-batches; a layer sleeps "
         f"{options.layer:g} ms forward and twice as long backward. Median of {options.rounds} steps each, in turns.",
         "",
@@ -140,7 +139,7 @@ def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], modelled:
             " to ".join(f"{each * 1e3:.0f}" for each in simulated),
             f"{simulated[0] / simulated[1]:.2f}x",
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(page.row(cells))
     lines += [
         "",
         "*simulated*: with one group the messages of both directions between two ranks go one after the other, in the "

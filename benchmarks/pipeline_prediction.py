@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks import page
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import Delays
+from lab.network import Delays
+from lab.ranks import Rates, on_ranks
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.pipeline import costs, draw, trace
 from mindspeed_lite.pipeline.orders import PipelineShape

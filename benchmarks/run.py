@@ -173,8 +173,6 @@ def _command(report: Mapping[str, Any]) -> str:
         parts += ["--beside", ",".join(settings["beside"])]
     for name in ("repeats", "warmup", "steps", "allocator"):
         parts += [f"--{name}", str(settings[name])]
-    if settings.get("link_rate"):
-        parts += ["--link-rate", f"{settings['link_rate']:g}"]
     return shlex.join([*parts, "--title", report["title"]])
 
 

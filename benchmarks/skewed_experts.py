@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks import expert_model
 from benchmarks.expert_model import RANKS
-from benchmarks.ranks import Loopback, Rates, on_ranks
+from lab.ranks import Loopback, Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 
 ARMS = ("off", "on")

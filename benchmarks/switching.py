@@ -20,7 +20,7 @@ from typing import Any
 
 import mindspeed_lite
 from benchmarks import page
-from benchmarks.ranks import Loopback, Rates, on_ranks
+from lab.ranks import Loopback, Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 from tests.harness import core_loop, live_undo, switching
 

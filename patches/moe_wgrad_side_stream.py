@@ -20,7 +20,7 @@ import torch
 
 from mindspeed_lite.engine import Around, Feature, Option, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
-from mindspeed_lite.platform.side_stream import DeviceStream, SideStream, StreamExecutor
+from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 from mindspeed_lite.tuning.ab_test import StepABTest
 
 from ._shared import moe
@@ -39,7 +39,7 @@ CONFLICTING_ARGS = {
 class _SideStreamState:
     """The side stream that all chunks of a model share."""
 
-    def __init__(self, session: Session, executor: StreamExecutor) -> None:
+    def __init__(self, session: Session, executor: DeviceStream) -> None:
         self.side = SideStream(executor)
         self._ab_test: StepABTest | None = None
         self._leader: weakref.ref[Any] | None = None
@@ -73,7 +73,7 @@ def put(session: Session, config: Any, compute: Callable[[], None]) -> bool:
     return True
 
 
-def _executor_of(device: torch.device) -> StreamExecutor:
+def _executor_of(device: torch.device) -> DeviceStream:
     return DeviceStream(device)
 
 

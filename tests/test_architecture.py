@@ -152,9 +152,9 @@ def test_a_room_between_operators_and_patches_imports_those_below_it(room, path)
 JSON_FILE = "mindspeed_lite.json_file"
 # What the package has written itself: its own tables, and what its processes tell each other in one run.
 OWN_JSON = {
-    *("engine/fingerprints", "engine/report", "platform/allocator", "cli/npu_probe"),
+    *("engine/fingerprints", "engine/report", "cli/npu_probe"),
     *("cli/doctor_checks", "bench/selftest/__init__", "bench/records", "bench/training", "bench/plan"),
-    *("bench/inject/sitecustomize", "bench/timeline", "bench/calibration/measure"),
+    *("bench/inject/sitecustomize", "bench/calibration/measure"),
 }
 
 
@@ -193,6 +193,12 @@ def test_nothing_imports_what_stands_on_top(path):
     if name == "mindspeed_lite.__main__" or within(name, "demo") or within(name, *top):
         return
     assert not [each for each in imports(path) if within(each, *top)]
+
+
+def test_the_package_knows_neither_the_laboratory_nor_benchmarks_nor_tests():
+    outside = ("lab", "benchmarks", "tests", "tools")
+    for path in files("mindspeed_lite", "patches"):
+        assert not [name for name in imports(path) if within(name, *outside)], module_name(path)
 
 
 @pytest.mark.parametrize("path", files("mindspeed_lite/engine", "mindspeed_lite/ops", "mindspeed_lite/platform"),
@@ -253,7 +259,7 @@ def test_helpers_of_tests_are_in_the_harness_and_no_test_module_imports_another(
     shared = ("tests.harness", "tests.npu_contract", "tests.ops.twin")
     found = [
         f"{module_name(path)} imports {name}"
-        for path in files("tests", "benchmarks")
+        for path in files("tests", "benchmarks", "lab")
         for name in imports(path)
         # A package that is named on the way to a module holds nothing itself.
         if within(name, "tests") and (ROOT.joinpath(*name.split(".")).with_suffix(".py")).is_file()

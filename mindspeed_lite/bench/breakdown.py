@@ -1,8 +1,7 @@
-"""Where the time of one training step went: torch's profiler over the step, and its events added up by category.
+"""Breakdown of a training step by category, from torch's profiler.
 
-On the host, the time of each operator without what it called goes to a category, so that the categories of the thread
-that trains add up to the step. On an accelerator it is the time of each kernel that goes to the category of the
-operator that launched it, and the time in which no kernel ran is `other`.
+On the CPU, each operator's self time counts, so that the categories of the training thread add up to the step. On an
+accelerator, each kernel counts for the operator that launched it; time without a kernel is `other`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ CATEGORIES: tuple[str, ...] = (
 )
 REDUCTION, COMMUNICATION, COPIES, OTHER = CATEGORIES[9:]
 
-# The probes open ranges of these names, PREFIX + category, around its parts.
+# The probes open ranges named PREFIX + category.
 PREFIX = "mindspeed_lite::"
 STEP = PREFIX + "step"
 
 _NODE = "autograd::engine::evaluate_function: "
 _COLLECTIVE = re.compile(r"c10d::|_?c10d_functional|gloo:|nccl|hccl|hcom_|record_param_comms", re.IGNORECASE)
-# Products of all experts at once, which no linear layer's module stands for: a range of its own, forward and backward.
+# Grouped GEMMs of experts, which no linear layer's module covers.
 _GROUPED = re.compile(r"_GroupedMatmul(Backward)?$")
 _LAUNCH = re.compile(r"(cuda|cu|hip|acl|aclrt)[A-Z]")
 _PRODUCTS = "linear|matmul|mm|bmm|mv|addmm|addmv|baddbmm|einsum|_grouped_mm|_scaled_mm|mkldnn_linear"
@@ -57,11 +56,12 @@ _BY_NAME: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True)
 class Event:
-    """What the profiler saw, in nanoseconds.
+    """A profiler event, in nanoseconds.
 
-    `sequence`: the number of the autograd node that an operator made, or that a backward operator runs; the node was
-    made on `forward_thread`, which is 0 outside of the backward pass. `is_async`: a span that is on no thread's stack.
-    `id` and `linked`: a kernel names the operator that launched it, and has its `id` in common with the launch.
+    sequence: number of the autograd node that an operator creates or a backward operator runs.
+    forward_thread: thread that created the node; 0 outside the backward pass.
+    is_async: on no thread's stack.
+    id, linked: a kernel's launch has its `id`; `linked` is the operator that launched it.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Event:
 
 
 class _Decision(NamedTuple):
-    """A category, and whether a scope stands behind it or only the name of an operator."""
+    """A category, and whether it comes from a scope or only an operator's name."""
 
     category: str
     scoped: bool
@@ -95,7 +95,7 @@ class _Placed(NamedTuple):
 
 @functools.cache
 def _of_name(name: str) -> _Decision:
-    """What a name says of itself."""
+    """Category by name."""
     if name.startswith(PREFIX):
         category = name[len(PREFIX) :]
         return _Decision(category, True) if category in CATEGORIES else _UNKNOWN
@@ -109,10 +109,10 @@ def _of_name(name: str) -> _Decision:
 
 
 class _Forward:
-    """Which decision each autograd node was made under, by thread and sequence number.
+    """Decision under which each autograd node was created, by thread and sequence number.
 
-    An operator is recorded with the number that the next node will get, and a thread's numbers only grow. So the
-    last operator up to a number has made the node of that number, also where the making itself is not recorded.
+    An operator records the number of the next node, and a thread's numbers only grow: the last operator up to a number
+    created its node.
     """
 
     def __init__(self) -> None:
@@ -136,12 +136,12 @@ def _decide(event: Event, outer: _Decision, forward: _Forward) -> _Decision:
         made = forward.find(event)
         if made.scoped:
             return made
-    # Without a scope the outermost name that says something counts: the copy in a product is part of the product.
+    # Without a scope the outermost known name counts: a copy within a GEMM belongs to it.
     return outer if outer.scoped or outer.category != OTHER else said
 
 
 def _place(events: Iterable[Event]) -> list[_Placed]:
-    """Every host event with its decision and its own time, in the order in which they began."""
+    """Host events with their decision and self time, by start."""
     placed: list[_Placed] = []
     stacks: dict[int, list[_Placed]] = {}
     forward = _Forward()
@@ -162,7 +162,7 @@ def _place(events: Iterable[Event]) -> list[_Placed]:
 
 
 def _union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """The intervals within the window, sorted and without overlaps."""
+    """Intervals within the window, sorted and merged."""
     found: list[Interval] = []
     for start, end in sorted((max(start, window[0]), min(end, window[1])) for start, end in intervals):
         if found and start <= found[-1][1]:
@@ -177,15 +177,15 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 
 def attribute(events: Sequence[Event]) -> Breakdown:
-    """The breakdown of one process; `events` hold one of the name STEP, which is what is broken down."""
+    """Break down the event named STEP. Raises ValueError without one."""
     step = next((each for each in events if each.name == STEP and not each.is_device), None)
     if step is None:
         raise ValueError(f"there is no event `{STEP}` among the {len(events)} events of the profiler")
     spans = [each for each in events if each.is_async and not each.is_device]
     launches = [each for each in events if not each.is_async and not each.is_device and _LAUNCH.match(each.name)]
-    beside = {id(each) for each in (*spans, *launches)}
-    placed = _place(each for each in events if not each.is_device and id(each) not in beside)
-    # A range of the host appears a second time on the device, as a span over the kernels launched in it.
+    apart = {id(each) for each in (*spans, *launches)}
+    placed = _place(each for each in events if not each.is_device and id(each) not in apart)
+    # Host ranges appear again on the device, as spans over their kernels.
     kernels = [each for each in events if each.is_device and not each.name.startswith((PREFIX, "nccl:", "hccl:"))]
     if kernels:
         times, total = _of_kernels(step, kernels, placed, launches)
@@ -207,7 +207,7 @@ def attribute(events: Sequence[Event]) -> Breakdown:
 
 
 def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[dict[str, int], int]:
-    """Nanoseconds by category on the step's thread, and those in which a collective ran or was waited for."""
+    """Nanoseconds by category on the step's thread, and those with a collective in flight."""
     times = dict.fromkeys(CATEGORIES, 0)
     busy = [(each.start, each.end) for each in spans if _COLLECTIVE.match(each.name)]
     for event, decision, own, outer in placed:
@@ -222,19 +222,18 @@ def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[di
 def _of_kernels(
     step: Event, kernels: list[Event], placed: list[_Placed], launches: list[Event]
 ) -> tuple[dict[str, int], int]:
-    """Nanoseconds by category on the device, and those in which a collective's kernel ran.
+    """Nanoseconds by category on the device, and those with a collective's kernel.
 
-    Where kernels run side by side, the time is that of the one that began first, and of a collective's only where
-    nothing else runs.
+    Overlapping kernels count for the one that began first; a collective counts only where nothing else runs.
     """
     operators = {each.event.id: each.decision for each in placed}
     launched = {each.id: each.start for each in launches}
     starts = [each.event.start for each in placed]
 
-    def behind(kernel: Event) -> _Decision:
+    def decision(kernel: Event) -> _Decision:
         if kernel.linked and kernel.linked in operators:
             return operators[kernel.linked]
-        # No operator launched it: a scope or an autograd node that was open at the time may know.
+        # No operator launched it: use a scope or autograd node open at the launch.
         if kernel.id not in launched:
             return _UNKNOWN
         moment = launched[kernel.id]
@@ -245,7 +244,7 @@ def _of_kernels(
         said = _of_name(kernel.name).category
         if said == COMMUNICATION:
             return said
-        found = behind(kernel).category
+        found = decision(kernel).category
         return found if found != OTHER else said
 
     times = dict.fromkeys(CATEGORIES, 0)
@@ -270,7 +269,7 @@ def _of_kernels(
 
 
 def read(results: Any) -> list[Event]:
-    """The events of torch's profiler, of its `kineto_results`: `events()` builds a tree that is not needed here."""
+    """Convert `kineto_results` of torch's profiler, without building its tree of events."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     return [
@@ -291,7 +290,7 @@ def read(results: Any) -> list[Event]:
 
 
 def _accelerator() -> tuple[str | None, Callable[[], Any]]:
-    """The device whose kernels the profiler can record here, and how to wait for it."""
+    """Device whose kernels the profiler can record, and its synchronize."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -304,8 +303,8 @@ def _accelerator() -> tuple[str | None, Callable[[], Any]]:
 
 
 def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
-    """Run one step under torch's profiler; its result and breakdown. The Chrome trace goes to `trace`, if given."""
-    # The inner of torch's two profilers: the outer one imports the compiler, which takes seconds and memory.
+    """Profile one step; returns its result and breakdown. Writes the Chrome trace to `trace`, if given."""
+    # torch.profiler would import the compiler, which takes seconds and memory.
     from torch.autograd import profiler
 
     device, synchronize = _accelerator()
@@ -322,7 +321,7 @@ def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
 
 
 def merge(breakdowns: Sequence[Breakdown]) -> Breakdown:
-    """The mean over processes."""
+    """Mean over processes."""
     count = sum(each["processes"] for each in breakdowns)
 
     def mean(of: Callable[[Breakdown], Any]) -> float:

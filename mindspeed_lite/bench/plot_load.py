@@ -1,4 +1,4 @@
-"""The picture of a load record: experts x layers as a heat map, and the imbalance over time."""
+"""Plots of a load record: heat map of experts x layers, and imbalance over time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from mindspeed_lite.parallel.balance.simulation import PolicyOutcome
 from .plots import COLORS, style
 
 _WIDTH = 9.0
-# Points of a curve: more than the picture has pixels are averaged.
+# Points of a curve; more are averaged.
 _POINTS = 600
 
 
 def draw(record: LoadRecord, file: str | Path) -> None:
-    """Write the picture as PNG.
-
-    Raises:
-        ImportError: matplotlib is not there.
-        OSError: the file cannot be written.
-    """
+    """Write heat map and imbalance as PNG. Raises ImportError without matplotlib, OSError."""
     with style():
         _draw(record, Path(file))
 
@@ -84,7 +79,7 @@ def _draw(record: LoadRecord, file: Path) -> None:
 
 
 def _relative(record: LoadRecord) -> list[list[float]]:
-    """[layers][experts], the load of all steps over the mean of its layer."""
+    """[layers][experts]: load of all steps over the layer's mean."""
     return [[each * len(row) / (sum(row) or 1) for each in row] for row in record.totals()]
 
 
@@ -94,7 +89,7 @@ def _span(steps: Sequence[LoadStep]) -> str:
 
 
 def _thinned(places: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Means of neighbouring points where there are too many."""
+    """Means of neighbouring points if there are too many."""
     size = -(-len(places) // _POINTS)
     groups = range(0, len(places), size)
     return [fmean(places[at : at + size]) for at in groups], [fmean(values[at : at + size]) for at in groups]

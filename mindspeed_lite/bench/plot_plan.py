@@ -1,4 +1,4 @@
-"""Draws what a search has found: time and memory of those that no other layout beats in both."""
+"""Plots the Pareto front of a search: time and memory of layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_lite.planner.search import Result, Search
 
 
 def front(search: Search, result: Result, path: Path) -> None:
-    """Write the picture; the form is that of the file's name (.png, .svg, .pdf)."""
+    """Write the plot in the format of the file's extension."""
     figure = Figure(figsize=(9.0, 5.0), layout="constrained")
     axes = figure.subplots()
     gib = float(1 << 30)

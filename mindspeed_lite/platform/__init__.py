@@ -1,7 +1,6 @@
-"""The device layer: which device this process trains on, and what `torch.cuda` means there.
+"""Device layer: which device this process trains on, and what `torch.cuda` means there.
 
-The name echoes a module of the standard library; here it is the hardware platform. `activate` chooses and installs,
-`deactivate` takes back. The order of choice is NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
+The order of choice is NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate
 
 DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
 
-# Numbers that a launcher sets, and that this package, Megatron and torch.distributed read.
+# Integers that a launcher sets.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _log = logging.getLogger("mindspeed_lite")
@@ -33,29 +32,28 @@ def device_names() -> tuple[str, ...]:
 
 
 def device(name: str) -> Device:
-    """The device module called `name`; nothing is installed."""
+    """Import the device module called `name`."""
     return cast(Device, importlib.import_module(f"{__name__}.{name}"))
 
 
 def choose(requested: str | None = None) -> Device:
-    """The device to use: `requested`, else `MINDSPEED_LITE_DEVICE`, else the first one that is there.
+    """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device available.
 
     Raises:
-        DeviceError: unknown name, or a requested device that cannot be used, with every reason.
+        DeviceError: unknown name, or every reason why the requested device cannot be used.
     """
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
     asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
     passed_over: list[str] = []
     if wanted == "auto":
         for name in device_names():
-            # Do not pay for importing a device that is plainly absent.
             if name == "npu" and importlib.util.find_spec("torch_npu") is None:
                 continue
             candidate = device(name)
             reasons = candidate.available()
             if not reasons:
                 if passed_over:
-                    # Installed and unusable is hardly what the user wants; one who does says so by the variable.
+                    # An installed but unusable NPU is hardly intended.
                     _log.warning("%s is used, because %s", name, "; ".join(passed_over))
                 return candidate
             if name == "npu":
@@ -71,10 +69,10 @@ def choose(requested: str | None = None) -> Device:
 
 
 def activate(requested: str | None = None) -> Device:
-    """Choose a device and install it; repeated calls return the one that is active.
+    """Choose a device and install it; repeated calls return the active one.
 
     Raises:
-        DeviceError: as `choose`, when another device is already active, or when a launcher's variable is no number.
+        DeviceError: as `choose`, if another device is active, or if a launcher's variable is no number.
     """
     global _active
     _check_launcher()
@@ -115,7 +113,7 @@ def _check_launcher() -> None:
 
 
 def deactivate() -> None:
-    """Take the device layer back (on NPU, torch_npu's own mapping stays until the process ends)."""
+    """Undo the device layer; torch_npu's own mapping stays until the process ends."""
     global _active
     if _active is None:
         return

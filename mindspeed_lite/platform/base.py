@@ -1,4 +1,4 @@
-"""What the rest of mindspeed_lite asks of a device."""
+"""Interface of a device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class DeviceError(RuntimeError):
 
 
 class Device(Protocol):
-    """One device kind; `cpu`, `cuda` and `npu` are modules of this shape."""
+    """A device kind; the modules `cpu`, `cuda` and `npu` implement it."""
 
     name: str
     distributed_backend: str
 
     def available(self) -> list[str]:
-        """All reasons why this device cannot be used here; empty means it can."""
+        """Reasons why this device cannot be used; empty if it can."""
         ...
 
     def describe(self) -> str:
-        """One line for people: which hardware this is."""
+        """Name of the hardware, in one line."""
         ...
 
     def install(self, redirects: Redirects) -> None:
-        """Make `torch.cuda` mean this device, reversibly where the device allows it."""
+        """Make `torch.cuda` mean this device."""
         ...

@@ -1,8 +1,7 @@
-"""The folder for what one process finds out and the next need not: compiled kernels, and what trials chose.
+"""Cache folder for compiled kernels and tuning results.
 
-`$MINDSPEED_LITE_CACHE`, else `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`; where that cannot be used, a
-folder of this user's among the temporary files. Safe to share between machines: the name of an entry includes what it
-depends on.
+`$MINDSPEED_LITE_CACHE`, else `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`, else a folder of this user among
+the temporary files. Machines may share it: the name of an entry includes all it depends on.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 class NoCache(Exception):
-    """There is no such folder, and why."""
+    """There is no usable cache folder; the text says why."""
 
 
 @functools.cache
 def folder() -> Path:
-    """The first place that this user can write to and no other user can; logs once why it is not the first of all.
-
-    Raises:
-        NoCache: there is none; the text names each place, what is wrong with it, and the variable.
-    """
+    """The first place that only this user can write to; logs why earlier ones are not used. Raises NoCache."""
     problems: list[str] = []
     try:
         for place in _places():
@@ -47,7 +42,7 @@ def folder() -> Path:
 
 
 def _places() -> Iterator[Path]:
-    """Raises OSError where there is no folder for temporary files."""
+    """Candidates in order. Raises OSError without a folder for temporary files."""
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield Path(chosen) if chosen else Path(home) / "mindspeed_lite"
@@ -56,18 +51,18 @@ def _places() -> Iterator[Path]:
 
 
 def _problem(place: Path) -> str | None:
-    """Why `place` cannot be the folder, or None; makes it if it is not there."""
+    """Create `place` if needed; returns why it cannot be used, or None."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = place.stat()
-        # Code is loaded from here: no other user may put some there.
+        # Code is loaded from here, so no other user may write to it.
         if hasattr(os, "getuid") and found.st_uid != os.getuid():
             return "it belongs to another user, whose code would be loaded"
         if os.name == "posix":
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 who = "every user" if found.st_mode & stat.S_IWOTH else "its group"
                 return f"{who} can write to it, whose code would be loaded (chmod go-w makes it usable)"
-            # By the way that is written, and by that which links lead to.
+            # Parents as written, and as links resolve.
             for each in {*place.absolute().parents, *place.resolve().parents}:
                 if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
                     return f"every user can put another in its place (chmod +t or o-w {each} makes it usable)"

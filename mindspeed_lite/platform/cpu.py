@@ -1,9 +1,7 @@
-"""The CPU as Megatron's device: `torch.cuda` and "cuda" tensors mean this process and gloo.
+"""CPU device layer: `torch.cuda` and "cuda" tensors mean this process and gloo.
 
-Megatron names its device `torch.cuda`. This file says what each of those names means on a machine without an
-accelerator, so that the training script runs as it is: one process per "device", memory figures of the real
-process, two separate random streams, collectives over gloo. Code inside torch keeps seeing the machine as it is
-(see `redirect.asked_by_machine`), because it compiles and pins by what it finds.
+One process per "device", memory figures of the process, two random streams, collectives over gloo. Code inside torch
+sees the real machine (`redirect.asked_by_machine`), because it compiles and pins memory by what it finds.
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ import functools
 import os
 import platform as machine
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.data
 from torch.utils._device import DeviceContext, _device_constructors
 
-from . import cpu_matmul, gloo, lanes, process_memory, streams
+from . import cpu_matmul, gloo, process_memory, streams
 from .random_state import DeviceGenerators, HostRandom
 from .redirect import NO_CUDA_EXTENSION, Redirects, for_the_host
 
@@ -39,22 +38,11 @@ _FACTORIES = (
 ).split()
 _TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 
-_CUDA_TYPE_NAMES = {
-    torch.float16: "torch.cuda.HalfTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.float64: "torch.cuda.DoubleTensor",
-    torch.uint8: "torch.cuda.ByteTensor",
-    torch.int8: "torch.cuda.CharTensor",
-    torch.int16: "torch.cuda.ShortTensor",
-    torch.int32: "torch.cuda.IntTensor",
-    torch.int64: "torch.cuda.LongTensor",
-    torch.bool: "torch.cuda.BoolTensor",
-}
+_TYPES = "Half BFloat16 Float Double Byte Char Short Int Long Bool".split()
 
 
 def on_cpu(device: Any) -> Any:
-    """`device` with every way of naming a CUDA device turned into the CPU; others are returned as they are."""
+    """Map every way of naming a CUDA device to the CPU; returns others unchanged."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -70,7 +58,7 @@ def available() -> list[str]:
 
 
 def describe() -> str:
-    """The processor's name, the cores this process may use, and what the device layer multiplies in fp32."""
+    """Processor, number of usable cores, and the dtypes whose matmuls run in fp32."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     widened = sorted(str(dtype).removeprefix("torch.") for dtype in cpu_matmul.widened())
     return f"{_processor()}, {cores} cores" + (f", {' and '.join(widened)} products in fp32" if widened else "")
@@ -85,7 +73,7 @@ def _processor() -> str:
 
 
 def install(redirects: Redirects) -> None:
-    """Redirect `torch.cuda`, device names and collectives to this process; `redirects.undo()` takes all back."""
+    """Redirect `torch.cuda`, device names and collectives to this process; `redirects.undo()` restores them."""
     # `with torch.device(...)` collects its constructors on first use and must collect torch's own.
     _device_constructors()
 
@@ -93,125 +81,95 @@ def install(redirects: Redirects) -> None:
     redirects.default_environment("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     redirects.default_environment(*NO_CUDA_EXTENSION)
 
-    host_random = HostRandom()
-    _redirect_device_queries(redirects)
-    _redirect_memory(redirects)
-    _redirect_random(redirects, host_random)
+    _redirect_device(redirects)
+    _redirect_random(redirects, HostRandom())
     _redirect_tensors(redirects)
     gloo.install(redirects)
-    lanes.install(redirects, streams.queueing_lane)
     redirects.on_undo(cpu_matmul.install())
     redirects.rebind_importers()
 
 
-def _redirect_device_queries(redirects: Redirects) -> None:
-    cuda = torch.cuda
-
-    def local_processes() -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    redirects.set(cuda, "is_available", for_the_host(cuda.is_available, lambda: True))
-    redirects.set(cuda, "is_initialized", for_the_host(cuda.is_initialized, lambda: True))
-    redirects.set(cuda, "device_count", for_the_host(cuda.device_count, local_processes))
-    redirects.set(cuda, "is_bf16_supported", for_the_host(cuda.is_bf16_supported, _true))
-    redirects.set(cuda, "_lazy_init", for_the_host(cuda._lazy_init, _nothing))
-    redirects.set(cuda, "init", for_the_host(cuda.init, _nothing))
-    redirects.set(cuda, "_lazy_call", for_the_host(cuda._lazy_call, _call_now))
-    redirects.set(cuda, "current_device", for_the_host(cuda.current_device, _current_device))
-    redirects.set(cuda, "set_device", for_the_host(cuda.set_device, _nothing))
-    redirects.set(cuda, "synchronize", for_the_host(cuda.synchronize, streams.synchronize))
-    redirects.set(cuda, "empty_cache", for_the_host(cuda.empty_cache, _nothing))
-    redirects.set(cuda, "ipc_collect", for_the_host(cuda.ipc_collect, _nothing))
-    redirects.set(cuda, "check_error", for_the_host(cuda.check_error, _nothing))
-    redirects.set(cuda, "cudart", for_the_host(cuda.cudart, _Cudart))
-    redirects.set(cuda, "is_current_stream_capturing", for_the_host(cuda.is_current_stream_capturing, _false))
-    redirects.set(cuda, "current_stream", for_the_host(cuda.current_stream, streams.current_stream))
-    redirects.set(cuda, "default_stream", for_the_host(cuda.default_stream, streams.default_stream))
-    redirects.set(cuda, "set_stream", for_the_host(cuda.set_stream, streams.set_stream))
-    redirects.set(cuda, "stream", for_the_host(cuda.stream, streams.StreamContext))
-    redirects.set(cuda, "StreamContext", streams.StreamContext)
-    redirects.set(cuda, "device", _DeviceContext)
-    redirects.set(cuda, "Stream", streams.Stream)
-    redirects.set(cuda, "ExternalStream", streams.ExternalStream)
-    redirects.set(cuda, "Event", streams.Event)
-    # Ampere's number: bfloat16 exists, fp8 and grouped tensor-core kernels are not promised.
-    redirects.set(cuda, "get_device_capability", for_the_host(cuda.get_device_capability, lambda *_, **__: (8, 0)))
-    redirects.set(cuda, "get_device_name", for_the_host(cuda.get_device_name, lambda *_: _processor()))
-    redirects.set(cuda, "get_device_properties", for_the_host(cuda.get_device_properties, _properties))
-    for gauge in ("utilization", "temperature", "power_draw", "clock_rate"):
-        redirects.set(cuda, gauge, for_the_host(getattr(cuda, gauge), _zero))
-    for marker in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        if hasattr(cuda.nvtx, marker):
-            redirects.set(cuda.nvtx, marker, for_the_host(getattr(cuda.nvtx, marker), _zero))
-    redirects.set(cuda.nvtx, "range", _null_context)
-
-
-def _redirect_memory(redirects: Redirects) -> None:
-    cuda = torch.cuda
-
-    def reset(device: Any = None) -> None:
-        process_memory.reset_peak()
-
-    answers: dict[str, Callable[..., Any]] = {
-        "memory_allocated": _of_process(process_memory.resident),
-        "memory_reserved": _of_process(process_memory.resident),
-        "max_memory_allocated": _of_process(process_memory.peak_resident),
-        "max_memory_reserved": _of_process(process_memory.peak_resident),
-        "device_memory_used": _of_process(process_memory.resident),
-        "reset_peak_memory_stats": reset,
-        "reset_max_memory_allocated": reset,
+def _redirect_device(redirects: Redirects) -> None:
+    """Redirect queries, streams and memory of `torch.cuda`."""
+    cuda, none = torch.cuda, _constant(None)
+    _answer(redirects, (cuda, cuda.memory), {
+        "is_available": _constant(True),
+        "is_initialized": _constant(True),
+        "is_bf16_supported": _constant(True),
+        "is_current_stream_capturing": _constant(False),
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "current_device": lambda: CPU,
+        # Ampere's: bfloat16 exists, fp8 and grouped tensor-core kernels are not promised.
+        "get_device_capability": _constant((8, 0)),
+        "get_device_name": lambda *_: _processor(),
+        "get_device_properties": _properties,
+        "cudart": lambda: SimpleNamespace(cudaProfilerStart=_constant(0), cudaProfilerStop=_constant(0)),
+        "_lazy_call": lambda callable, **_: callable(),
+        **dict.fromkeys(("_lazy_init", "init", "set_device", "synchronize", "empty_cache", "ipc_collect"), none),
+        "check_error": none,
+        **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), _constant(0)),
+        "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
+        "set_stream": streams.set_stream,
+        "stream": streams.StreamContext,
+        **dict.fromkeys(
+            ("memory_allocated", "memory_reserved", "device_memory_used"), _of_process(process_memory.resident)
+        ),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _of_process(process_memory.peak_resident)),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _reset_peak),
         "memory_stats": _memory_stats,
         "mem_get_info": lambda device=None: (process_memory.available(), process_memory.total()),
         "memory_summary": lambda *_, **__: f"resident {process_memory.resident()} bytes",
         "memory_snapshot": lambda *_, **__: [],
-    }
+    })  # fmt: skip
+    markers = ("range_push", "range_pop", "mark", "range_start", "range_end")
+    _answer(redirects, (cuda.nvtx,), dict.fromkeys(markers, _constant(0)))
+    for owner, attribute, value in (
+        (cuda, "StreamContext", streams.StreamContext),
+        (cuda, "Stream", streams.Stream),
+        (cuda, "ExternalStream", type("ExternalStream", (streams.Stream,), {})),
+        (cuda, "Event", streams.Event),
+        (cuda.nvtx, "range", _no_range),
+    ):
+        redirects.set(owner, attribute, value)
+    redirects.set(cuda, "device", contextlib.nullcontext, shared=True)
+
+
+def _answer(redirects: Redirects, owners: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> None:
+    """Redirect names of each owner to these answers, except for torch's own code."""
     for function, answer in answers.items():
-        if not hasattr(cuda, function):
-            continue
-        chosen = for_the_host(getattr(cuda, function), answer)
-        redirects.set(cuda, function, chosen)
-        if function in vars(cuda.memory):
-            redirects.set(cuda.memory, function, chosen)
+        chosen: Any = None
+        for owner in owners:
+            if function in vars(owner):
+                chosen = chosen or for_the_host(getattr(owner, function), answer)
+                redirects.set(owner, function, chosen)
 
 
 def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
-    generator = torch.default_generator
+    generator, own_seed = torch.default_generator, torch.manual_seed
 
-    def device_seed(seed: int) -> None:
+    def seed_device(seed: int) -> None:
         generator.manual_seed(int(seed))
 
-    answers: dict[str, Callable[..., Any]] = {
+    def seed_both(seed: int) -> torch.Generator:
+        host.manual_seed(int(seed))
+        return own_seed(seed)
+
+    _answer(redirects, (torch.cuda, torch.cuda.random), {
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state()],
         "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
         "set_rng_state_all": lambda new_states: generator.set_state(next(iter(new_states))),
-        "manual_seed": device_seed,
-        "manual_seed_all": device_seed,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), seed_device),
         "initial_seed": lambda: generator.initial_seed(),
-        "seed": lambda: generator.seed(),
-        "seed_all": lambda: generator.seed(),
-    }
-    for function, answer in answers.items():
-        chosen = for_the_host(getattr(torch.cuda, function), answer)
-        redirects.set(torch.cuda, function, chosen)
-        redirects.set(torch.cuda.random, function, chosen)
-    redirects.set(torch.cuda, "default_generators", DeviceGenerators())
-
-    own_seed = torch.manual_seed
-
-    def manual_seed(seed: int) -> torch.Generator:
-        host.manual_seed(int(seed))
-        return own_seed(seed)
-
-    replacements = {
-        "get_rng_state": for_the_host(torch.get_rng_state, host.get_state),
-        "set_rng_state": for_the_host(torch.set_rng_state, lambda new_state: host.set_state(new_state)),
-        "manual_seed": for_the_host(torch.manual_seed, manual_seed),
-    }
-    for function, chosen in replacements.items():
-        redirects.set(torch, function, chosen)
-        redirects.set(torch.random, function, chosen)
-
+        **dict.fromkeys(("seed", "seed_all"), lambda: generator.seed()),
+    })  # fmt: skip
+    redirects.set(torch.cuda, "default_generators", DeviceGenerators((generator,)))
+    _answer(redirects, (torch, torch.random), {
+        "get_rng_state": host.get_state,
+        "set_rng_state": lambda new_state: host.set_state(new_state),
+        "manual_seed": seed_both,
+    })  # fmt: skip
     own_fork = torch.random.fork_rng
 
     @contextlib.contextmanager
@@ -232,7 +190,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
     @functools.wraps(own_shuffle)
     def shuffle(self: Any) -> Any:
         if self.generator is None:
-            # Drawn at the first batch, after the loader's own draw: also the host's business.
+            # On a GPU run the host draws it, at the first batch.
             with host.drawing():
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
             self = copy.copy(self)
@@ -245,7 +203,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
 
     @functools.wraps(loader_iter)
     def iterate(self: Any) -> Any:
-        # The loader draws its workers' base seed here: on a GPU run that is the host's business.
+        # The loader draws its workers' base seed here, on a GPU run from the host's generator.
         with host.drawing(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*pin_memory.*")
             return loader_iter(self)
@@ -274,10 +232,6 @@ def _redirect_tensors(redirects: Redirects) -> None:
     own_to, own_type, own_load = tensor.to, tensor.type, torch.load
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        named = args[0] if args else kwargs.get("device")
-        if isinstance(named, str) and named == "cpu" and not kwargs.get("non_blocking"):
-            # For the host. A torch.device of that name is that of tensors here, too.
-            lanes.finish_for((self,))
         if args:
             args = (on_cpu(args[0]), *args[1:])
         if "device" in kwargs:
@@ -289,7 +243,7 @@ def _redirect_tensors(redirects: Redirects) -> None:
 
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None and self.device.type == "cpu":
-            return _CUDA_TYPE_NAMES.get(self.dtype) or own_type(self)
+            return str(own_type(self)).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         return own_type(self, dtype, *args, **kwargs)
@@ -302,17 +256,15 @@ def _redirect_tensors(redirects: Redirects) -> None:
     redirects.set(tensor, "to", functools.wraps(own_to)(to))
     redirects.set(tensor, "cuda", functools.wraps(tensor.cuda)(cuda))
     redirects.set(tensor, "type", for_the_host(own_type, type_name))
-    redirects.set(tensor, "record_stream", _nothing)
+    redirects.set(tensor, "record_stream", _constant(None))
     redirects.set(tensor, "pin_memory", lambda self, *args, **kwargs: self)
     redirects.set(torch, "load", functools.wraps(own_load)(load))
     for owner in (torch, torch.amp):
         redirects.set(owner, "autocast", _Autocast)
     for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
         redirects.set(owner, "autocast", _CudaAutocast)
-    for name in _CUDA_TYPE_NAMES.values():
-        short = name.rpartition(".")[2]
-        if hasattr(torch, short):
-            redirects.set(torch.cuda, short, getattr(torch, short), shared=True)
+    for short in _TYPES:
+        redirects.set(torch.cuda, f"{short}Tensor", getattr(torch, f"{short}Tensor"), shared=True)
 
 
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,19 +283,6 @@ def _location(target: Any) -> Any:
     return "cpu" if on_cpu(target) is CPU else target
 
 
-class _DeviceContext:
-    """Stands for `torch.cuda.device`: a context manager that selects nothing."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.idx = 0
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
 class _Autocast(torch.amp.autocast_mode.autocast):
     """`torch.autocast` in which "cuda" means the CPU."""
 
@@ -352,81 +291,44 @@ class _Autocast(torch.amp.autocast_mode.autocast):
 
 
 class _CudaAutocast(_Autocast):
-    """`torch.cuda.amp.autocast`, which names no device."""
+    """`torch.cuda.amp.autocast` on the CPU."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-class _Cudart:
-    """Stands for the CUDA runtime where profilers start and stop."""
-
-    def cudaProfilerStart(self) -> int:
-        return 0
-
-    def cudaProfilerStop(self) -> int:
-        return 0
-
-
-class _Properties:
+def _properties(device: Any = None) -> SimpleNamespace:
     """The fields of `torch.cuda.get_device_properties` that have a meaning on a CPU."""
-
-    def __init__(self) -> None:
-        self.name = _processor()
-        self.major, self.minor = 8, 0
-        self.total_memory = process_memory.total()
-        self.multi_processor_count = os.cpu_count() or 1
-        self.warp_size = 1
-
-
-def _properties(device: Any = None) -> _Properties:
-    return _Properties()
+    return SimpleNamespace(
+        name=_processor(),
+        major=8,
+        minor=0,
+        total_memory=process_memory.total(),
+        multi_processor_count=os.cpu_count() or 1,
+        warp_size=1,
+    )
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
     now, peak = process_memory.resident(), process_memory.peak_resident()
-    stats = {}
-    for pool in ("allocated_bytes", "reserved_bytes", "active_bytes"):
-        for kind in ("all", "large_pool", "small_pool"):
-            share = kind != "small_pool"
-            stats[f"{pool}.{kind}.current"] = now * share
-            stats[f"{pool}.{kind}.peak"] = peak * share
-            stats[f"{pool}.{kind}.allocated"] = peak * share
-            stats[f"{pool}.{kind}.freed"] = 0
-    stats["allocation.all.current"] = 0
-    stats["num_alloc_retries"] = 0
-    stats["num_ooms"] = 0
+    stats = dict.fromkeys(("allocation.all.current", "num_alloc_retries", "num_ooms"), 0)
+    for pool in ("allocated_bytes.all", "reserved_bytes.all", "active_bytes.all"):
+        stats |= {f"{pool}.current": now, f"{pool}.peak": peak, f"{pool}.allocated": peak, f"{pool}.freed": 0}
     return stats
+
+
+def _reset_peak(device: Any = None) -> None:
+    process_memory.reset_peak()
 
 
 def _of_process(read: Callable[[], int]) -> Callable[..., int]:
     return lambda device=None: read()
 
 
-def _current_device() -> torch.device:
-    return CPU
-
-
-def _call_now(callable: Callable[[], Any], **kwargs: Any) -> None:
-    callable()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
-def _true(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
-def _false(*args: Any, **kwargs: Any) -> bool:
-    return False
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
 
 @contextlib.contextmanager
-def _null_context(*args: Any, **kwargs: Any) -> Any:
+def _no_range(*args: Any, **kwargs: Any) -> Any:
     yield

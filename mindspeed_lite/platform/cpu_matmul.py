@@ -1,15 +1,11 @@
-"""Runs 16-bit matmuls in fp32 on CPUs without 16-bit matmul instructions; the result is rounded once.
+"""Runs 16-bit matmuls in fp32 on CPUs without 16-bit matmul instructions.
 
-Without AVX-512 oneDNN has no bf16 product, and without AVX-512 FP16 none of fp16. PyTorch then takes a loop of its own,
-which is 6 to 300 times slower than the same product in fp32: a linear layer's gradient of its input, 1024 x 5632 times
-5632 x 1024, takes 20 s on two AVX2 cores and 0.07 s this way. `install` gives PyTorch's dispatcher other kernels for
-`mm`, `addmm`, `bmm`, `baddbmm` and their in-place and `out` forms on the CPU, so whatever multiplies is reached:
-layers, backward passes, compiled graphs. Products sum in fp32 and are rounded once, so they are no less exact than
-PyTorch's. Everything else is passed on as it is, for about 3 µs a call.
+Without AVX-512 oneDNN has no bf16 matmul, and without AVX-512 FP16 none for fp16. PyTorch's own loop is 6 to 300 times
+slower than fp32: a 1024 x 5632 by 5632 x 1024 gradient takes 20 s on two AVX2 cores and 0.07 s this way. `install`
+overrides the CPU kernels of `mm`, `addmm`, `bmm`, `baddbmm`, in-place and `out` forms included, at about 3 µs a call.
+Sums are in fp32 and rounded once. Inputs are widened for the call; the fp32 result is made in parts of at most 64 MB.
 
-    MINDSPEED_LITE_CPU_MATMUL=torch    leaves PyTorch's matmuls alone (default: fp32)
-
-Widened copies live as long as the call; the fp32 result is made in parts of at most 64 MB.
+    MINDSPEED_LITE_CPU_MATMUL=torch    keeps PyTorch's matmuls (default: fp32)
 """
 
 from __future__ import annotations
@@ -31,17 +27,16 @@ TORCH = "torch"
 
 _log = logging.getLogger("mindspeed_lite")
 
-# Elements of an fp32 result that is made at once.
+# Elements of an fp32 result made at once.
 _PART = 1 << 24
 
 _widened: frozenset[torch.dtype] = frozenset()
-# Its kernels go when it does.
 _library: Any = None
 
 
 @functools.cache
 def has_bf16() -> bool:
-    """Whether the processor multiplies bf16 matrices no slower than fp32 ones."""
+    """Whether the processor has bf16 matmul instructions."""
     known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if known is not None:
         return bool(known())
@@ -50,17 +45,13 @@ def has_bf16() -> bool:
 
 @functools.cache
 def has_fp16() -> bool:
-    """Whether the processor multiplies fp16 matrices no slower than fp32 ones."""
+    """Whether the processor has fp16 matmul instructions."""
     known = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     return bool(known()) if known is not None else False
 
 
 def wanted() -> str:
-    """`fp32` or `torch`, by MINDSPEED_LITE_CPU_MATMUL.
-
-    Raises:
-        DeviceError: any other value.
-    """
+    """Return MINDSPEED_LITE_CPU_MATMUL, `fp32` or `torch`. Raises DeviceError."""
     value = os.environ.get(CPU_MATMUL_VARIABLE) or FP32
     if value not in (FP32, TORCH):
         raise DeviceError(f"{CPU_MATMUL_VARIABLE}={value} is unknown; choose {FP32} or {TORCH}")
@@ -68,19 +59,18 @@ def wanted() -> str:
 
 
 def widened() -> frozenset[torch.dtype]:
-    """The dtypes whose products this process computes in fp32."""
+    """The dtypes whose matmuls run in fp32."""
     return _widened
 
 
 def install() -> Callable[[], None]:
-    """Widen products of every 16-bit dtype that the processor does not multiply; returns what takes it back."""
+    """Run matmuls of unsupported 16-bit dtypes in fp32; returns an undo callable."""
     global _widened, _library
     slow = frozenset(dtype for dtype, has in ((torch.bfloat16, has_bf16), (torch.float16, has_fp16)) if not has())
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
     if _widened or not slow or wanted() == TORCH:
         return lambda: None
     if get_kernel is None:
-        # It hands out the kernels that everything else must go on using.
         _log.warning("16-bit matrix products are slow here: torch %s has no library.get_kernel", torch.__version__)
         return lambda: None
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -89,7 +79,7 @@ def install() -> Callable[[], None]:
         multiply, original = (get_kernel(f"aten::{name}", "CPU") for name in (each.multiply, each.overload))
         overrides[each.overload] = _override(each, slow, multiply, original)
     with warnings.catch_warnings():
-        # PyTorch tells of an overridden kernel, which is what this is for.
+        # PyTorch warns about overridden kernels.
         warnings.simplefilter("ignore")
         for overload, run in overrides.items():
             _library.impl(overload, run, "CPU", with_keyset=True, allow_override=True)
@@ -104,7 +94,7 @@ def install() -> Callable[[], None]:
 
 
 class _Operator(NamedTuple):
-    """One of PyTorch's: `overload` has `terms` arguments before its two matrices, `multiply` is the product in it."""
+    """An overload with `terms` arguments before its two matrices, and its plain matmul."""
 
     overload: str
     multiply: str
@@ -137,7 +127,7 @@ def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, 
             out = a.new_empty((*a.shape[:-1], b.shape[-1]))
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         added = args[0].expand(out.shape) if terms and beta != 0 else None
-        # A batch in parts, or rows of one product, whose second matrix is widened once.
+        # Parts of a batch, or rows of one matmul, whose second matrix is widened once.
         batched, wide = out.dim() == 3, b if out.dim() == 3 else b.float()
         for part in _parts(out):
             result = multiply.call_boxed(keys, a[part].float(), wide[part].float() if batched else wide)
@@ -152,7 +142,7 @@ def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, 
 
 
 def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether this is a product that needs no resizing; everything else PyTorch does, or refuses, itself."""
+    """Whether shapes and dtypes fit; PyTorch runs or refuses the rest."""
     if a.dtype != b.dtype or a.dim() != b.dim() or a.dim() < 2:
         return False
     if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
@@ -161,7 +151,7 @@ def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
 
 
 def _parts(out: torch.Tensor) -> Iterator[slice]:
-    """`out` along its first dimension, in parts of at most _PART elements, or of one index."""
+    """Slices of the first dimension with at most _PART elements, or one index."""
     count = out.shape[0]
     step = max(1, _PART * count // max(out.numel(), 1))
     return (slice(start, start + step) for start in range(0, count, step))

@@ -1,4 +1,4 @@
-"""CUDA: what Megatron is written for, so nothing is changed."""
+"""CUDA device: Megatron is written for it, so nothing is changed."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def describe() -> str:
 
 
 def install(redirects: Redirects) -> None:
-    """Nothing: Megatron already speaks CUDA."""
+    """Change nothing."""

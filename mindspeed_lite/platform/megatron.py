@@ -1,8 +1,7 @@
-"""Where Megatron assumes CUDA beyond `torch.cuda` itself: the only file of this package's rooms that names Megatron.
+"""Corrects Megatron where it assumes CUDA beyond `torch.cuda`; the only file of the lower rooms that names Megatron.
 
-Each assumption is a feature in the engine's language without a flag, in force on the devices it is about. They are
-put in place one by one as Megatron's modules are imported, so a program that uses only part of Megatron loads no
-more of it.
+Each assumption is a feature without a flag, active on the devices it names. It is applied when Megatron's module is
+imported, so that no other module is loaded.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ PARSE_ARGS = "megatron.training.arguments:parse_args"
 VALIDATE_ARGS = "megatron.training.arguments:validate_args"
 VALIDATE_YAML = "megatron.training.yaml_arguments:validate_yaml"
 
-# Where arguments from a YAML file hold the model's fields.
+# Sections of arguments from a YAML file with the model's fields.
 SECTIONS = ("language_model", "model_parallel")
 
 
 def root() -> Path | None:
-    """The folder with the `megatron` that an import would find, without importing it; None if there is none."""
+    """Folder of the importable `megatron`, without importing it; None without one."""
     spec = importlib.util.find_spec("megatron")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(location) / "core" / "package_info.py").is_file():
@@ -63,9 +62,9 @@ def root() -> Path | None:
 
 
 def version() -> str | None:
-    """Version of the Megatron-core that an import would find, without importing it; None if there is none.
+    """Version of the importable Megatron-core, without importing it; None without one.
 
-    Without its local part: Megatron appends the commit of whatever git repository the process stands in.
+    The local part is dropped: Megatron appends the commit of the current directory's git repository.
     """
     loaded = sys.modules.get("megatron.core.package_info")
     if loaded is not None:
@@ -78,13 +77,13 @@ def version() -> str | None:
 
 
 def argument_holders(args: Any) -> list[Any]:
-    """Where Megatron's arguments stand: in `args` and, from a YAML file, a model's fields also one level down."""
+    """`args` and its sections from a YAML file, all of which may hold Megatron's arguments."""
     sections = (getattr(args, name, None) for name in SECTIONS)
     return [args, *(section for section in sections if section is not None)]
 
 
 def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> Feature:
-    """A feature without a flag: it is on."""
+    """Declare a feature without a flag, which is always on."""
     return Feature(
         name=name,
         summary=summary,
@@ -97,22 +96,19 @@ def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> F
 
 
 class Placed:
-    """Features without a flag in force, with their report."""
+    """Applied features without a flag, with their report entries."""
 
     def __init__(self, swaps: list[Swap], entries: list[Entry]) -> None:
         self.entries = entries
         self._swaps = swaps
 
     def remove(self) -> list[str]:
-        """Take them back; returns what was left alone."""
+        """Undo them; returns what was left alone."""
         return change(remove=self._swaps)
 
 
 def place(*features: Feature, device: str | None = None, fingerprints: Table | None = None) -> Placed:
-    """Put features without a flag in force by themselves, on a release that need not be a verified one.
-
-    device: what they are told they run on; the active device if not given.
-    """
+    """Apply features without a flag, also on unverified releases; `device` defaults to the active one."""
     if device is None:
         from . import current
 
@@ -143,10 +139,9 @@ def place(*features: Feature, device: str | None = None, fingerprints: Table | N
 
 
 def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """torch's norms are right on a sequence shard; only their weights' gradients must be summed over the group.
+    """Let torch's norms accept sequence parallelism, which `WrappedTorchNorm` refuses.
 
-    Reaches every norm of the local implementation. `WrappedTorchNorm` refuses sequence parallelism, although all
-    that is missing is the mark by which Megatron sums those gradients. Falls back without sequence parallelism.
+    They lack only the mark by which Megatron sums their weights' gradients over the group.
     """
 
     def __new__(
@@ -172,10 +167,9 @@ def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session)
 
 
 def _counts_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Token counts of the all-to-all dispatcher become numbers although they never left the host.
+    """Convert token counts on the CPU to arrays, as Megatron does with those it copies from a GPU.
 
-    Megatron turns split sizes into an array only when it copies them from a GPU; on the CPU they stay tensors,
-    which gloo's all-to-all does not take. Leaves every other tensor alone.
+    gloo's all-to-all takes no tensors as split sizes.
     """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -187,11 +181,9 @@ def _counts_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[.
 
 
 def _adam_state_before_first_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """torch's Adam answers for its step count before it has made a step.
+    """Allocate the state of torch's Adam before its first step, with zero moments and count.
 
-    Without Apex and Transformer Engine the distributed optimizer reads the count from the state that torch
-    allocates in the first step, and so cannot load a checkpoint. Zero moments and a zero count are what torch
-    would allocate. Leaves every other optimizer and every started one alone.
+    Without Apex and Transformer Engine the distributed optimizer reads the count from that state to load a checkpoint.
     """
 
     def state_dict(self: Any) -> Any:
@@ -210,11 +202,10 @@ def _adam_state_before_first_step(wrapped: Callable[..., Any], session: Session)
 
 
 def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Every parameter's step count is the checkpoint's, in a tensor of its own.
+    """Give every parameter the checkpoint's step count in a tensor of its own.
 
-    Without Apex and Transformer Engine the distributed optimizer hands one tensor to all parameters, to which
-    torch's Adam adds one for each of them, and then overwrites it with the count from before loading. Either way
-    the bias correction after a resume is wrong. The count is in the checkpoint's parameter groups.
+    Without Apex and Transformer Engine the distributed optimizer shares one tensor between parameters, which torch's
+    Adam increments for each, or keeps the count from before loading: the bias correction is wrong after a resume.
     """
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -232,11 +223,9 @@ def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> 
 
 
 def _state_without_step_count(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A parameter's state is loaded although the checkpoint has no step count for it.
+    """Load a parameter's state from a checkpoint without its step count, which stays as it is.
 
-    Without Apex and Transformer Engine the distributed optimizer asks every state of a parameter of its checkpoint,
-    but the formats that can be resharded leave the count out, which is in the parameter groups. Leaves the count
-    that is there.
+    Formats that can be resharded have the count only in parameter groups.
     """
 
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
@@ -252,11 +241,7 @@ def _state_without_step_count(wrapped: Callable[..., Any], session: Session) -> 
 
 
 def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A wheel's compiled dataset helpers are used as they are.
-
-    `megatron.training` compiles them at every start by the makefile beside them, which is in a checkout but not in
-    the wheels, and ends the run when that fails. Falls back wherever there is a makefile.
-    """
+    """Use a wheel's compiled dataset helpers; it has no makefile to compile them, as Megatron does at every start."""
 
     def compile_helpers() -> Any:
         folder = Path(wrapped.__code__.co_filename).parent
@@ -268,10 +253,9 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
 
 
 def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A recomputed output is copied into the storage that was released, as before 0.17.
+    """Copy a recomputed output into the released storage, as before 0.17.
 
-    Since then Megatron lets both share one storage by an extension that is compiled when it is first needed, in every
-    environment, which takes a compiler and ninja. Here the copy's own storage is released at once.
+    Megatron shares one storage by an extension, which needs a compiler and ninja at the first use.
     """
 
     def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
@@ -287,7 +271,7 @@ def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A checkpoint that is told nothing of fp8 asks Transformer Engine about it; without it there is none."""
+    """Pass `fp8=None` instead of False, for which Megatron asks Transformer Engine."""
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
         wrapped(self, fp8 or None, *args, **kwargs)
@@ -296,10 +280,7 @@ def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -
 
 
 def _only_fp8_is_quantized(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The distributed optimizer without a parameter in fp8 quantizes nothing, as since 0.13.
-
-    Before, it asks Transformer Engine whether there is one or not, and ends where that is absent.
-    """
+    """Quantize nothing without fp8 parameters, as since 0.13; before, Megatron asks Transformer Engine."""
 
     def quantize_param_shard(
         model_params: Any,
@@ -316,7 +297,7 @@ def _only_fp8_is_quantized(wrapped: Callable[..., Any], session: Session) -> Cal
 
 
 def _lengths_counted_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The sums of a pack's lengths are there already where the original would name a CUDA device by number for them."""
+    """Allocate the sums of packed lengths on the CPU; the original names a CUDA device."""
 
     def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
         training = sys.modules[_TRAINING]
@@ -329,7 +310,7 @@ def _lengths_counted_on_host(wrapped: Callable[..., Any], session: Session) -> C
 
 
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
-    """A feature that is in force on `devices` without a flag; where Megatron runs without it, no number changes."""
+    """Declare a feature without a flag for `devices`; where Megatron runs without it, values stay the same."""
 
     def condition(context: Context) -> Sequence[str]:
         return [] if context.device in devices else [f"about {', '.join(devices)}, not {context.device}"]
@@ -420,7 +401,7 @@ _applied: list[Placed] = []
 
 
 def attach(device: str) -> None:
-    """Put the assumptions about `device` right as the modules they live in are imported (or now, if they are)."""
+    """Apply the corrections for `device` when their modules are imported, or now if they are."""
     context = Context(Settings({}), device, {})
     present: list[Feature] = []
     for feature in ASSUMPTIONS:
@@ -430,27 +411,27 @@ def attach(device: str) -> None:
         if sys.modules.get(module) is not None:
             present.append(feature)
         else:
-            _waiting.append(when_imported(module, functools.partial(_put_right, [feature], device)))
-    # Together, since each change may look through every loaded module.
-    _put_right(present, device)
+            _waiting.append(when_imported(module, functools.partial(_apply, [feature], device)))
+    # Together, since each change scans every loaded module.
+    _apply(present, device)
 
 
-def _put_right(features: Sequence[Feature], device: str, module: Any = None) -> None:
+def _apply(features: Sequence[Feature], device: str, module: Any = None) -> None:
     fitting = [each for each in features if each.patches_for(version() or "0")[0]]
     if fitting:
         _applied.append(place(*fitting, device=device, fingerprints=_known()))
 
 
 def entries() -> list[Entry]:
-    """What has been put in place so far, for the report."""
+    """Report entries of the corrections applied so far."""
     return [entry for each in _applied for entry in each.entries]
 
 
 def detach() -> None:
-    """Take everything back, the latest first."""
+    """Undo all corrections, newest first."""
     while _waiting:
         _waiting.pop().cancel()
     while _applied:
-        # If that fails it is still in place, and still known.
+        # Popped after it succeeded.
         _applied[-1].remove()
         _applied.pop()

@@ -1,7 +1,4 @@
-"""Ascend NPU through torch_npu and its own `transfer_to_npu`.
-
-Not run on a device by this project's tests, which have none: selection and what it says are covered there.
-"""
+"""Ascend NPU device, through torch_npu and its own `transfer_to_npu`. This project's tests have no device."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ distributed_backend = "hccl"
 
 
 def available() -> list[str]:
-    """Why the NPU cannot be used here. Imports torch_npu only if it is installed for this torch."""
+    """Why the NPU cannot be used. Imports torch_npu only if it is installed for this torch."""
     found = trouble()
     return [] if found is None else [str(found)]
 
 
 def trouble() -> NpuDiagnosis | None:
-    """What keeps NPUs from being used in this process, or None. Asks the driver for devices, but opens none."""
+    """Diagnose why NPUs cannot be used, or return None. Opens no device."""
     found = npu_trouble.before_import()
     if found is not None:
         return found
     try:
-        # torch first: it may load torch_npu itself, and says so in words of its own.
+        # torch first, since it may load torch_npu itself.
         importlib.import_module("torch")
         importlib.import_module("torch_npu")
     except (Exception, SystemExit) as error:  # missing CANN libraries: ImportError, OSError; once torch_npu exited
@@ -55,10 +52,7 @@ def _npu() -> Any:
 
 
 def install(redirects: Redirects) -> None:
-    """Load torch_npu's own mapping from `torch.cuda` to `torch.npu`, and complete it where Megatron needs more.
-
-    The mapping has no way back: after `deactivate` it stays until the process ends.
-    """
+    """Load torch_npu's irreversible mapping from `torch.cuda` to `torch.npu`, and complete it for Megatron."""
     try:
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
     except ImportError as error:
@@ -66,5 +60,5 @@ def install(redirects: Redirects) -> None:
             f"Device npu: torch_npu.contrib.transfer_to_npu does not import ({error}); install the torch_npu "
             "release that matches your torch"
         ) from error
-    # Imports torch, which this file must not: torch may load torch_npu itself.
+    # This file must not import torch, which may load torch_npu itself.
     importlib.import_module(f"{__package__}.npu_unmapped").install(redirects)

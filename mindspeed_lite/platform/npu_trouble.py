@@ -1,7 +1,6 @@
-"""What keeps Ascend NPUs from being used here, in one line each: what is wrong, and what to do about it.
+"""Diagnoses why Ascend NPUs cannot be used: what is wrong and what to do, in one line each.
 
-Nothing is imported to find out: packages are read from their metadata, errors from what they say, devices from the
-folder of device nodes. `npu.trouble` asks in the order in which one meets them.
+Imports nothing: reads package metadata, error texts and the folder of device nodes.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ DEVICE_NODES = Path("/dev")
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 CANN_HOME = "ASCEND_HOME_PATH"
 
-# Where CANN's installers put their environment script, for root and for a user.
+# CANN's environment script, as installed by root and by a user.
 _SET_ENV = (
     "/usr/local/Ascend/ascend-toolkit/set_env.sh",
     "/usr/local/Ascend/cann/set_env.sh",
     "~/Ascend/ascend-toolkit/set_env.sh",
     "~/Ascend/cann/set_env.sh",
 )
-# Without these three, opening a device fails whatever its own node says.
+# Opening any device needs these nodes too.
 _SHARED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 _LENGTH = 300
 
 
 class NpuDiagnosis(NamedTuple):
-    """`what` is wrong, and what to do: `fix`."""
+    """What is wrong, and how to fix it."""
 
     what: str
     fix: str
@@ -41,10 +40,10 @@ class NpuDiagnosis(NamedTuple):
 
 
 def before_import() -> NpuDiagnosis | None:
-    """What can be told before torch_npu is imported: that it is absent, or built for another torch."""
+    """Diagnose a torch_npu that is absent or built for another torch, without importing it."""
     try:
         found = importlib.util.find_spec("torch_npu")
-    except ValueError:  # already imported, and a module without a spec
+    except ValueError:  # imported, without a spec
         found = None
     if found is None and "torch_npu" not in sys.modules:
         return NpuDiagnosis(
@@ -54,7 +53,7 @@ def before_import() -> NpuDiagnosis | None:
 
 
 def pair(npu: str, torch: str) -> NpuDiagnosis | None:
-    """torch_npu is built for one series of torch: major and minor must be the same. Unknown versions pass."""
+    """Diagnose versions whose major and minor differ; unknown versions pass."""
     if not series(npu) or not series(torch) or series(npu) == series(torch):
         return None
     want, have = (".".join(map(str, series(each))) for each in (torch, npu))
@@ -65,7 +64,7 @@ def pair(npu: str, torch: str) -> NpuDiagnosis | None:
 
 
 def of_import(error: BaseException) -> NpuDiagnosis:
-    """Why `import torch_npu`, or an `import torch` that loads it, failed."""
+    """Diagnose a failed `import torch_npu`, or `import torch` that loads it."""
     text = _chain(error)
     symbol = re.search(r"(\S*\.so[\w.]*): undefined symbol: (\w+)", text)
     if symbol is not None:
@@ -80,7 +79,7 @@ def of_import(error: BaseException) -> NpuDiagnosis:
 
 
 def of_devices() -> NpuDiagnosis:
-    """Why torch_npu, which imports, sees no device."""
+    """Diagnose an imported torch_npu that sees no device."""
     visible = os.environ.get(VISIBLE)
     nodes = sorted(DEVICE_NODES.glob("davinci[0-9]*"))
     if not nodes:
@@ -109,7 +108,7 @@ def of_devices() -> NpuDiagnosis:
 
 
 def of_opening(error: BaseException) -> NpuDiagnosis:
-    """Why a device that is counted could not be opened or asked."""
+    """Diagnose a device that cannot be opened."""
     fix = f"look at `npu-smi info`: it may be busy, unhealthy or without memory; {VISIBLE} leaves devices out"
     return NpuDiagnosis(f"an NPU is there but cannot be opened: {_chain(error)}", fix)
 
@@ -120,7 +119,7 @@ def series(version: str) -> tuple[int, ...]:
 
 
 def torch_npu_version() -> str:
-    """The version of torch_npu as installed, else as its files say; empty where neither does."""
+    """Version of torch_npu from its metadata, module or files; empty if unknown."""
     found = _metadata_version("torch_npu")
     if found:
         return found
@@ -141,12 +140,12 @@ def torch_npu_version() -> str:
 
 
 def torch_version() -> str:
-    """The version of torch that is loaded, else installed; empty where there is none."""
+    """Version of the loaded or installed torch; empty without one."""
     return str(getattr(sys.modules.get("torch"), "__version__", "")) or _metadata_version("torch")
 
 
 def cann_version() -> str:
-    """The version of the CANN whose set_env.sh is sourced, from the files it leaves; empty where they do not say."""
+    """Version of the CANN whose set_env.sh is sourced; empty if unknown."""
     home = os.environ.get(CANN_HOME)
     if not home:
         return ""
@@ -191,13 +190,13 @@ def _of_library(library: str) -> NpuDiagnosis:
 
 
 def _chain(error: BaseException) -> str:
-    """The innermost cause in one line, since torch hides it behind a sentence of its own."""
+    """The innermost cause in one line; torch wraps it in a message of its own."""
     inner, cause = error, error.__cause__
     while cause is not None:
         inner, cause = cause, cause.__cause__
     if isinstance(inner, SystemExit) and inner.__context__ is not None:
         inner = inner.__context__
-    # torch_npu puts an error code with date and process on lines of their own.
+    # torch_npu adds lines with an error code, date and process.
     text = next((line for line in str(inner).splitlines() if line.strip()), "")
     return f"{type(inner).__name__}: {' '.join(text.split())}"[:_LENGTH].rstrip(": ")
 

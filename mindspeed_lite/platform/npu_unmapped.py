@@ -1,9 +1,7 @@
-"""Names of `torch.cuda` that Megatron uses and that torch_npu's `transfer_to_npu` leaves on CUDA.
+"""Maps the `torch.cuda` names that Megatron uses and torch_npu's `transfer_to_npu` leaves on CUDA.
 
-There they raise, since torch for an NPU is built without CUDA. Here markers become those of Ascend's profilers (mstx)
-and memory in use that of the device. Three gauges of `--log-straggler` have no counterpart in torch_npu and read 0; the
-switches of `--profile`, which are for nsys, do nothing; both is logged once. A name that a later torch_npu maps is left
-to it.
+Markers become Ascend's (mstx), memory in use that of the device. Gauges without a counterpart read 0 and profiler
+switches do nothing, which is logged once. Names that a later torch_npu maps keep its mapping.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 def install(redirects: Redirects) -> None:
-    """Give each such name its meaning on the NPU."""
+    """Redirect the unmapped names."""
     redirects.default_environment(*NO_CUDA_EXTENSION)
     cuda = torch.cuda
     answers: dict[str, Callable[..., Any]] = {
@@ -42,9 +40,9 @@ def install(redirects: Redirects) -> None:
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         if _means_cuda(cuda.nvtx, name):
             redirects.set(cuda.nvtx, name, getattr(markers, name))
-    # Megatron's random streams take the device's generators from here; torch_npu before 2.10 leaves none.
+    # Megatron's random streams read the device's generators; torch_npu before 2.10 has none here.
     _npu()._lazy_call(lambda: redirects.set(cuda, "default_generators", _npu().default_generators, shared=True))
-    # It asks the CUDA profiler for a range around every operator of autograd.
+    # It uses the CUDA profiler.
     redirects.set(torch.autograd.profiler, "emit_nvtx", lambda *_, **__: contextlib.nullcontext())
 
 
@@ -57,7 +55,7 @@ def _npu() -> Any:
 
 
 def _memory_used(device: Any = None) -> int:
-    """Bytes in use on the device, by whatever process, as on CUDA."""
+    """Bytes in use on the device, by all processes, as on CUDA."""
     free, total = _npu().mem_get_info(device)
     return int(total - free)
 
@@ -73,7 +71,7 @@ def _no_gauge(name: str, device: Any = None) -> int:
 
 
 class _Cudart:
-    """Stands for the CUDA runtime where profilers start and stop."""
+    """CUDA runtime whose profiler calls do nothing."""
 
     def cudaProfilerStart(self) -> int:
         _say("--profile starts nsys, which sees nothing on an NPU (add --use-pytorch-profiler)")
@@ -84,19 +82,19 @@ class _Cudart:
 
 
 class _Markers:
-    """The functions of `torch.cuda.nvtx` on Ascend's markers, which are ranges that one begins and ends by number."""
+    """`torch.cuda.nvtx` on Ascend's markers, which begin and end ranges by number."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def range_push(self, msg: str) -> int:
-        """Begin a range inside those that are open; returns how many those are."""
+        """Begin a nested range; returns its depth."""
         open_ranges = self._open()
         open_ranges.append(self.range_start(msg))
         return len(open_ranges) - 1
 
     def range_pop(self) -> int:
-        """End the innermost range; returns how many stay open, -1 where there was none (CUDA's answers)."""
+        """End the innermost range; returns the number of open ranges, -1 if there was none, as CUDA does."""
         open_ranges = self._open()
         if open_ranges:
             self.range_end(open_ranges.pop())

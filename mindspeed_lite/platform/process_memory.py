@@ -1,4 +1,4 @@
-"""Memory of this process in bytes, as the CPU device's answer to "how much has the device allocated"."""
+"""Memory of this process in bytes, which the CPU device reports as its own."""
 
 from __future__ import annotations
 
@@ -16,54 +16,39 @@ def resident() -> int:
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * _PAGE
-    except OSError:  # not Linux: the peak is the only figure at hand
+    except OSError:  # not Linux
         return peak_resident()
 
 
 def peak_resident() -> int:
     """Largest resident set size since the start or the last `reset_peak`."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    found = _field("/proc/self/status", b"VmHWM:")
+    if found is not None:
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if os.uname().sysname == "Darwin" else peak * 1024
 
 
 def handed_out() -> int | None:
-    """What glibc's malloc has handed out and not got back; None where that is not known.
-
-    Beside it `resident` has what the heap keeps between such blocks, code, and what is mapped otherwise; of a block
-    that has not been written to, it has nothing. Where another allocator is preloaded, this may be next to nothing.
-    """
+    """Bytes in use in glibc's malloc; None if unknown, and too small if another allocator is preloaded."""
     ask = _mallinfo()
     if ask is None:
         return None
     found = ask()
-    return int(found.in_arenas + found.mapped)
+    return int(found.uordblks + found.hblkhd)
 
 
 def shared() -> int:
     """Resident bytes of shared memory."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            return next((int(line.split()[1]) * 1024 for line in status if line.startswith(b"RssShmem:")), 0)
-    except OSError:
-        return 0
+    return _field("/proc/self/status", b"RssShmem:") or 0
 
 
 class _Figures(ctypes.Structure):
-    """struct mallinfo2 of <malloc.h>; what is called here `in_arenas` and `mapped` are its uordblks and hblkhd."""
+    """struct mallinfo2 of <malloc.h>."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "mapped"),
-            *("usmblks", "fsmblks", "in_arenas", "fordblks", "keepcost"),
-        )
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     )
 
 
@@ -71,14 +56,14 @@ class _Figures(ctypes.Structure):
 def _mallinfo() -> Any:
     try:
         ask = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):  # another C library, or glibc before 2.33
+    except (AttributeError, OSError):  # not glibc, or before 2.33
         return None
     ask.restype = _Figures
     return ask
 
 
 def reset_peak() -> bool:
-    """Start a new peak measurement; False where the kernel does not offer it."""
+    """Start a new peak; False if the kernel cannot."""
     try:
         with open("/proc/self/clear_refs", "w") as clear_refs:
             clear_refs.write("5")
@@ -93,12 +78,15 @@ def total() -> int:
 
 
 def available() -> int:
-    """Memory that a new allocation could still get."""
+    """Memory available to new allocations."""
+    found = _field("/proc/meminfo", b"MemAvailable:")
+    return max(0, total() - resident()) if found is None else found
+
+
+def _field(path: str, name: bytes) -> int | None:
+    """A field of /proc, which is in KiB, in bytes; None if it is missing."""
     try:
-        with open("/proc/meminfo", "rb") as meminfo:
-            for line in meminfo:
-                if line.startswith(b"MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        with open(path, "rb") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)
     except OSError:
-        pass
-    return max(0, total() - resident())
+        return None

@@ -1,9 +1,7 @@
-"""Two random streams on one generator: the device's and the host's, as a GPU run has them.
+"""Two random streams on one generator, as on a GPU: the device's and the host's.
 
-Megatron keeps apart what the accelerator draws (weights, dropout) and what the host draws (data loading), saves
-both in checkpoints and warns when a device operation moves the host's stream. On the CPU both would share torch's
-default generator. Here the default generator is the device's, because device tensors are CPU tensors, and the
-host's state is kept beside it and swapped in for the short moments in which the host draws.
+Megatron saves both in checkpoints and warns when a device operation moves the host's. torch's default generator is the
+device's; the host's state is swapped in while the host draws.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 
 
 class HostRandom:
-    """The host's random state; created from the default generator, so that an unseeded run stays random."""
+    """The host's random state, initialised from the default generator."""
 
     def __init__(self) -> None:
         self._state: torch.Tensor = torch.default_generator.get_state()
@@ -32,7 +30,7 @@ class HostRandom:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within this block torch's default generator is the host's."""
+        """Make torch's default generator the host's within the block."""
         device_state = torch.default_generator.get_state()
         torch.default_generator.set_state(self._state)
         try:
@@ -42,14 +40,8 @@ class HostRandom:
             torch.default_generator.set_state(device_state)
 
 
-class DeviceGenerators:
-    """Stands for `torch.cuda.default_generators`: every index is the one CPU generator."""
+class DeviceGenerators(tuple[torch.Generator, ...]):
+    """`torch.cuda.default_generators` in which every index is the CPU generator."""
 
-    def __getitem__(self, index: Any) -> torch.Generator:
+    def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[torch.Generator]:
-        return iter((torch.default_generator,))

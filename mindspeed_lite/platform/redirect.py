@@ -1,32 +1,27 @@
-"""Reversible attribute changes on torch: what the device layer needs in order to be taken back.
-
-The patch engine swaps attributes of Megatron by declared features; this is the smaller tool below it, for torch
-itself, where a device's meaning is defined before anything of Megatron is loaded.
-"""
+"""Reversible attribute changes on torch, on which the device layer is built."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
 _ABSENT = object()
 
-# Packages that must go on seeing the machine as it is: torch plans kernels, pins memory and compiles by what it
-# finds, the libraries around it probe for a driver, and this one chooses backends.
+# Packages that see the real machine, because they plan kernels, probe drivers or choose backends by it.
 MACHINE_PACKAGES = frozenset(
     {"torch", "triton", "torchvision", "torchaudio", "torch_npu", "functorch", "mindspeed_lite"}
 )
 
-# Megatron 0.15 compiles a CUDA extension when it is imported, and lives without it. Where there is no GPU to ask, torch
-# looks for its architecture here, and the import ends in an IndexError without it.
+# Megatron 0.15 compiles an optional CUDA extension on import. Without a GPU torch needs its architecture from here, or
+# raises IndexError.
 NO_CUDA_EXTENSION = ("TORCH_CUDA_ARCH_LIST", "8.0")
 
 
 class Redirects:
-    """A journal of attribute assignments that can be undone in reverse order."""
+    """Journal of attribute assignments, undone in reverse order."""
 
     def __init__(self) -> None:
         self._journal: list[tuple[Any, str, Any, Any]] = []
@@ -35,19 +30,19 @@ class Redirects:
         self._undos: list[Callable[[], None]] = []
 
     def default_environment(self, name: str, value: str) -> None:
-        """Set an environment variable that the user has left unset."""
+        """Set an environment variable unless the user has."""
         if name not in os.environ:
             os.environ[name] = value
             self._environment.append(name)
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """Have `undo` called, once, with the rest: for what is no attribute."""
+        """Call `undo` once when the redirects are undone."""
         self._undos.append(undo)
 
     def set(self, owner: Any, name: str, value: Any, *, shared: bool = False) -> None:
-        """Set `owner.name` and remember what its own dictionary held before.
+        """Set `owner.name` and record its previous value.
 
-        `shared`: `value` has a life of its own elsewhere, so who holds it need not have it from here.
+        shared: other modules may hold `value` from elsewhere, so undo leaves their references.
         """
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
@@ -56,11 +51,7 @@ class Redirects:
             self._shared.add(id(value))
 
     def rebind_importers(self) -> None:
-        """Give modules that imported a redirected name by value the redirected one.
-
-        `from torch.cuda import _lazy_call as call` in a module loaded before the device layer keeps the original;
-        modules of `MACHINE_PACKAGES` keep theirs on purpose.
-        """
+        """Rebind modules outside `MACHINE_PACKAGES` that imported an original by value."""
         new_by_old = {
             id(before): after for _, _, before, after in self._journal if before is not _ABSENT and callable(before)
         }
@@ -70,7 +61,7 @@ class Redirects:
                 self.set(module, name, after)
 
     def undo(self) -> None:
-        """Put back everything, newest first; also in modules that imported a redirected name since."""
+        """Restore everything, newest first, also in modules that have imported a redirected name since."""
         moved: dict[int, dict[str, Any]] = {}
         for _, name, before, after in reversed(self._journal):
             if before is not _ABSENT and callable(after) and id(after) not in self._shared:
@@ -87,40 +78,32 @@ class Redirects:
                 setattr(owner, name, before)
         for module, name, value in _held_by_modules(moved):
             befores = moved[id(value)]
-            # One replacement may stand for several names; then the importer's own name tells which.
+            # One replacement may have several names; then the importer's name decides.
             before = befores.get(name, next(iter(befores.values())) if len(befores) == 1 else _ABSENT)
             if before is not _ABSENT:
                 setattr(module, name, before)
 
-    def owners(self) -> Iterable[tuple[Any, str]]:
-        """Every (owner, name) this journal has changed."""
-        return [(owner, name) for owner, name, _, _ in self._journal]
-
 
 def _held_by_modules(identities: Mapping[int, Any]) -> list[tuple[ModuleType, str, Any]]:
-    """Where the modules that follow the device layer hold one of the objects, given by identity."""
+    """References to these objects (by identity) in modules that follow the device layer."""
     found: list[tuple[ModuleType, str, Any]] = []
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
         if top in MACHINE_PACKAGES or top in _QUIET or not isinstance(module, ModuleType):
             continue
-        # Most modules hold none, and finding that out runs no Python code.
+        # Most modules hold none, which this finds without running Python code of theirs.
         if not identities.keys().isdisjoint(map(id, list(vars(module).values()))):
             found += [(module, name, value) for name, value in list(vars(module).items()) if id(value) in identities]
     return found
 
 
-# Libraries that torch brings along, of thousands of modules' names, and that never ask for a device.
+# Dependencies of torch with many modules that never ask for a device.
 _QUIET = (frozenset(sys.stdlib_module_names) | {"mpmath", "networkx", "numpy", "sympy"}) - {"__main__"}
 _machine_module: dict[str, bool] = {}
 
 
 def asked_by_machine(frame: FrameType) -> bool:
-    """Whether the code of `frame` belongs to torch or to an installed library other than Megatron.
-
-    Such code must get the truth about the machine; Megatron and the user's own scripts get the device layer's
-    answer. The decision is made once per module name.
-    """
+    """Whether `frame` belongs to torch or an installed library other than Megatron; cached by module name."""
     name = frame.f_globals.get("__name__", "")
     known = _machine_module.get(name)
     if known is None:
@@ -135,13 +118,11 @@ def asked_by_machine(frame: FrameType) -> bool:
 
 
 def for_the_host(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives `original` to torch's own callers and `answer` to everybody else."""
+    """Call `original` for torch and other libraries, `answer` for Megatron and scripts."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        if asked_by_machine(sys._getframe(1)):
-            return original(*args, **kwargs)
-        return answer(*args, **kwargs)
+        return (original if asked_by_machine(sys._getframe(1)) else answer)(*args, **kwargs)
 
     chosen.__name__ = getattr(original, "__name__", "chosen")
-    chosen.__doc__ = getattr(original, "__doc__", None)
+    chosen.__doc__ = original.__doc__
     return chosen

@@ -1,49 +1,24 @@
 """Runs jobs, such as weight-gradient GEMMs, on a side stream, concurrent with the backward pass.
 
-The backward pass of an expert layer is a chain: each step waits for the one before it, except the gradients of
-weights, which nothing reads until gradients are reduced. On a stream of their own these GEMMs run beside what comes
-next in the chain, such as the backward passes of activation, permutation, router and norm, which read and write memory
-where GEMMs multiply. Nothing here blocks the host: every order is one of streams, kept by events. `DeviceStream` is the
-stream of CUDA and NPU; any object with the methods of `StreamExecutor` can take its place.
+Nothing here blocks the host: events order the streams.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-# Passed back and never looked into: an event of a stream, or what an executor has instead.
 Event = Any
 Job = Callable[[], object]
-# What jobs read stays in memory until they are waited for, so only so many may be in flight.
+# Jobs keep their inputs alive until they are waited for.
 MAX_IN_FLIGHT = 2
 
 
-class StreamExecutor(Protocol):
-    """Runs jobs in order, beside compute."""
-
-    def run(self, job: Job) -> Event:
-        """Run `job` when the compute that was issued before is done; the event says when the job is."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Let the compute that is issued after this begin when the job of the event is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until everything that was issued is done."""
-        ...
-
-
 class DeviceStream:
-    """A stream of a CUDA device or NPU beside its compute stream.
-
-    Args:
-        device: "cuda" or "npu", with an index or without.
-    """
+    """A side stream of a CUDA device or NPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,7 +26,7 @@ class DeviceStream:
         self._stream = self._module.Stream(device=device)
 
     def run(self, job: Job, after: Event | None = None) -> Event:
-        """Issue the work of `job` on the stream, behind the compute issued so far and behind `after`."""
+        """Issue `job` on the stream, after the compute issued so far and after the event `after`."""
         self._stream.wait_event(self._compute().record_event())
         if after is not None:
             self._stream.wait_event(after)
@@ -60,9 +35,11 @@ class DeviceStream:
         return self._stream.record_event()
 
     def wait(self, event: Event) -> None:
+        """Let compute issued from now on wait for the event."""
         self._compute().wait_event(event)
 
     def synchronize(self) -> None:
+        """Block the host until all work is done."""
         self._module.synchronize(self._device)
 
     def _compute(self) -> Any:
@@ -70,13 +47,12 @@ class DeviceStream:
 
 
 class SideStream:
-    """Submits jobs to an executor and keeps those that compute has not waited for.
+    """Submits jobs to an executor and keeps at most `MAX_IN_FLIGHT` that compute has not waited for.
 
-    A job must hold on to the tensors it reads: it is kept until it is waited for, since their memory is compute's to
-    use again as soon as no reference is left.
+    A job must reference the tensors it reads, whose memory compute could reuse otherwise.
     """
 
-    def __init__(self, executor: StreamExecutor) -> None:
+    def __init__(self, executor: DeviceStream) -> None:
         self._executor = executor
         self._running: deque[tuple[Job, Event]] = deque()
 
@@ -84,13 +60,13 @@ class SideStream:
         return len(self._running)
 
     def submit(self, job: Job) -> None:
-        """Run `job` beside the compute that is issued after this, behind the jobs that were submitted before."""
+        """Run `job` after earlier jobs, concurrently with compute issued from now on."""
         while len(self._running) >= MAX_IN_FLIGHT:
             self._wait_for_oldest()
         self._running.append((job, self._executor.run(job)))
 
     def wait_all(self) -> None:
-        """Let the compute that is issued after this begin when all jobs are done."""
+        """Let compute issued from now on wait for all jobs."""
         while self._running:
             self._wait_for_oldest()
 

@@ -139,8 +139,7 @@ def test_the_report_has_the_fields_of_its_page():
     assert report["schema_version"] == 1 and report["kind"] == "bench-ops"
     for field in ("settings", "environment", "ceiling"):
         required, _ = shared[field]
-        # Those of operators are their own; links join trainings.
-        assert required and required - {"link_rate", "links"} <= set(report[field]), field
+        assert required and required <= set(report[field]), field
     assert shared["findings"][0] == set(report["findings"][0])
     for row in report["rows"]:
         assert set(row) == set(own)

@@ -213,6 +213,24 @@ def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
 
 
 @matrix.whole
+def test_slower_links_make_a_slower_training(tmp_path: Path) -> None:
+    """Two ranks of tensor parallelism, joined by less than their messages need; losses do not know of it."""
+    extra = ("--tensor-model-parallel-size", "2")
+    found = {}
+    for rate in (None, 4.0):
+        given = job(tmp_path / str(rate), nproc=2, extra=extra)
+        if rate is not None:
+            launcher = (sys.executable, "-m", "lab.links", "--rate", str(rate), "--")
+            given = replace(given, command=(*launcher, *given.command))
+        outcome = harness.run(given, Arm("off", "off"), 1)
+        assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
+        found[rate] = outcome.steps[2:]
+    median = {rate: statistics.median(step["seconds"] for step in steps) for rate, steps in found.items()}
+    assert median[4.0] > 1.5 * median[None], median
+    assert [step["loss"] for step in found[4.0]] == [step["loss"] for step in found[None]]
+
+
+@matrix.whole
 def test_a_command_that_never_trains(tmp_path: Path) -> None:
     for command, text in (
         ([sys.executable, "-c", "print('hello')"], "without a training step of Megatron that could be seen"),

@@ -40,9 +40,12 @@ def swap_attention(bandwidth: float = 2e9) -> None:
 
 
 def late_messages(delay: float = 0.01) -> None:
-    """Let what stays in a stream's lane arrive up to so many seconds late, and say that something stayed in one."""
-    from mindspeed_lite.platform import lanes
+    """Emulate streams whose collectives finish up to so many seconds late, and say that one was pending."""
+    from lab import lanes, streams
+    from mindspeed_lite import platform
 
+    platform.activate()
+    streams.install()
     own_put, said = lanes.Lane.put, []
 
     def put(self: Any, finish: Any, *tensors: Any, **more: Any) -> None:
@@ -233,13 +236,13 @@ def seen_messages() -> None:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
-    from mindspeed_lite.bench.probes import experts
-    from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, WAIT, Timeline
+    from lab import expert_messages
+    from lab.timeline import COMBINE, DISPATCH, WAIT, Timeline
     from tests.harness import core_loop
 
     seen, own = Timeline(), core_loop.Training.step
     seen.install()
-    experts.install(seen)
+    expert_messages.install(seen)
     # Megatron, which is imported before it here, holds them by value.
     mappings.dist_all_gather_func = dist.all_gather_into_tensor
     mappings.dist_reduce_scatter_func = dist.reduce_scatter_tensor

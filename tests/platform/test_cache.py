@@ -32,12 +32,6 @@ def test_the_variable_names_it_and_it_is_this_users_alone(place: Path, caplog: p
     assert found() == place and place.stat().st_mode & 0o777 == 0o700 and not caplog.records
 
 
-def test_others_may_read_it(place: Path) -> None:
-    place.mkdir()
-    place.chmod(0o755)
-    assert found() == place
-
-
 @pytest.mark.parametrize(
     ("mode", "who"),
     [(0o777, "every user"), (0o1777, "every user"), (0o702, "every user"), (0o770, "its group"), (0o3775, "its group")],
@@ -98,11 +92,3 @@ def test_a_folder_given_to_another_user_is_refused_by_root_too(place: Path, capl
     os.chown(place, 12345, -1)
     assert found() == own(place)
     assert f"{place}: it belongs to another user" in caplog.text
-
-
-def test_the_folder_among_temporary_files_is_judged_alike(place: Path) -> None:
-    for each in (place, own(place)):
-        each.mkdir()
-        each.chmod(0o777)
-    with pytest.raises(cache.NoCache, match=r"every user.*every user"):
-        found()

@@ -13,7 +13,6 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.platform import cpu, process_memory
-from mindspeed_lite.platform.redirect import Redirects
 from tests.harness.processes import forked
 
 MB = 2**20
@@ -92,6 +91,9 @@ def test_every_factory_and_method_takes_every_cuda_name():
     assert tensor.cuda() is tensor, "nothing is copied"
     assert tensor.cuda(non_blocking=True) is tensor
     assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+    assert torch.fft.fftfreq(4, device="cuda").device.type == "cpu"
+    with torch.device("cuda"):
+        assert torch.empty(2).device.type == "cpu"
     assert torch.zeros(2, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
     assert tensor.pin_memory() is tensor and tensor.record_stream(torch.cuda.current_stream()) is None
 
@@ -109,28 +111,6 @@ def test_what_is_not_a_cuda_name_means_what_it_meant():
     assert torch.ones(2).to(other).dtype == torch.int16
     assert torch.ones(2).to(torch.float16, copy=True).dtype == torch.float16
     assert torch.tensor(True, device=None).item() is True
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "torch.hann_window(4, device='cuda')",
-        "torch.normal(0.0, 1.0, (2,), device='cuda')",
-        "torch.fft.fftfreq(4, device='cuda')",
-        "torch.sparse_coo_tensor([[0]], [1.0], (2,), device='cuda')",
-    ],
-)
-@forked()
-def test_rarer_constructors_take_cuda_too(call):
-    platform.activate()
-    eval(call)
-
-
-@forked()
-def test_cuda_as_the_default_device():
-    platform.activate()
-    with torch.device("cuda"):
-        assert torch.empty(2).device.type == "cpu"
 
 
 @pytest.mark.xfail(strict=True, reason="a limit that docs/device-layer.md names: the current device is no index")
@@ -200,15 +180,8 @@ def test_load_maps_cuda_locations_to_the_cpu(tmp_path):
     for location in ("cuda", "cuda:1", torch.device("cuda", 0), "cpu", None, lambda storage, where: storage):
         loaded = torch.load(tmp_path / "a.pt", map_location=location)["a"]
         assert torch.equal(loaded, torch.arange(3.0))
-    assert torch.load(tmp_path / "a.pt", "cuda", weights_only=True)["a"].device.type == "cpu"
+    assert torch.load(tmp_path / "a.pt", {"cpu": "cuda:0"}, weights_only=True)["a"].device.type == "cpu"
     assert torch.load(tmp_path / "a.pt", map_location="meta")["a"].is_meta
-
-
-@forked()
-def test_load_takes_a_mapping_of_locations(tmp_path):
-    platform.activate()
-    torch.save(torch.arange(3.0), tmp_path / "a.pt")
-    assert torch.load(tmp_path / "a.pt", map_location={"cpu": "cuda:0"}).device.type == "cpu"
 
 
 @forked()
@@ -221,16 +194,10 @@ def test_autocast_of_cuda_is_autocast_of_the_cpu():
         assert (a @ a).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (a @ a).dtype == torch.bfloat16
+    with torch.cuda.amp.autocast(dtype=torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
     decorated = torch.autocast("cuda", dtype=torch.bfloat16)(lambda: a @ a)
     assert decorated().dtype == torch.bfloat16 and (a @ a).dtype == torch.float32
-
-
-@pytest.mark.parametrize("context", ["torch.amp.autocast('cuda', ", "torch.cuda.amp.autocast("])
-@forked()
-def test_the_other_names_of_autocast_do_the_same(context):
-    platform.activate()
-    with eval(f"{context}dtype=torch.bfloat16)"):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
 @forked()
@@ -253,39 +220,17 @@ def test_streams_keep_program_order_and_events_measure_time():
     assert start.elapsed_time(end) >= 50
     assert start.elapsed_time(done) <= start.elapsed_time(end)
     assert cuda.Stream.priority_range() == (0, 0)
+    # Megatron keeps `torch.cuda.stream(...)` and enters it again and again.
+    default, context, elsewhere = cuda.current_stream(), cuda.stream(side), []
+    for _ in range(2):
+        with context, cuda.stream(default), side, cuda.stream(None), context:
+            assert cuda.current_stream() is side
+            worker = threading.Thread(target=lambda: elsewhere.append(cuda.current_stream()))
+            worker.start()
+            worker.join()
+        assert cuda.current_stream() is default is elsewhere.pop()
     cuda.set_stream(side)
-    with cuda.stream(None), side:
-        pass
-
-
-@pytest.mark.parametrize("carries", [False, True])
-@forked()
-def test_a_context_is_entered_again_and_within_itself_and_elsewhere(carries):
-    """Megatron keeps `torch.cuda.stream(...)` and enters it for every bucket of gradients."""
-    platform.activate()
-    cuda = torch.cuda
-    side, default = cuda.Stream(), cuda.current_stream()
-    side.carries = carries
-    elsewhere = []
-    contexts = (cuda.stream(side), cuda.StreamContext(side), side, cuda.stream(None), cuda.device(0))
-    for context in contexts:
-        inside = side if context in contexts[:3] else default
-        for _ in range(2):
-            with context:
-                assert cuda.current_stream() is inside
-                with context, cuda.stream(default):
-                    assert cuda.current_stream() is default
-                    with context:
-                        worker = threading.Thread(target=lambda: elsewhere.append(cuda.current_stream()))
-                        worker.start()
-                        worker.join()
-                        assert cuda.current_stream() is inside
-                assert cuda.current_stream() is inside
-            assert cuda.current_stream() is default and torch._C._len_torch_dispatch_stack() == 0
-        with pytest.raises(KeyError), context:
-            raise KeyError
-        assert cuda.current_stream() is default
-    assert elsewhere == [default] * 2 * len(contexts)
+    assert cuda.current_stream() is side
 
 
 @forked()
@@ -353,14 +298,6 @@ def test_torchs_own_code_sees_the_machine_as_it_is():
 
 
 @forked()
-def test_a_loader_that_pins_memory_works_with_and_without_workers():
-    platform.activate()
-    for workers in (0, 1):
-        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, pin_memory=True, num_workers=workers)
-        assert torch.equal(torch.cat(list(loader)), torch.arange(8.0))
-
-
-@forked()
 def test_compiled_code_runs_after_install():
     platform.activate()
 
@@ -414,62 +351,17 @@ def test_undo_gives_back_every_attribute_by_identity():
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     platform.deactivate()
     assert differences(before) == []
-    assert dict(os.environ) == environment
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@forked()
-def test_installing_hundreds_of_times_leaves_nothing_behind():
-    def blocks(times):
-        for _ in range(times):
-            redirects = Redirects()
-            cpu.install(redirects)
-            redirects.undo()
-        gc.collect()
-        return sys.getallocatedblocks()
-
-    before = {name: dict(vars(owner)) for name, owner in OWNERS.items()}
-    # PyTorch's tables of registered kernels grow for some rounds, by a few hundred blocks, and shrink again.
-    first = blocks(100)
-    grown = blocks(400) - first
-    # Two hundred functions are made each time, of several blocks each: one that is kept each time is seen.
-    assert grown < 400, grown
-    assert differences(before) == []
-
-
-@forked()
-def test_activating_hundreds_of_times_leaves_nothing_behind():
-    def blocks(times):
+    # Nothing is kept: later cycles, of some two hundred functions each, need no more memory.
+    counts = []
+    for times in (100, 200):
         for _ in range(times):
             platform.activate()
             platform.deactivate()
         gc.collect()
-        return sys.getallocatedblocks()
-
-    first = blocks(100)
-    grown = blocks(400) - first
-    assert grown < 400, grown
-
-
-@pytest.mark.parametrize(
-    ("when", "source", "owner"),
-    [
-        ("before", "from torch import FloatTensor as held", "torch.FloatTensor"),
-        ("after", "from torch.cuda.nvtx import range_push as held", "torch.cuda.nvtx.range_push"),
-    ],
-)
-@forked()
-def test_undo_gives_importers_back_what_they_had(when, source, owner):
-    import types
-
-    module = sys.modules["user_module"] = types.ModuleType("user_module")
-    if when == "before":
-        exec(source, vars(module))
-    platform.activate()
-    if when == "after":
-        exec(source, vars(module))
-    platform.deactivate()
-    assert module.held is eval(owner)
+        counts.append(sys.getallocatedblocks())
+    assert counts[1] - counts[0] < 400, counts
+    assert dict(os.environ) == environment
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @forked()
@@ -487,8 +379,3 @@ def test_importers_by_value_follow_there_and_back():
     platform.deactivate()
     for module in (early, late):
         assert (module.there, module.Stream, module.call) == own
-
-
-def test_describe_names_the_processor_and_the_cores():
-    text = cpu.describe()
-    assert text.endswith(" cores") and int(text.split()[-2]) >= 1

@@ -72,17 +72,6 @@ def test_averages_are_means_however_they_are_asked_for(tmp_path):
 
 
 @forked()
-def test_a_group_of_one_rank_averages_over_that_rank(tmp_path):
-    def body(rank):
-        groups = [dist.new_group([each], backend="nccl") for each in range(2)]
-        tensor = torch.full((3,), 5.0 + rank)
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=groups[rank])
-        assert torch.equal(tensor, torch.full((3,), 5.0 + rank))
-
-    joined(tmp_path / "store", body)
-
-
-@forked()
 def test_parts_of_different_sizes_are_gathered_and_scattered(tmp_path):
     def body(rank):
         for sizes in ([2, 5], [0, 3], [4, 4], [0, 0]):
@@ -121,35 +110,6 @@ def test_a_tensor_whose_storage_is_swapped_while_it_is_sent_arrives_intact(tmp_p
                 assert bool((received == index).all()), (index, received.unique())
 
     joined(tmp_path / "store", body)
-
-
-@forked()
-def test_batches_of_sends_and_receives_work(tmp_path):
-    def body(rank):
-        given, received = torch.full((1000,), float(rank)), torch.empty(1000)
-        operations = [dist.P2POp(dist.isend, given, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
-        works = dist.batch_isend_irecv(operations)
-        given.data = torch.empty(1)
-        for work in works:
-            work.wait()
-        assert bool((received == 1 - rank).all())
-
-    joined(tmp_path / "store", body)
-
-
-@forked()
-def test_an_averaging_reduce_scatter_leaves_its_input_alone(tmp_path):
-    def body(rank):
-        output, given = torch.empty(2), torch.arange(4.0)
-        dist.reduce_scatter_tensor(output, given, op=dist.ReduceOp.AVG)
-        assert torch.equal(given, torch.arange(4.0))
-
-    joined(tmp_path / "store", body)
-
-
-@forked()
-def test_the_backend_may_be_positional(tmp_path):
-    joined(tmp_path / "store", lambda rank: dist.new_group([0, 1], None, "nccl"))
 
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "reduce"])

@@ -44,40 +44,6 @@ def test_seeds_and_states_of_the_two_streams_are_independent():
 
 
 @forked()
-def test_states_are_copies():
-    platform.activate()
-    state = host()
-    state.zero_()
-    assert not torch.equal(host(), state)
-    state = device()
-    state.zero_()
-    assert not torch.equal(device(), state)
-
-
-@forked()
-def test_manual_seed_seeds_both_and_draws_repeat():
-    platform.activate()
-    torch.manual_seed(5)
-    at_host, drawn = host(), torch.rand(4, device="cuda")
-    torch.manual_seed(5)
-    assert torch.equal(host(), at_host) and torch.equal(torch.rand(4, device="cuda"), drawn)
-    torch.cuda.manual_seed(5)
-    assert torch.equal(torch.rand(4, device="cuda"), drawn)
-
-
-@forked()
-def test_recomputation_draws_the_same_dropout_again():
-    platform.activate()
-    torch.manual_seed(1)
-    x = torch.ones(64, requires_grad=True)
-    at_host = host()
-    out = torch.utils.checkpoint.checkpoint(lambda x: torch.nn.functional.dropout(x, 0.5), x, use_reentrant=False)
-    out.sum().backward()
-    assert torch.equal(x.grad, out.detach()), "the gradient of dropout is its mask, as is its output on ones"
-    assert torch.equal(host(), at_host)
-
-
-@forked()
 def test_a_loader_draws_its_seed_from_the_host():
     platform.activate()
     torch.manual_seed(1)
@@ -134,19 +100,3 @@ def test_megatrons_tracker_forks_without_a_warning_unless_the_host_draws():
     with tracker.fork():
         torch.set_rng_state(torch.Generator().manual_seed(9).get_state())
     assert ["CPU RNG state changed" in text for text in heard.texts] == [True]
-
-
-@forked("megatron")
-def test_tensor_parallel_ranks_draw_differently_where_megatron_wants_it():
-    platform.activate()
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    drawn = []
-    for seed in (100, 101):
-        tracker = CudaRNGStatesTracker()
-        tracker.add("model-parallel-rng", seed)
-        torch.cuda.manual_seed(7)
-        with tracker.fork():
-            drawn.append((torch.rand(8), None))
-        drawn[-1] = drawn[-1][0], torch.rand(8)
-    assert not torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.ops.traced import with_memory
-from mindspeed_lite.platform import cache, lanes, streams
+from mindspeed_lite.platform import cache
 
 __all__ = ["Library", "numbers", "threads", "without_micro_kernel"]
 
@@ -115,29 +115,19 @@ class Library:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    # Not by the device layer's `data_ptr`, which finishes lanes.
-    return with_memory(tensor, _data_ptr(tensor))
-
-
-_data_ptr = torch._C.TensorBase.data_ptr
+    return with_memory(tensor, tensor.data_ptr())
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    tensors: list[torch.Tensor] = []
     passed: list[Any] = []
     for each in given:
         if isinstance(each, torch.Tensor):
-            tensors.append(each)
             passed.append(_address(each))
         elif isinstance(each, (list, tuple)):
-            tensors += each
             passed.append((ctypes.c_void_p * len(each))(*map(_address, each)))
         else:
             passed.append(each)
-    if lanes.are_open():
-        streams.call_kernel(functools.partial(function, *passed), tensors)
-    else:
-        function(*passed)
+    function(*passed)
 
 
 class _Unusable(Exception):

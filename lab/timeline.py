@@ -1,13 +1,11 @@
-"""When a process computes, when it waits for messages, and when messages are in flight: a lane for each.
+"""Timeline of a gloo process: when it computes, when it waits, and when messages are in flight.
 
-Messages that carry experts' tokens have lanes of their own, there (dispatch) and back (combine), each with its backward
-pass, and their bytes are counted by receiver. Which messages these are, `probes.experts` tells.
+Messages that carry experts' tokens (`expert_messages`) have two lanes of their own, dispatch and combine, each with its
+backward pass; their bytes are counted by receiver.
 
-Reaches the functions of `torch.distributed`, which must be wrapped before other modules import them by value: before
-Megatron is imported. A message is in flight from the call until the backend's own thread says that it has come; the
-process waits while it is inside `wait()`, or inside a call that does not return before the message has come. What is
-left computes. This is the view of a process: right for gloo, where the process is what computes, and no more than an
-order of events on a device that works by itself.
+Wraps the collectives of `torch.distributed`: call `install` before other modules import them by value. A message is in
+flight from the call until the backend's thread completes it; the process waits inside `wait()` and inside synchronous
+calls, and computes otherwise.
 """
 
 from __future__ import annotations
@@ -24,13 +22,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_lite.bench.network import sent_to_each
+from lab.network import sent_to_each
 
 COMPUTE, WAIT, FLIGHT = "computes", "waits", "messages in flight"
 DISPATCH, COMBINE = "experts' dispatch", "experts' combine"
 LANES = (COMPUTE, WAIT, FLIGHT, DISPATCH, COMBINE)
-# What a file is called that holds the lanes of a rank, up to its number.
-LANES_OF = "lanes-rank"
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -51,7 +47,7 @@ _COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from `start` to `end`, in seconds since the recording began."""
+    """An interval of a lane, in seconds since the recording began."""
 
     lane: str
     name: str
@@ -60,10 +56,10 @@ class Span:
 
 
 class Timeline:
-    """Spans of this process while it is recorded: a context manager around what is to be seen.
+    """Context manager that records spans of this process.
 
-    A span of WAIT has the name of the message's lane where experts are waited for, and of its function otherwise.
-    `sent`: bytes of experts' messages, by the rank that they go to.
+    A span of WAIT is named after the lane of an expert message, or the function of another one.
+    `sent`: bytes of expert messages, by receiving rank.
     """
 
     def __init__(self) -> None:
@@ -87,22 +83,22 @@ class Timeline:
 
     @property
     def waited(self) -> float:
-        """Seconds in which this process did nothing but wait: its exposed communication."""
+        """Seconds of exposed communication."""
         return sum(span.end - span.start for span in self.spans if span.lane == WAIT)
 
     @property
     def waited_for_experts(self) -> float:
-        """Seconds of these in which the messages were experts'."""
+        """Seconds of exposed communication of experts."""
         return sum(self.seconds(WAIT, lane) for lane in (DISPATCH, COMBINE))
 
     def seconds(self, lane: str, name: str | None = None) -> float:
-        """Seconds of the spans of a lane, or of those of them with a name; spans that overlap count twice."""
+        """Sum of the spans of a lane, optionally of one name; overlapping spans count twice."""
         found = (span for span in self.spans if span.lane == lane and name in (None, span.name))
         return sum(span.end - span.start for span in found)
 
     @contextlib.contextmanager
     def expert_call(self, lane: str, groups: Iterable[Any]) -> Iterator[None]:
-        """Within the block experts' messages are those of `lane`: all-to-alls, and what these groups exchange."""
+        """Assign all-to-alls, and messages of these groups, to `lane` within the block."""
         self._expert_groups.update(groups)
         self._expert_lane, self._is_expert_call = lane, True
         try:
@@ -111,7 +107,7 @@ class Timeline:
             self._is_expert_call = False
 
     def expert_backward(self, lane: str) -> None:
-        """From here on messages of the groups that have been seen are those of `lane`."""
+        """Assign later messages of expert groups to `lane`."""
         self._expert_lane = lane
 
     def _lane_of(self, name: str, group: Any) -> str:
@@ -122,7 +118,7 @@ class Timeline:
     def install(self) -> Callable[[], None]:
         """Wrap the collectives of this process; returns an undo callable."""
         originals = [(module, name, getattr(module, name)) for name in _COLLECTIVES for module in _having(name)]
-        # One for both modules: a batch of sends and receives is checked by identity.
+        # One wrapper for both modules: batch_isend_irecv compares by identity.
         changed = {original: self._around(name, original) for _, name, original in originals}
         for module, name, original in originals:
             setattr(module, name, changed[original])
@@ -138,7 +134,7 @@ class Timeline:
 
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            # Some of them call each other.
+            # Some collectives call others.
             if self._began is None or self._depth:
                 return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
@@ -181,18 +177,18 @@ class Timeline:
 
 
 class _Watched:
-    """A collective's handle that records when it is waited for and when it has come."""
+    """A collective's handle that records waits and completion."""
 
     def __init__(self, timeline: Timeline, lane: str, name: str, start: float, handle: Any) -> None:
         self._timeline, self._lane, self._name, self._handle = timeline, lane, name, handle
         self._spans, self._under_way = timeline.spans, [start]
-        # Sends and receives have no such thing: they are under way until they have been waited for.
+        # Sends and receives have no future: they are in flight until they are waited for.
         with contextlib.suppress(AttributeError, RuntimeError):
             handle.get_future().add_done_callback(lambda _: self._arrived())
 
     def _arrived(self) -> None:
-        """Called from the backend's thread, which may be later than the end of the wait and of the recording."""
-        with contextlib.suppress(IndexError):  # it is known already
+        """Record completion; the backend's thread may call it after the wait or the recording has ended."""
+        with contextlib.suppress(IndexError):  # already recorded
             start = self._under_way.pop()
             if self._spans is self._timeline.spans:
                 self._timeline._add(self._lane, self._name, start, self._timeline._now())
@@ -209,7 +205,7 @@ class _Watched:
 
 
 def write_trace(path: Path, ranks: Mapping[int, Sequence[Span]]) -> None:
-    """A Chrome trace (chrome://tracing, Perfetto): a process for each rank, a thread for each lane."""
+    """Write a Chrome trace with a process for each rank and a thread for each lane."""
     shown = _shown(ranks.values())
     events: list[dict[str, Any]] = []
     for rank, spans in ranks.items():
@@ -224,18 +220,8 @@ def write_trace(path: Path, ranks: Mapping[int, Sequence[Span]]) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def read_trace(path: Path) -> list[Span]:
-    """The spans of a file that `write_trace` wrote for one rank."""
-    events = json.loads(path.read_text())["traceEvents"]
-    return [
-        Span(LANES[each["tid"]], each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6)
-        for each in events
-        if each["ph"] == "X"
-    ]
-
-
 def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: str) -> None:
-    """A PNG with one panel an arm on a common scale of time, in each a group of lanes for every rank."""
+    """Write a PNG with one panel per arm and the lanes of every rank."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -272,7 +258,7 @@ def _is_of_experts(span: Span) -> bool:
 
 
 def _shown(ranks: Iterable[Sequence[Span]]) -> list[str]:
-    """The lanes of any process, and those of experts where one has any."""
+    """The lanes of any process, and those of experts where used."""
     used = {span.lane for spans in ranks for span in spans}
     return [lane for lane in LANES if lane in used or lane not in (DISPATCH, COMBINE)]
 

@@ -1,7 +1,7 @@
-"""How much of a linear layer's communication its own products could hide: two lanes, computing and sending, in steps.
+"""Predicts the overlap of communication and computation with two lanes: one computes, one sends.
 
-The same order of steps as in `mindspeed_lite.parallel.tp_linear`. What cannot be hidden is the wait for a message that
-nothing is left to compute beside: the last slice of a product's reduction, and whatever exceeds the products.
+`predict_overlap` runs the steps of a linear layer in the order of `mindspeed_lite.parallel.tp_linear`; the
+last chunk of a reduction, and what exceeds the GEMMs, stays exposed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PHASES = ("column forward", "row forward", "row backward", "column backward")
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one pass of a layer takes, each alone: its products, and its messages whole."""
+    """Seconds of a pass's GEMMs and of its unchunked messages, each alone."""
 
     product: float
     weight: float = 0.0
@@ -23,14 +23,14 @@ class Seconds:
 
 @dataclass
 class Lanes:
-    """A process that computes and waits, and a link that carries one message after the other."""
+    """A process that computes and waits, and a link that sends one message at a time."""
 
     now: float = 0.0
     exposed: float = 0.0
     _link_free: float = field(default=0.0, repr=False)
 
     def send(self, seconds: float) -> float:
-        """When a message that is handed over now has arrived."""
+        """Arrival time of a message sent now."""
         self._link_free = max(self._link_free, self.now) + seconds
         return self._link_free
 
@@ -43,7 +43,7 @@ class Lanes:
 
 
 def predict_overlap(phase: str, chunks: int, ranks: int, takes: Seconds) -> Lanes:
-    """One pass of a sequence-parallel layer over `ranks` ranks in `chunks` messages; see `PHASES`."""
+    """Run one pass (`PHASES`) of a sequence-parallel layer over `ranks` ranks in `chunks` messages."""
     lanes = Lanes()
     if phase in ("column forward", "row backward"):
         arrivals = [lanes.send(takes.gather / chunks) for _ in range(chunks)]

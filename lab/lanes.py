@@ -1,21 +1,17 @@
-"""What a stream of the CPU has begun and not finished: messages on their way, and operators that wait for them.
+"""Pending work of an emulated CPU stream: collectives in flight, and operators that depend on them.
 
-A GPU runs the work of two streams side by side, and each in its own order. A process has one order of execution, and
-messages that gloo's threads carry. So a collective that is issued in a stream of its own returns at once and stays in
-the stream's lane; an operator issued behind it that reads its result joins the lane, as it would wait in the queue of a
-GPU, and its result has a shape and no numbers yet. What waits for the stream, an event or another stream, finishes the
-lane up to there, in order. Everything else runs where it is issued.
+A collective that is issued in a side stream returns at once and stays in the stream's lane. An operator issued after it
+that reads its result joins the lane: its result has a shape and no values yet. Whatever waits for the stream (an event,
+another stream) finishes the lane up to that point, in order. Everything else runs where it is issued.
 
-Operators are seen below autograd, so that graphs are built and taken apart as ever. What needs numbers at once finishes
-the lane first, up to what it reads: shapes that depend on data, random numbers, compiled code, what asks for a pointer,
-and copies for the host. Kernels of `ops/native` queue as operators do.
+Operators are seen below autograd. What needs values at once finishes the lane up to what it reads: shapes that depend
+on data, random numbers, compiled code, addresses, and copies to the host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,25 +20,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .redirect import Redirects
-
-# Lanes that hold something; their order is that in which they began to.
+# Lanes with pending work, oldest first.
 _open: dict[Lane, None] = {}
+# Items that run now, innermost last.
+_finishing: list[_Item] = []
 
 
 class Mark(NamedTuple):
-    """A point in a lane."""
+    """Position in a lane."""
 
     lane: Lane
     issued: int
 
 
-# What has memory that may be waited for.
 Memory = torch.Tensor | torch.UntypedStorage
 
 
 class _Item(NamedTuple):
-    """Work, the tensors that stay alive with it, and the storages that it writes and that it has to do with."""
+    """Work with the tensors it keeps alive, the storages it writes and all storages it uses."""
 
     number: int
     finish: Callable[[], object]
@@ -52,15 +47,12 @@ class _Item(NamedTuple):
 
 
 class Lane:
-    """The unfinished work of one stream, in order.
-
-    Methods that finish raise what a message raises, such as that a peer is gone.
-    """
+    """Pending work of one stream, in order. Methods that finish it raise what a collective raises."""
 
     def __init__(self) -> None:
         self._items: deque[_Item] = deque()
         self._issued = 0
-        # By storage, the last item that writes it, and the last that has to do with it.
+        # By storage: the last item that writes it, and the last that uses it.
         self._written: dict[int, int] = {}
         self._used: dict[int, int] = {}
 
@@ -68,11 +60,11 @@ class Lane:
         return bool(self._items)
 
     def mark(self) -> Mark | None:
-        """The point behind all that was issued; None if it is finished."""
+        """Position after all issued work; None if nothing is pending."""
         return Mark(self, self._issued) if self._items else None
 
     def put(self, finish: Callable[[], object], reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:
-        """Keep work, whose tensors stay alive with it; `finish()` returns when it is done."""
+        """Append work; `finish()` completes it. Its tensors stay alive until then."""
         self._issued += 1
         held = (*reads, *writes)
         item = _Item(self._issued, finish, held, frozenset(map(_storage, writes)), frozenset(map(_storage, held)))
@@ -82,15 +74,15 @@ class Lane:
         _open[self] = None
 
     def follow(self, mark: Mark) -> None:
-        """Keep a wait for another lane: what reads its results here queues behind it."""
+        """Append a wait for another lane, which writes what that lane is still to write."""
         items = [each for each in mark.lane._items if each.number <= mark.issued]
         writes = [one for each in items for one in each.held if _storage(one) in each.writes]
         self.put(functools.partial(mark.lane.finish, mark.issued), writes=writes)
 
     def last(self, memory: Iterable[Memory], *, writing: bool = False) -> int:
-        """The number of the last work that is still to write one of them, 0 without any.
+        """Number of the last pending work that writes one of them; 0 without any.
 
-        writing: they are to be written, so work that reads one counts too.
+        writing: count work that reads them too, since they are about to be written.
         """
         places = self._used if writing else self._written
         return max((places.get(_storage(each), 0) for each in memory), default=0)
@@ -99,13 +91,15 @@ class Lane:
         return not self._items or self._items[0].number > issued
 
     def finish(self, issued: int | None = None) -> None:
-        """Finish what was issued up to there, or all."""
+        """Finish work up to this number, or all."""
         while self._items and (issued is None or self._items[0].number <= issued):
             item = self._items.popleft()
             try:
+                _finishing.append(item)
                 with _below_autograd():
                     item.finish()
             finally:
+                _finishing.pop()
                 for places, storages in ((self._written, item.writes), (self._used, item.uses)):
                     for each in storages:
                         if places.get(each) == item.number:
@@ -116,7 +110,7 @@ class Lane:
 
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
-    """As a mode calls an operator: no graph, no version of a tensor counted twice, no mode, no cast."""
+    """Run as inside a dispatch mode: without autograd, version counters, modes or autocast."""
     with (
         _disable_current_modes(),
         torch._C._AutoDispatchBelowADInplaceOrView(),
@@ -131,18 +125,23 @@ def _storage(memory: Memory) -> int:
 
 
 def are_open() -> bool:
-    """Whether any lane holds something."""
-    return bool(_open)
+    """Whether a lane has pending work that an access may have to wait for; not while pending work itself runs."""
+    return bool(_open) and not _finishing
+
+
+def pending() -> list[Lane]:
+    """Lanes with pending work, oldest first."""
+    return [*_open]
 
 
 def finish_all() -> None:
-    for lane in [*_open]:
+    for lane in pending():
         lane.finish()
 
 
 def finish_for(memory: Sequence[Memory], *, writing: bool = False) -> None:
-    """Finish the lanes up to what still writes it, or, before it is written, what uses it."""
-    for lane in [*_open]:
+    """Finish lanes up to what writes this memory; with `writing`, up to what uses it."""
+    for lane in pending():
         lane.finish(lane.last(memory, writing=writing))
 
 
@@ -151,18 +150,18 @@ def finish_for(memory: Sequence[Memory], *, writing: bool = False) -> None:
 
 
 class Queueing(TorchDispatchMode):
-    """While a stream is the current one: operators that read what its lane has not finished join the lane."""
+    """Dispatch mode of the current stream: operators that read pending results join the lane."""
 
     def __init__(self, lane: Lane) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lane = lane
-        # Not while another stream's work is issued inside.
+        # False while another stream is entered inside.
         self.is_current = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         lane = self._lane
-        if not lane or func in _WITHOUT_NUMBERS:
+        if not lane or func in _SHAPE_ONLY:
             return func(*args, **kwargs)
         given = _tensors_in((*args, *kwargs.values()))
         written = _written(func, args, kwargs)
@@ -184,9 +183,9 @@ class Queueing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# They take a tensor for its shape alone.
+# They read a tensor's shape alone.
 _aten = torch.ops.aten
-_WITHOUT_NUMBERS = frozenset(
+_SHAPE_ONLY = frozenset(
     (
         _aten.empty_like.default,
         _aten.new_empty.default,
@@ -216,7 +215,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Those of an operator's arguments, of which a list of tensors is one."""
+    """Tensors among an operator's arguments, one level of lists included."""
     found: list[torch.Tensor] = []
     for each in values:
         if isinstance(each, torch.Tensor):
@@ -244,7 +243,7 @@ def _returned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _has_shapes(func: Any) -> bool:
-    """Whether it returns new tensors alone, and their shapes can be told without numbers."""
+    """Whether it returns only new tensors, whose shapes do not depend on values."""
     returns = func._schema.returns
     return (
         bool(returns)
@@ -264,13 +263,13 @@ def _is_plain(func: Any) -> bool:
     return func.namespace in ("aten", "prims") and not late & set(func.tags)
 
 
-# What a layer's operators return is asked for in every step; more kinds of calls than this are no model's.
+# Bound of the cache of result shapes.
 _MOST_CALLS = 4096
 _returned_shapes: dict[Any, Any] = {}
 
 
 def _empty_results(func: Any, args: Any, kwargs: Any) -> Any:
-    """Memory for its results; None where their shapes cannot be told."""
+    """Uninitialised results; None if their shapes are unknown."""
     key = (func, torch.get_default_dtype(), _shapes_in(args), _shapes_in(kwargs))
     try:
         found = _returned_shapes.get(key)
@@ -297,19 +296,19 @@ def _shape_of(tensor: torch.Tensor) -> _Shape:
 
 
 def _shapes_in(value: Any) -> Any:
-    """`value` with shapes in the place of tensors; equal where an operator returns the same shapes."""
+    """Cache key: `value` with tensors replaced by their shapes."""
     if isinstance(value, torch.Tensor):
         return _shape_of(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_shapes_in, value))
     if isinstance(value, dict):
         return tuple((name, _shapes_in(each)) for name, each in value.items())
-    # 1, 1.0 and True are equal, and an operator's result may have another dtype.
+    # 1, 1.0 and True compare equal but may give another dtype.
     return type(value), value
 
 
 def _memory(shapes: Any) -> Any:
-    """A tensor for a shape, a tuple of them for several; None where an operator leaves a result out."""
+    """An uninitialised tensor for each shape; None for a result that is left out."""
     if shapes is None:
         return None
     if isinstance(shapes, _Shape):
@@ -327,11 +326,11 @@ def _infer_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         found = func(*tree_map_only(kinds, without_values, args), **tree_map_only(kinds, without_values, kwargs))
     except (NotImplementedError, RuntimeError):
-        # No meta kernel, or inputs that it refuses. The caller runs the operator at once, which raises what is wrong.
+        # No meta kernel, or bad inputs: the caller runs the operator at once, which raises the error.
         return None
     if isinstance(found, torch.Tensor):
         return _shape_of(found)
-    # A gradient that is not asked for is None.
+    # A gradient that is not requested is None.
     return tuple(None if each is None else _shape_of(each) for each in found)
 
 
@@ -339,105 +338,3 @@ def _fill(results: Any, func: Any, args: Any, kwargs: Any) -> None:
     for result, found in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
         if result is not None:
             result.copy_(found)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a lane is not asked about
-
-
-def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]) -> Callable[..., Any]:
-    """A collective that stays in the lane where it is issued, unless its caller waits for it."""
-
-    @functools.wraps(original)
-    def issue(*args: Any, **kwargs: Any) -> Any:
-        lane = lane_now()
-        if lane is None and not _open:
-            return original(*args, **kwargs)
-        # By what is passed, since a foreign wrapper may have no signature: the first tensor is written, and `async_op`
-        # is the one flag, the last of the parameters.
-        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        written = next(named[each] for each in (0, "output_tensor", "output", "tensor") if each in named)
-        read = [each for each in named.values() if isinstance(each, torch.Tensor) and each is not written]
-        finish_for(read)
-        finish_for((written,), writing=True)
-        is_coalesced = bool(torch.distributed.distributed_c10d._world.pg_coalesce_state)
-        # What is coalesced is issued, and waited for, by its context manager.
-        if lane is None or is_coalesced or kwargs.get("async_op") or any(each is True for each in args):
-            return original(*args, **kwargs)
-        work = original(*(each for each in args if each is not False), **{**kwargs, "async_op": True})
-        if work is not None:
-            lane.put(work.wait, read, (written,))
-            _watch_compiled_code()
-        return None
-
-    return issue
-
-
-def install(redirects: Redirects, lane_now: Callable[[], Lane | None]) -> None:
-    """What reads or moves memory past the dispatcher asks the lanes first; what is unfinished ends with the layer.
-
-    lane_now: the lane that operators join which are issued now.
-    """
-    tensor, storage = torch.Tensor, torch.UntypedStorage
-
-    def asking(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _open:
-                finish_for((self,))
-                now = lane_now()
-                if now is not None:
-                    # It may be written, in the order of the stream.
-                    now.finish(now.last((self,), writing=True))
-            return original(self, *args, **kwargs)
-
-        return read
-
-    # On a GPU `cpu` returns when the numbers are there.
-    for name in ("data_ptr", "numpy", "tolist", "cpu", "__dlpack__"):
-        redirects.set(tensor, name, asking(getattr(tensor, name)))
-    redirects.set(storage, "data_ptr", asking(storage.data_ptr))
-
-    own_resize = storage.resize_
-
-    @functools.wraps(own_resize)
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        for lane in [*_open]:
-            last = lane.last((self,), writing=True)
-            if last and not size:
-                # A GPU frees it in the order of the stream that was told of it (`record_stream`).
-                lane.put(functools.partial(own_resize, self, size), writes=(self,))
-                return self
-            lane.finish(last)
-        return own_resize(self, size)
-
-    redirects.set(storage, "resize_", resize_)
-    redirects.on_undo(finish_all)
-    redirects.on_undo(_leave_compiled_code)
-
-
-_compiled: list[tuple[Any, Callable[..., Any]]] = []
-
-
-def _watch_compiled_code() -> None:
-    """Inductor's kernels read memory unseen; its module is loaded with the first compiled function."""
-    module = sys.modules.get("torch._inductor.output_code")
-    if _compiled or module is None:
-        return
-    graph = module.CompiledFxGraph
-    original = graph.__call__
-
-    @functools.wraps(original)
-    def call(self: Any, inputs: Sequence[Any]) -> Any:
-        if _open:
-            finish_for([each for each in inputs if isinstance(each, torch.Tensor)], writing=True)
-        return original(self, inputs)
-
-    graph.__call__ = call
-    _compiled.append((graph, original))
-
-
-def _leave_compiled_code() -> None:
-    while _compiled:
-        graph, original = _compiled.pop()
-        graph.__call__ = original

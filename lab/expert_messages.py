@@ -1,7 +1,6 @@
-"""Tells a timeline which messages carry experts' tokens: those of Megatron's dispatchers, forward and backward.
+"""Marks the messages of Megatron's token dispatchers in a timeline, forward and backward.
 
-Reaches `dispatch_preprocess`, `token_dispatch` and `token_combine` of each dispatcher. Numbers do not change: a mark
-before and after each call, and one before the backward pass of what it returns.
+Wraps `dispatch_preprocess`, `token_dispatch` and `token_combine` of each dispatcher; values do not change.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, Timeline
+from lab.timeline import COMBINE, DISPATCH, Timeline
 from mindspeed_lite.engine import Around, Session, when_imported
 from mindspeed_lite.platform import megatron
 
@@ -21,7 +20,7 @@ _METHODS = {"dispatch_preprocess": DISPATCH, "token_dispatch": DISPATCH, "token_
 
 
 def install(timeline: Timeline) -> Callable[[], None]:
-    """Mark experts' messages once Megatron's dispatchers are there; returns an undo callable."""
+    """Mark expert messages once the dispatchers are imported; returns an undo callable."""
 
     def marking(lane: str) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
         def begin_backward(_: Any) -> None:
@@ -43,7 +42,7 @@ def install(timeline: Timeline) -> Callable[[], None]:
 
     feature = megatron.always(
         "experts_messages",
-        "marks for the timeline around experts' messages",
+        "timeline marks of expert messages",
         *(
             Around(f"{_MODULE}:{name}.{method}", marking(lane))
             for name in _CLASSES

@@ -1,34 +1,37 @@
-"""Processes of one benchmark on the links of a network laboratory, whose rates they may change."""
+"""Harness of benchmarks on throttled links: processes whose links change rate, and arms timed in turn."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench.network import Delays, Network
+from lab.network import Delays, Network
+from mindspeed_lite.bench.statistics import paired_ratio
 
 
 class Rates:
-    """Sets the rates of all links, from within the ranks."""
+    """Sets the rates of all links from within the ranks."""
 
     def __init__(self, network: Network, turn: Any) -> None:
         self._network, self._turn = network, turn
+        self.are_modelled = isinstance(network, Delays)
 
     def set(self, megabits: float | None, within: float | None = None) -> tuple[float | None, float | None]:
-        """Called by all ranks; rank 0's rates hold, and are returned. By the process that made the links, or each."""
+        """Set rank 0's rates on all ranks and return them; a collective call."""
         told: list[Any] = [(megabits, within)]
         dist.broadcast_object_list(told)
         dist.barrier()
-        if isinstance(self._network, Delays):
+        if self.are_modelled:
             self._network.set_rate(*told[0])
         elif dist.get_rank() == 0:
             self._turn.send(told[0])
@@ -39,7 +42,7 @@ class Rates:
 
 
 class Loopback:
-    """No laboratory: messages are as fast as they go."""
+    """Links without a limit."""
 
     kind = "loopback"
 
@@ -51,9 +54,9 @@ class Loopback:
 
 
 def on_ranks(ranks: int, network: Network, body: Callable[[Rates], Any]) -> Any:
-    """What `body` returns on rank 0, as JSON has it; each rank has a core where there are enough.
+    """Fork ranks, each on a core if there are enough; returns what `body` returns on rank 0, through JSON.
 
-    SystemExit if a rank failed.
+    Raises SystemExit if a rank fails.
     """
     out = Path(tempfile.mkdtemp())
     ours, theirs = multiprocessing.Pipe()
@@ -88,3 +91,44 @@ def on_ranks(ranks: int, network: Network, body: Callable[[Rates], Any]) -> Any:
     if any(codes):
         raise SystemExit("a rank failed")
     return json.loads((out / "results.json").read_text())
+
+
+def slowest(seconds: float) -> float:
+    """The largest value of any rank; a collective call."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+class Measure(NamedTuple):
+    """One run of an arm on this rank: its seconds, and those of them that it waited for messages."""
+
+    seconds: float
+    waited: float = 0.0
+
+
+def compare(arms: Sequence[str], repeats: int, run: Callable[[str], Measure]) -> dict[str, Any]:
+    """Time two arms in turn (A B A B) on all ranks, after one round of warm-up; a collective call.
+
+    Returns:
+        `seconds`: median of each arm, of the slowest rank of each run. `waited`: largest median of any rank.
+        `ratio`: first arm / second, in words with its 95 % interval.
+    """
+    own: dict[str, list[Measure]] = {arm: [] for arm in arms}
+    for repeat in range(repeats + 1):
+        for arm in arms:
+            measured = run(arm)
+            if repeat:
+                own[arm].append(measured)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    seconds = {
+        arm: [max(each.seconds for each in one) for one in zip(*(r[arm] for r in ranks), strict=True)] for arm in arms
+    }
+    ratio = paired_ratio(*(seconds[arm] for arm in arms))
+    assert ratio is not None
+    return {
+        "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
+        "waited": {arm: max(statistics.median(each.waited for each in r[arm]) for r in ranks) for arm in arms},
+        "ratio": ratio.words(),
+    }

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab import lanes, streams
 from mindspeed_lite import platform
-from mindspeed_lite.platform import lanes, streams
 from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
@@ -24,6 +24,11 @@ class Message:
     def wait(self):
         self.waits += 1
         self.out.copy_(torch.as_tensor(self.value))
+
+
+def activate():
+    platform.activate()
+    return streams.install()
 
 
 def carrying():
@@ -43,7 +48,7 @@ def sent(stream, shape=(3, 4), value=2.0):
 
 @forked()
 def test_operators_that_read_a_message_wait_for_it_and_others_do_not():
-    platform.activate()
+    activate()
     side, ready = carrying(), torch.cuda.Event()
     given = torch.full((4, 2), 0.5)
     with torch.cuda.stream(side):
@@ -65,7 +70,7 @@ def test_operators_that_read_a_message_wait_for_it_and_others_do_not():
 
 @forked()
 def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
-    platform.activate()
+    activate()
     side = carrying()
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
 
@@ -101,31 +106,8 @@ def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
 
 
 @forked()
-def test_results_have_the_shapes_that_the_operator_gives_them_and_none_that_was_not_asked_for():
-    platform.activate()
-    side, ready = carrying(), torch.cuda.Event()
-    rows, ones = torch.zeros(3, 1), torch.ones(4)
-    with torch.cuda.stream(side):
-        out, message = sent(side)
-        whole, half = out.sum(1, True), out.sum(1, False)
-        doubled, divided = out * 2, out.to(torch.int64) * True
-        dx, *rest = torch.ops.aten.native_layer_norm_backward(
-            out, out, [4], rows, rows + 1, ones, ones, [True, False, False]
-        )
-        ready.record(side)
-    assert message.waits == 0
-    ready.wait(torch.cuda.current_stream())
-    assert whole.shape == (3, 1) and half.shape == (3,) and rest == [None, None]
-    assert doubled.dtype is torch.float32 and divided.dtype is torch.int64
-    wanted = torch.ops.aten.native_layer_norm_backward(out, out, [4], rows, rows + 1, ones, ones, [True, False, False])[
-        0
-    ]
-    assert torch.equal(dx, wanted) and torch.equal(doubled, out * 2)
-
-
-@forked()
 def test_what_needs_numbers_at_once_gets_them():
-    platform.activate()
+    activate()
     side = carrying()
     looks = [
         lambda out: out.sum().item() == 24,
@@ -134,6 +116,9 @@ def test_what_needs_numbers_at_once_gets_them():
         lambda out: bool((out.numpy() == 2).all()),
         lambda out: torch.equal(out, torch.full((3, 4), 2.0)),
         lambda out: out.data_ptr() != 0 and bool((out == 2).all()),
+        lambda out: bool((out.cpu() == 2).all()),
+        lambda out: bool((out.to("cpu", torch.float64) == 2).all()),
+        lambda out: bool((torch.from_dlpack(out) == 2).all()),
         lambda out: bool((torch.nn.functional.dropout(out, 0.5) != 1).all()),
     ]
     for look in looks:
@@ -152,57 +137,11 @@ def test_what_needs_numbers_at_once_gets_them():
     assert torch.equal(after, torch.rand(3))
 
 
-@forked()
-def test_what_goes_to_the_host_has_arrived_and_what_stays_queues():
-    platform.activate()
-    side = carrying()
-    goes = [
-        lambda out: out.cpu(),
-        lambda out: out.to("cpu"),
-        lambda out: out.to("cpu", torch.float64),
-        lambda out: torch.from_dlpack(out),
-        lambda out: out.untyped_storage().data_ptr() and out,
-    ]
-    for go in goes:
-        with torch.cuda.stream(side):
-            out, message = sent(side)
-            host = go(out)
-        assert message.waits == 1 and bool((host == 2).all())
-    # Tensors that compute have a device of this name too.
-    stays = [
-        lambda out: out.to(out.device, torch.float64),
-        lambda out: out.to(device="cuda", dtype=torch.float64),
-        lambda out: out.to("cuda:0", copy=True),
-        lambda out: out.to("cpu", torch.float64, non_blocking=True),
-        lambda out: out.bfloat16().float(),
-        lambda out: torch.zeros_like(out, device="cuda") + out,
-    ]
-    for stay in stays:
-        with torch.cuda.stream(side):
-            out, message = sent(side)
-            copy = stay(out)
-            assert message.waits == 0
-        side.synchronize()
-        assert bool((copy == 2).all())
-
-
-@forked()
-def test_shapes_that_change_in_place_change_at_once():
-    platform.activate()
-    side = carrying()
-    with torch.cuda.stream(side):
-        product = sent(side)[0] * 3
-        product.unsqueeze_(0)
-        assert product.shape == (1, 3, 4)
-    side.synchronize()
-    assert torch.equal(product, torch.full((1, 3, 4), 6.0))
-
-
 # In the lane, and the operators that a layer of experts has behind its combine.
-QUEUED = ("activation", "bias_dropout_add", "layer_norm", "rms_norm", "unpermute")
+QUEUED = ("layer_norm", "unpermute")
 
 
-@pytest.mark.parametrize("name", [*QUEUED, "grouped_matmul", "permute"])
+@pytest.mark.parametrize("name", [*QUEUED, "permute"])
 @forked()
 def test_kernels_that_take_addresses_queue(name):
     from mindspeed_lite.ops import dispatch
@@ -211,7 +150,7 @@ def test_kernels_that_take_addresses_queue(name):
     operator, draw = PROBLEMS[name]
     if dispatch.operator(operator).unusable("cpu"):
         pytest.skip(str(dispatch.operator(operator).unusable("cpu")))
-    platform.activate()
+    activate()
     problem = draw(Draw(1, torch.bfloat16))
     number = len(problem.inputs) if problem.differentiable < 0 else problem.differentiable
 
@@ -242,19 +181,8 @@ def test_kernels_that_take_addresses_queue(name):
 
 
 @forked()
-def test_kernels_outside_of_streams_have_what_they_read():
-    from mindspeed_lite.ops.rms_norm import rms_norm
-
-    platform.activate()
-    side = carrying()
-    (one, first), (_, second) = sent(side), sent(side)
-    assert torch.equal(rms_norm(one, torch.ones(4)), rms_norm(torch.full((3, 4), 2.0), torch.ones(4)))
-    assert (first.waits, second.waits) == (1, 0)
-
-
-@forked()
 def test_a_reader_finishes_what_it_reads_and_no_more():
-    platform.activate()
+    activate()
     side = carrying()
     readers = [
         lambda out: out.tolist(),
@@ -283,7 +211,7 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
     dist.all_gather_into_tensor = dist.distributed_c10d.all_gather_into_tensor = lambda *args, **kwargs: own(
         *args, **kwargs
     )
-    platform.activate()
+    activate()
     side = carrying()
     given, out, gathered = torch.ones(4, 4), torch.empty(4, 4), torch.empty(4, 4)
     with torch.cuda.stream(side):
@@ -314,7 +242,7 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
 
 @forked()
 def test_a_stream_that_waits_for_another_one_holds_up_no_more_than_its_own_readers():
-    platform.activate()
+    activate()
     side, third, ready = carrying(), torch.cuda.Stream(), torch.cuda.Event()
     for wait in (lambda: third.wait_event(ready), lambda: third.wait_stream(side), lambda: ready.wait(third)):
         out, message = sent(side)
@@ -335,59 +263,11 @@ def test_a_stream_that_waits_for_another_one_holds_up_no_more_than_its_own_reade
 
 
 @forked()
-def test_memory_that_is_freed_while_it_travels_is_freed_behind_it():
-    platform.activate()
-    side = torch.cuda.Stream()
-    for reads in (True, False):
-        given = torch.full((8,), 3.0)
-        out = torch.empty(8)
-        side.lane.put(lambda g=given, o=out: o.copy_(g), reads=(given,) if reads else (), writes=(out,))
-        given.untyped_storage().resize_(0)
-        assert given.untyped_storage().nbytes() == (32 if reads else 0), "what no lane uses goes at once"
-        if not reads:
-            side.lane._items.clear()
-            continue
-        side.synchronize()
-        assert torch.equal(out, torch.full((8,), 3.0)) and given.untyped_storage().nbytes() == 0
-    lanes._open.clear()
-
-
-@forked()
-def test_memory_that_is_freed_late_and_given_back_keeps_its_numbers():
-    platform.activate()
-    side, ready = torch.cuda.Stream(), torch.cuda.Event()
-    given, out = torch.full((8,), 3.0), torch.empty(8)
-    side.lane.put(lambda: out.copy_(given), reads=(given,), writes=(out,))
-    ready.record(side)
-    given.untyped_storage().resize_(0)
-    ready.synchronize()
-    given.untyped_storage().resize_(32)
-    given.fill_(5.0)
-    side.synchronize()
-    assert torch.equal(given, torch.full((8,), 5.0)) and torch.equal(out, torch.full((8,), 3.0))
-
-
-@forked()
-def test_a_peer_that_is_gone_is_said_by_what_waits_for_it_and_the_rest_goes_on():
-    platform.activate()
-    side = torch.cuda.Stream()
-
-    def fail():
-        raise RuntimeError("Connection closed by peer")
-
-    side.lane.put(fail, writes=(torch.empty(1),))
-    _, message = sent(side)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    assert message.waits == 1 and not lanes._open
-
-
-@forked()
 def test_undo_finishes_what_is_under_way_and_puts_names_back():
     before = torch.Tensor.data_ptr, torch.UntypedStorage.resize_, dist.all_to_all_single
-    platform.activate()
+    undo = activate()
     _, message = sent(torch.cuda.Stream())
+    undo()
     platform.deactivate()
     assert message.waits == 1
     assert before == (torch.Tensor.data_ptr, torch.UntypedStorage.resize_, dist.all_to_all_single)
@@ -400,14 +280,14 @@ LINK = 0.25
 @forked()
 def test_collectives_of_a_stream_travel_while_the_process_computes():
     """Their time is the link's, which sleep and not arithmetic fills: whatever else runs here only adds."""
-    from mindspeed_lite.bench.network import Delays
+    from lab.network import Delays
 
     folder = tempfile.mkdtemp()
 
     def body(rank):
         lab = Delays()
         lab.enter(rank)
-        platform.activate()
+        activate()
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         given = torch.arange(2.0 * 64).view(2, 64) + 1000 * rank
         expected = torch.stack([given[rank] + 1000 * (other - rank) for other in range(2)])

@@ -1,15 +1,11 @@
-"""A network laboratory: processes of one machine joined by links of chosen bandwidth, to see communication hide.
+"""Processes of one machine joined by links of chosen bandwidth.
 
-`Namespaces` puts each host's processes into a network namespace of its own, all joined by a bridge; a token bucket at
-each host's end lets that many bytes a second leave (Linux, root, `ip` and `tc` of iproute2). Bytes then take their time
-in the kernel, beside whatever the processor computes, and gloo's threads share the cores as they do in earnest.
-`Delays` needs nothing: messages are the real ones, and count as arrived when a link of that bandwidth and latency
-would have brought them. `laboratory` takes the first that works here.
+`Namespaces` puts each host's processes into a network namespace, joined by a bridge; a token bucket limits the bytes
+that leave a host (Linux, root, `ip` and `tc` of iproute2). `Delays` needs nothing: real messages, which count as
+arrived when a link of that bandwidth and latency would have delivered them. `laboratory` takes the first that works.
 
-Links have two tiers where hosts have several ranks: adjacent ranks share a host, and within it another rate holds. In
-the kernel the ranks of a host share its link to the others; in the clock each rank has a link of its own.
-
-`Links` is the same for a training that others start: its processes join one by one, when they meet (`join`).
+Adjacent ranks may share a host, within which another rate holds. Ranks of a host share its link in `Namespaces`; each
+rank has its own in `Delays`.
 """
 
 from __future__ import annotations
@@ -24,19 +20,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 _INTERFACE = "lab0"
 _NAMES = Path("/run/netns")
-# What a token bucket lets through at once, and what may wait before it, in bytes. It must be small, or short messages
-# take no time. But a packet larger than the bucket is cut into frames, and 64 KiB in frames of 1500 bytes cost the
-# cores that compute more than the link's own time; nor may it fill sooner than the kernel looks at it.
+# Token bucket and its queue, in bytes. A large bucket lets short messages through at once; a packet larger than the
+# bucket is cut into frames of 1500 bytes, which costs the cores that compute more than the link's own time.
 _BURST = 72 * 1024
 _REFILL = 1e-3
 _QUEUE = 4 * 1024 * 1024
@@ -49,11 +42,11 @@ class Network(Protocol):
     kind: str
 
     def enter(self, rank: int) -> None:
-        """Called in the process of `rank` before it joins a process group."""
+        """Join as `rank`, before it joins a process group."""
         ...
 
     def set_rate(self, megabits: float | None, within: float | None = None) -> None:
-        """Megabits a second that leave each host, and those within it, from now on; None is as fast as it goes."""
+        """Set Mbit/s between hosts and within one, from now on; None is unlimited."""
         ...
 
 
@@ -73,11 +66,10 @@ def why_no_namespaces() -> str | None:
 
 
 class Namespaces:
-    """Hosts of `ranks_per_host` ranks on one bridge; made and changed by the process that starts the others.
+    """Hosts of `ranks_per_host` ranks on one bridge, made and changed by the process that starts the ranks.
 
-    `set_rate` may be called at any time by the process that made it, and holds for all hosts. A process that knows its
-    `name` may `add` a host of its own to a bridge that another one made, which takes it away with the rest.
-    Raises OSError with the command and its message where the kernel or its limits refuse.
+    Another process may `add` a host to a bridge by its `name`; leaving the block removes it with the rest.
+    Raises OSError with the command and its message.
     """
 
     kind = "namespaces"
@@ -104,7 +96,7 @@ class Namespaces:
             self.add(number)
 
     def add(self, number: int) -> None:
-        """One more host, as fast as it goes."""
+        """Add a host, without a limit."""
         bridge, host, port = self._host("b"), self._host(number), f"port{number}"
         _run("ip", "netns", "add", host)
         _run("ip", "link", "add", port, "netns", bridge, "type", "veth", "peer", "name", _INTERFACE, "netns", host)
@@ -133,8 +125,8 @@ class Namespaces:
             self.set_rate_of(number, megabits, within)
 
     def set_rate_of(self, number: int, megabits: float | None, within: float | None = None) -> None:
-        """As `set_rate`, for one host."""
-        # What a host's ranks send each other goes over its loopback, whatever address they use.
+        """Set the rates of one host."""
+        # Messages within a host go over its loopback, whatever address they use.
         for interface, rate in ((_INTERFACE, megabits), ("lo", within)):
             place = ("-n", self._host(number), "qdisc")
             if rate is None:
@@ -147,10 +139,9 @@ class Namespaces:
 
 
 class Delays:
-    """Links that exist in the clock alone: each process has two, over which its messages leave in turn.
+    """Links modelled by delays: each process has one to its host's ranks and one to other hosts.
 
-    One leads to the other ranks of its host, one to other hosts. Reaches `torch.distributed`'s collectives over
-    tensors and its point-to-point messages when `enter` is called, for the whole process.
+    `enter` wraps the tensor collectives and point-to-point messages of `torch.distributed` for the whole process.
     """
 
     kind = "delays"
@@ -187,7 +178,7 @@ class Delays:
                 others = [(peer, size) for peer, size in zip(ranks, sent, strict=True) if peer != dist.get_rank()]
                 arrives = max((self._link(peer).send(size) for peer, size in others), default=0.0)
             else:
-                # Around a ring of these ranks all bytes cross every link, the slowest one too.
+                # In a ring of these ranks all bytes cross every link, including the slowest.
                 slowest = max(map(self._link, ranks), key=lambda link: link is self._between)
                 first, second = [*given.values(), None][:2]
                 arrives = slowest.send(leaving(first, second, len(ranks)))
@@ -214,21 +205,21 @@ class Delays:
 
 
 class _ClockLink:
-    """One link that one process sends over."""
+    """A link over which one process sends."""
 
     def __init__(self, megabits: float | None, latency: float) -> None:
         self.megabits, self._latency, self._free = megabits, latency, 0.0
         self._turns: ThreadPoolExecutor | None = None
 
     def send(self, size: int) -> float:
-        """When a message of `size` bytes that is sent now has arrived."""
+        """Arrival time of a message of `size` bytes sent now."""
         if self.megabits is None or not size:
             return 0.0
         self._free = max(self._free, time.perf_counter()) + size * 8 / (self.megabits * 1e6)
         return self._free + self._latency
 
     def deliver(self, run: Callable[[], Any], size: int) -> Any:
-        """Send a message at the time of its arrival: its receiver, another process, waits for it itself."""
+        """Send a message at its arrival time, since its receiver waits in another process."""
         if self.megabits is None:
             return run()
         if self._turns is None:
@@ -267,10 +258,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def sent_to_each(name: str, given: Mapping[str, Any], ranks: int) -> list[int]:
-    """Bytes that a collective has for each rank of its group, this one's own among them; [] where that is not known.
-
-    given: its arguments by name.
-    """
+    """Bytes that a collective with these arguments has for each rank, its own included; [] if unknown."""
     if name == "all_to_all_single":
         x, splits = given["input"], given.get("input_split_sizes")
         row = _bytes(x) // max(1, len(x))
@@ -286,7 +274,7 @@ def sent_to_each(name: str, given: Mapping[str, Any], ranks: int) -> list[int]:
     return []
 
 
-# Bytes that leave each of p ranks where nothing is sent twice.
+# Bytes that leave each rank where nothing is sent twice.
 _LEAVING: dict[str, Callable[[Any, Any, int], int]] = {
     "all_gather_into_tensor": lambda out, x, ranks: _bytes(x) * (ranks - 1),
     "reduce_scatter_tensor": lambda out, x, ranks: _bytes(out) * (ranks - 1),
@@ -296,90 +284,13 @@ _LEAVING: dict[str, Callable[[Any, Any, int], int]] = {
 
 @contextlib.contextmanager
 def laboratory(ranks: int, ranks_per_host: int = 1) -> Iterator[tuple[Network, str | None]]:
-    """Links between `ranks` processes, and why they are only modelled, if they are."""
+    """Links between `ranks` processes, and why they are modelled; None where they are in the kernel."""
     reason = why_no_namespaces()
     if reason is not None:
         yield Delays(ranks_per_host=ranks_per_host), reason
         return
     with Namespaces(ranks, ranks_per_host=ranks_per_host) as made:
         yield made, None
-
-
-@dataclass(frozen=True)
-class Links:
-    """Links between the processes of a training.
-
-    Attributes:
-        megabits: a second, that leave each host.
-        modelled: why they exist in the clock alone; None where they are in the kernel.
-        within: megabits a second within a host; None is as fast as it goes.
-        ranks_per_host: adjacent ranks that share a host.
-    """
-
-    megabits: float
-    modelled: str | None
-    within: float | None = None
-    ranks_per_host: int = 1
-
-    @classmethod
-    def of(cls, megabits: float, within: float | None = None, ranks_per_host: int = 1) -> Links:
-        """In the kernel if it can be."""
-        return cls(megabits, why_no_namespaces(), within, ranks_per_host)
-
-    def __str__(self) -> str:
-        how = "network namespaces" if self.modelled is None else f"modelled ({self.modelled})"
-        if self.ranks_per_host == 1:
-            return how
-        speed = "" if self.within is None else f", {self.within:g} Mbit/s within it"
-        return f"{how}; {self.ranks_per_host} ranks to a host{speed}"
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[str]:
-        """The name by which processes `join` within the block; empty where there is nothing to be made for them."""
-        if self.modelled is not None:
-            yield ""
-            return
-        with Namespaces(0) as bridge:
-            yield bridge.name
-
-
-def join(megabits: float, name: str, within: float | None = None, ranks_per_host: int = 1) -> None:
-    """In a process of a training, before anyone takes collectives by value: join when its ranks meet.
-
-    They meet where they would have met, outside: a namespace has no way to a store. What is connected stays so, and
-    every connection from then on goes over the link. SystemExit where there is one process alone.
-    """
-    original = dist.init_process_group
-    if not name:
-        delays = Delays(ranks_per_host=ranks_per_host)
-        delays.set_rate(megabits, within)
-        delays.enter(0)
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        given.apply_defaults()
-        found = given.arguments
-        if found["store"] is None:
-            method = found["init_method"] or "env://"
-            found["init_method"] = None
-            met = rendezvous(method, found["rank"], found["world_size"])
-            found["store"], found["rank"], found["world_size"] = next(iter(met))
-        if found["world_size"] < 2:
-            raise SystemExit("mindspeed-lite bench: --link-rate joins processes, and this training has one.")
-        if name:
-            hosts = Namespaces(0, name, ranks_per_host)
-            number, place = divmod(found["rank"], ranks_per_host)
-            ready = f"mindspeed_lite/host/{number}"
-            if place == 0:
-                hosts.add(number)
-                hosts.set_rate_of(number, megabits, within)
-                found["store"].set(ready, "1")
-            found["store"].wait([ready])
-            hosts.enter(found["rank"])
-        original(*given.args, **given.kwargs)
-
-    dist.init_process_group = init_process_group
 
 
 def _run(*command: str) -> None:

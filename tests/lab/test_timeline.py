@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench.network import Delays
-from mindspeed_lite.bench.timeline import (
+from lab.network import Delays
+from lab.timeline import (
     COMBINE,
     COMPUTE,
     DISPATCH,
@@ -22,7 +22,6 @@ from mindspeed_lite.bench.timeline import (
     Span,
     Timeline,
     draw,
-    read_trace,
     write_trace,
 )
 from tests.harness.patience import once_of
@@ -78,32 +77,6 @@ def test_lanes():
     on_ranks(2, body)
 
 
-def test_a_message_that_has_been_waited_for_is_recorded_once_however_late_its_backend_says_so():
-    late = []
-
-    class Handle:
-        def get_future(self):
-            return self
-
-        def add_done_callback(self, callback):
-            late.append(callback)
-
-        def wait(self):
-            return True
-
-    view = Timeline()
-    with view:
-        view._around("all_reduce", lambda tensor, group=None, async_op=False: Handle())(None, async_op=True).wait()
-    assert [each.lane for each in view.spans].count(FLIGHT) == 1
-    with view:
-        late[0](None)
-        view._around("all_reduce", lambda tensor, group=None, async_op=False: Handle())(None, async_op=True)
-    assert FLIGHT not in [each.lane for each in view.spans]
-    with view:
-        late[1](None)
-    assert FLIGHT not in [each.lane for each in view.spans], "it belongs to an earlier recording"
-
-
 @forked("torch")
 def test_experts_have_lanes_and_bytes_of_their_own():
     folder = Path(tempfile.mkdtemp())
@@ -150,11 +123,6 @@ def test_files(tmp_path):
         (0, 1, 5e5, pytest.approx(2e5)),
         (1, 0, 0.0, 5e5),
     ]
-    again = read_trace(tmp_path / "trace.json")
-    assert [(each.lane, each.name) for each in again[:3]] == [
-        (each.lane, each.name) for each in (spans[0], spans[2], spans[1])
-    ]
-    assert [each.end for each in again] == pytest.approx([0.5, 0.7, 0.7, 0.5])
     names = {(each["pid"], each.get("tid")): each["args"]["name"] for each in events if each["ph"] == "M"}
     assert names[(1, None)] == "rank 1" and [names[(0, place)] for place in range(3)] == list(LANES[:3])
     draw(tmp_path / "lanes.png", {"off": {0: spans, 1: spans}, "on": {0: spans[:1], 1: spans[:1]}}, "a step")
