@@ -26,14 +26,11 @@ TO_REWRITE = {
 SHARED_NAMES = {
     "Case",
     "Event",
-    "Form",
     "Kernels",
     "Measured",
     "Outcome",
-    "Pass",
     "Plan",
     "Ratio",
-    "Rows",
     "Shape",
     "Table",
 }
