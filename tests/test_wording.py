@@ -24,13 +24,10 @@ TO_REWRITE: set[str] = set()
 SHARED_NAMES = {
     "Case",
     "Event",
-    "Form",
     "Kernels",
     "Outcome",
-    "Pass",
     "Plan",
     "Ratio",
-    "Rows",
     "Shape",
     "Table",
 }
