@@ -175,10 +175,24 @@ def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., 
             for layer in _queued(module):
                 session.mark(layer, _QUEUE, None)
         wrapped(self, config, ddp_config, module, *args, **kwargs)
+        _complete_wrappers(session, module)
         for layer in _queued(module):
             session.on_end(functools.partial(_reduce_as_it_comes, weakref.ref(self), weakref.ref(layer)))
 
     return __init__
+
+
+def _complete_wrappers(session: Session, module: torch.nn.Module) -> None:
+    """Give wrappers of linear layers, such as LoRA adapters, the `backward_dw` that Megatron's schedule calls."""
+    for owner in module.modules():
+        for name, child in owner.named_children():
+            if name.startswith("linear_") and not hasattr(child, "backward_dw"):
+                session.mark(child, "backward_dw", functools.partial(_backward_dw_within, child))
+
+
+def _backward_dw_within(wrapper: torch.nn.Module) -> None:
+    for layer in wrapper.modules():
+        backward_dw(layer)
 
 
 def _reduce_as_it_comes(reduction: weakref.ref[Any], queued: weakref.ref[Any]) -> None:
