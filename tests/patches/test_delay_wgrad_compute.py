@@ -124,6 +124,35 @@ def reduced(mlp, config, **ddp):
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp), mlp)
 
 
+class Wrapped(torch.nn.Module):
+    """A linear layer in a wrapper that knows nothing of delayed gradients, as adapters are."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.to_wrap = linear
+
+    def forward(self, *args):
+        return self.to_wrap(*args)
+
+
+@forked("megatron")
+def test_a_wrapped_linear_layer_computes_its_gradient_when_its_owner_is_asked():
+    start()
+    config = delayed(config_of(True))
+    mindspeed_lite.enable(**FLAGS, strict=True)
+    late, now = mlp_of(config), mlp_of(config_of(True))
+    late.linear_fc1, late.linear_fc2 = Wrapped(late.linear_fc1), Wrapped(late.linear_fc2)
+    reduced(late, config)
+    weights = late.linear_fc1.to_wrap.weight, late.linear_fc2.to_wrap.weight
+    for each in (late, now):
+        step(each)
+    assert not any(bool(weight.main_grad.any()) for weight in weights)
+    late.backward_dw()
+    assert all(torch.equal(weight.main_grad, each) for weight, each in zip(weights, gradients(now), strict=True))
+    mindspeed_lite.disable()
+    assert not hasattr(late.linear_fc1, "backward_dw")
+
+
 @forked("megatron")
 def test_what_nobody_asked_for_is_computed_before_gradients_are_reduced():
     start()
