@@ -25,5 +25,9 @@ def test_a_shipped_script_starts(trainer: Callable[[str], Trainer], name: str, t
     for row in flags().values():
         # What neither Megatron nor a feature of ours has under this name is in the report, once.
         if row.flag in SCRIPTS[name] and row.outcome not in ("keep", "rule"):
+            if row.outcome == "choose":
+                value = SCRIPTS[name][[*SCRIPTS[name]].index(row.flag) + 1]
+                if f"{value}>" not in row.words:
+                    continue  # Megatron takes this value as it is
             found = [text for text in notices if text.partition(" ")[0] == row.flag]
             assert len(found) == 1 or row.flag == "--moe-permute-fusion", (row.flag, notices)

@@ -92,7 +92,8 @@ def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequen
     for (rows, w), (grad, _) in zip(_blocks(x, weights), _blocks(dy, None, x.shape[-1]), strict=True):
         rows = rows.detach().requires_grad_(wanted[0])
         w = None if w is None else w.detach().requires_grad_(wanted[2])
-        with torch.enable_grad():
+        # Hooks that count or move activations must not see what lives for a block.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
             y = definition(rows, wide_bias, w, spec)
         leaves = [(n, leaf) for n, leaf in enumerate((rows, wide_bias, w)) if leaf is not None and wanted[n]]
         for (n, _), gradient in zip(leaves, torch.autograd.grad(y, [leaf for _, leaf in leaves], grad), strict=True):
@@ -102,6 +103,10 @@ def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequen
         torch.stack(found[1]).sum(0).to(bias.dtype) if wanted[1] else None,
         torch.cat(found[2]).view(weights.shape) if wanted[2] else None,
     )
+
+
+def _unchanged(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def _blocks(
