@@ -1,7 +1,7 @@
-"""Cross-entropy over a vocabulary that is sharded over a group.
+"""Vocabulary-parallel cross-entropy.
 
-One all-gather of three values per row; all ranks merge them in the same order, so that losses are bitwise equal. The
-backward pass communicates nothing.
+One all-gather of three values per row, merged in the same order on all ranks: losses are bitwise equal. The backward
+pass does not communicate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """`ops.cross_entropy` of a shard of logits [..., V / size].
 
-    target: [...], the same on every rank. group: None for the whole vocabulary.
+    target: [...], equal on every rank. group: None for the whole vocabulary.
     """
     start, size, gather = _place(logits.shape[-1], group)
     return cross_entropy(logits, target, start, size, gather)
@@ -35,14 +35,14 @@ def vocab_parallel_linear_cross_entropy(
 ) -> torch.Tensor:
     """`ops.linear_cross_entropy` of a shard of the weight [V / size, H].
 
-    hidden: [..., H], the same on every rank. Its gradient is this shard's part: the caller sums it over the ranks.
+    hidden: [..., H], equal on every rank. The caller sums its gradient over the ranks.
     """
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
 
 
 def _place(width: int, group: dist.ProcessGroup | None) -> tuple[int, int, Gather | None]:
-    """(first word of a shard of this width, vocabulary size, gather of the statistics of all shards)."""
+    """(first word of this shard, vocabulary size, gather of all shards' statistics)."""
     if group is None or group.size() == 1:
         return 0, width, None
     return group.rank() * width, group.size() * width, functools.partial(_gather, group=group)

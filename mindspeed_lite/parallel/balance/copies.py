@@ -1,12 +1,12 @@
-"""Copies of hot experts on every rank for one micro-batch; gradients return to the owner.
+"""Copies hot experts to every rank for one micro-batch; gradients return to the owner.
 
     copies = CopyPlan(owners, like, group, pending).make(own)
     copies.wait()                  the parameters have arrived
-    ...                            products with copies.of(0), copies.of(1), ...
+    ...                            GEMMs with copies.of(0), copies.of(1), ...
     pending.finish()               after the backward pass: the owners' main gradients are complete
 
-An expert is one broadcast, and in the backward pass one fp32 reduction to the main gradients of its owner, or to
-autograd if there are none. A copy is a tensor of the graph, no parameter.
+Each expert is one broadcast, then one fp32 reduction to the owner's main gradients, or to autograd without them.
+Copies are tensors of the graph, not parameters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Parameters = Sequence[torch.Tensor]
 
 
 class Slots(NamedTuple):
-    """Routing over places: on each rank its `local` experts in order, then a slot for each copied expert.
+    """Routing over places: each rank's `local` experts in order, then a slot for each copied expert.
 
-    A token of a copied expert goes to its own rank's slot, or on the owner to the expert itself. The exchange of tokens
-    is unchanged: every rank has the same number of places.
+    Tokens of a copied expert go to the slot on their own rank, or on the owner to the expert itself. All ranks have
+    equally
+    many places, so the token exchange is unchanged.
     """
 
     ranks: int
@@ -34,7 +35,6 @@ class Slots(NamedTuple):
 
     @property
     def owners(self) -> list[int]:
-        """The rank of each copied expert."""
         return [expert // self.local for expert in self.copied]
 
     def experts(self) -> list[int]:
@@ -45,7 +45,7 @@ class Slots(NamedTuple):
         return found
 
     def open(self, rank: int) -> list[bool]:
-        """[places], whether tokens of `rank` go there; each expert has one such place."""
+        """[places], whether tokens of `rank` go there; one such place per expert."""
         owners = self.owners
         away = {expert for expert, owner in zip(self.copied, owners, strict=True) if owner != rank}
         found: list[bool] = []
@@ -64,13 +64,12 @@ class Slots(NamedTuple):
 def gather_counts(
     routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
 ) -> tuple[list[list[int]], bool]:
-    """([ranks][experts] tokens by source rank, whether any rank refuses), the same on all ranks.
+    """Gather ([ranks][experts] tokens by source rank, whether any rank refuses), equal on all ranks.
 
     Args:
         routing_map: [T, experts] bool, this rank's tokens.
         ranks: of the expert-parallel group.
-        group: all ranks that share experts; ranks with shards of the same experts are neighbours.
-        refuses: whether this rank does.
+        group: all ranks that share experts; ranks with shards of the same experts are adjacent.
     """
     counts = routing_map.sum(0, dtype=torch.int64)
     sent = torch.cat([counts, counts.new_full((1,), int(refuses))])
@@ -81,7 +80,7 @@ def gather_counts(
 
 
 class PendingGradients:
-    """Reductions of copies' gradients in flight; at most those of one layer."""
+    """Gradient reductions of copies in flight, at most one layer's."""
 
     def __init__(self) -> None:
         self._works: list[Any] = []
@@ -96,7 +95,7 @@ class PendingGradients:
             self.finish()
 
     def close(self) -> None:
-        """Wait at once from here on; a backward pass may still run."""
+        """Wait immediately from here on; a backward pass may still run."""
         self._is_closed = True
         self.finish()
 
@@ -111,11 +110,11 @@ class PendingGradients:
 
 
 class CopyPlan(NamedTuple):
-    """Which experts are copied, and how; the same on all ranks of `group`, which get the copies.
+    """The experts to copy to all ranks of `group`; equal on all of them.
 
-    owners: the rank in `group` of each copied expert.
-    like: the parameters of any expert, all of one dtype.
-    accumulates: products add weight gradients to `main_grad` of the copies.
+    owners: rank in `group` of each copied expert.
+    like: parameters of any expert, of one dtype.
+    accumulates: GEMMs add weight gradients to `main_grad` of the copies.
     before_sending: called in the backward pass before the copies' gradients are read.
     """
 
@@ -132,14 +131,14 @@ class CopyPlan(NamedTuple):
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
-        """Begin to send copies; own: the parameters of each copied expert that this rank owns, else None."""
+        """Start sending copies; own: parameters of each copied expert of this rank, None for others."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
-        # Ranks that own none take part in the backward pass too.
+        # Ranks that own none also take part in the backward pass.
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
-        # In the dtype of main gradients: one grouped product adds to both.
+        # In the dtype of main gradients: one grouped GEMM adds to both.
         gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:
@@ -154,12 +153,12 @@ class CopyPlan(NamedTuple):
                 yield part.view(like.shape)
 
     def send(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to broadcast each row from its owner."""
+        """Start broadcasting each row from its owner."""
         return [dist.broadcast(row, self._global(owner), self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to sum each row on its owner; the values on other ranks are lost."""
+        """Start reducing each row to its owner; values on other ranks are lost."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
@@ -169,8 +168,6 @@ class CopyPlan(NamedTuple):
 
 
 class ExpertCopies:
-    """The copies of one plan."""
-
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, works: Sequence[Any]) -> None:
         self._tensors, self._each, self._works = tensors, each, works
 
@@ -178,12 +175,11 @@ class ExpertCopies:
         return len(self._tensors) // self._each
 
     def of(self, number: int) -> Parameters:
-        """The parameters of one copied expert of the plan, to be read after `wait`."""
+        """Parameters of one copied expert, valid after `wait`."""
         return self._tensors[number * self._each : (number + 1) * self._each]
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait until all parameters have arrived."""
         works, self._works = self._works, ()
         for work in works:
             work.wait()
@@ -223,7 +219,7 @@ class _Copy(torch.autograd.Function):
         for part, gradient in zip(plan.parts(flat), given, strict=True):
             if gradient is not None:
                 part.add_(gradient)
-        # Of the layer before: the sums of one layer alone are kept.
+        # Keeps only one layer's sums.
         plan.pending.finish()
         works = plan.reduce(flat)
         sums = list(plan.parts(flat))

@@ -1,7 +1,7 @@
-"""Assigns experts to ranks for equal load, and chooses hot experts that every rank gets a copy of.
+"""Assigns experts to ranks for equal load, and chooses hot experts to copy.
 
-A placement is the rank of each expert. An expert keeps its local slot, so that a move is an exchange of equal pieces.
-Loads are tokens by expert. Standard library alone.
+A placement is each expert's rank. An expert keeps its local slot, so moves exchange equal pieces. Loads are tokens by
+expert. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# A placement is taken if it lowers the largest predicted load by this share.
+# Relative reduction of the largest predicted load that justifies a new placement.
 MIN_GAIN = 0.02
 
 
 class SlotMove(NamedTuple):
-    """An exchange of the experts in one local slot.
+    """Exchange of the experts in one local slot.
 
-    to: [ranks], the rank that a rank's expert goes to; its own where it stays.
-    source: [ranks], the rank that a rank gets its next expert from.
+    to: [ranks], destination of each rank's expert; the rank itself if it stays.
+    source: [ranks], the rank that sends the next expert.
     """
 
     slot: int
@@ -27,7 +27,7 @@ class SlotMove(NamedTuple):
 
 
 def contiguous(experts: int, ranks: int) -> list[int]:
-    """Megatron's placement: neighbouring experts on a rank, in order.
+    """Megatron's placement: adjacent experts on a rank, in order.
 
     Raises:
         ValueError: the ranks do not divide the experts.
@@ -38,7 +38,6 @@ def contiguous(experts: int, ranks: int) -> list[int]:
 
 
 def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
-    """[ranks], the sum of the loads of each rank's experts."""
     found = [0.0] * ranks
     for load, rank in zip(loads, placement, strict=True):
         found[rank] += load
@@ -46,7 +45,7 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
 
 
 def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Slot by slot the heaviest expert on the least loaded rank, then `improved`."""
+    """Slot by slot, the heaviest expert on the least loaded rank, then `improved`."""
     sums = [0.0] * ranks
     placement = [0] * len(loads)
     slots = _slots(len(loads), ranks)
@@ -59,9 +58,9 @@ def greedy(loads: Sequence[float], ranks: int) -> list[int]:
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange experts of the fullest rank with others' in the same slot, while the larger sum falls.
+    """Exchange experts of the fullest rank within their slot, while the larger sum falls.
 
-    Each exchange is the one after which the larger of the two is least, so few experts move.
+    Each exchange minimises the larger of the two sums, so few experts move.
     """
     placement, local = list(before), len(loads) // ranks
     sums = rank_loads(loads, before, ranks)
@@ -89,7 +88,7 @@ def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[
 
 
 def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
-    """The same groups of experts, each on a rank that holds many of it already, so that fewer move."""
+    """Assign the same expert groups to the ranks that already hold most of them."""
     shared = [[0] * ranks for _ in range(ranks)]
     for new, old in zip(placement, before, strict=True):
         shared[new][old] += 1
@@ -102,9 +101,9 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """The placement for predicted loads, or `before` if no other pays.
+    """The placement for predicted loads, or `before` if none pays.
 
-    price: tokens of a step that the fullest rank must lose for each slot in which experts move.
+    price: tokens per step the fullest rank must lose for each slot with moves.
     """
 
     def cost(placement: Sequence[int]) -> tuple[float, int]:
@@ -116,12 +115,10 @@ def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: flo
 
 
 def moved(placement: Sequence[int], before: Sequence[int]) -> int:
-    """Number of experts that change their rank."""
     return sum(new != old for new, old in zip(placement, before, strict=True))
 
 
 def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[SlotMove]:
-    """The slots in which experts change their rank."""
     found = []
     for number, slot in enumerate(_slots(len(after), ranks)):
         to, source = [0] * ranks, [0] * ranks
@@ -133,7 +130,7 @@ def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[
 
 
 def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
-    """[experts], the expert at each place; places go rank by rank, in the order of slots."""
+    """[experts], the expert at each place: rank by rank, in slot order."""
     local = len(placement) // ranks
     found = [0] * len(placement)
     for expert, rank in enumerate(placement):
@@ -142,7 +139,7 @@ def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
 
 
 def _slots(experts: int, ranks: int) -> list[list[int]]:
-    """[local experts][ranks], the experts that may change places with each other."""
+    """[local experts][ranks], the experts that may be exchanged."""
     local = len(contiguous(experts, ranks)) // ranks
     return [list(range(slot, experts, local)) for slot in range(local)]
 
@@ -151,8 +148,8 @@ def _slots(experts: int, ranks: int) -> list[list[int]]:
 class SentTokens:
     """Tokens that the ranks of an expert-parallel group send to experts.
 
-    totals: [experts], tokens of each expert.
-    by_source: expert -> [ranks], its tokens by the rank that they come from.
+    totals: [experts].
+    by_source: expert -> [ranks], tokens by source rank.
     """
 
     totals: Sequence[float]
@@ -167,7 +164,7 @@ class SentTokens:
 
     @classmethod
     def evenly(cls, loads: Sequence[float], ranks: int) -> SentTokens:
-        """With each rank sending an equal part of an expert's tokens."""
+        """With equal tokens from each rank."""
         return cls(loads, lambda expert: [loads[expert] / ranks] * ranks, ranks)
 
 
@@ -181,9 +178,9 @@ def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collec
 
 
 def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
-    """The experts to copy, at most `number`: repeatedly the heaviest expert of the fullest rank.
+    """At most `number` experts to copy: repeatedly the heaviest expert of the fullest rank.
 
-    Of these, as many as lower the largest load most, each by more than `price`.
+    Returns the prefix with the lowest maximum load where each copy saves more than `price`.
     """
     loads = rank_loads(sent.totals, placement, sent.ranks)
     if max(loads) - sum(loads) / sent.ranks <= price:

@@ -1,4 +1,4 @@
-"""Moves experts between ranks while a model trains: every few steps, home for checkpoints, and back."""
+"""Moves experts between ranks during training; restores the home placement for checkpoints."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from . import placement as placements
 from .counts import LoadAverage, predicted_loads, same_on_all_ranks
 from .placement import SlotMove
 
-# Parameters of an expert -> a context in which all tensors that training keeps of them may be read and written.
+# Parameters of an expert -> context with read-write access to all training state of them.
 StateOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]]
-# The same for the expert in a slot.
+# The same by slot.
 StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 
 
@@ -29,11 +29,11 @@ StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
     """Exchange an expert's tensors in place; returns the bytes sent. A collective.
 
-    tensors: of this rank's expert in the slot; in number, shapes and dtypes the same on every rank of `group`.
+    tensors: of this rank's expert in the slot; equal in number, shapes and dtypes on every rank of `group`.
     """
     rank = group.rank()
     stays = move.to[rank] == rank
-    # Wide elements first, so that each tensor's bytes begin at a multiple of its element size.
+    # Wide elements first: each tensor's bytes are aligned to its element size.
     some = [] if stays else sorted(tensors, key=lambda each: -each.element_size())
     parts = [each.detach().reshape(-1).view(torch.uint8) for each in some]
     sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
@@ -55,8 +55,8 @@ class PlacedExperts:
 
     Attributes:
         placement: [experts], the rank of each.
-        home: the placement of checkpoints and parameter names.
-        wanted: the placement to return to from home, or None.
+        home: placement in checkpoints and parameter names.
+        wanted: placement to return to from home, or None.
     """
 
     def __init__(self, experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -73,7 +73,6 @@ class PlacedExperts:
 
     @property
     def intended(self) -> list[int]:
-        """The placement, or the one to return to."""
         return self.wanted or self.placement
 
     @property
@@ -90,7 +89,7 @@ class PlacedExperts:
         return columns.index_select(-1, self._index)
 
     def chosen(self, loads: list[float], price: float) -> tuple[list[int], float, float]:
-        """The placement for predicted loads, and the fullest rank over the mean before and after it."""
+        """Placement for predicted loads, and fullest rank over mean before and after."""
         before = self.intended
         after = placements.chosen(loads, before, self.ranks, price)
         mean = sum(loads) / self.ranks or 1.0
@@ -98,7 +97,7 @@ class PlacedExperts:
         return after, now, then
 
     def move(self, after: list[int], state_of: StateOfSlot) -> int:
-        """Exchange experts until the placement is `after`; returns the bytes sent. A collective."""
+        """Exchange experts to reach `after`; returns the bytes sent. A collective."""
         sent = 0
         for each in placements.slot_moves(after, self.placement, self.ranks):
             with state_of(each.slot) as tensors:
@@ -108,21 +107,21 @@ class PlacedExperts:
 
 
 class PlacementGroup(NamedTuple):
-    """The ranks that hold experts of the same layers, and how often each expert is among them."""
+    """Ranks with experts of the same layers, and the replicas of each expert among them."""
 
     group: dist.ProcessGroup
     replicas: int
 
 
 class Placer(abc.ABC):
-    """Places the experts of every layer; a subclass gives access to the model and its optimizers.
+    """Places the experts of every layer; subclasses access the model and its optimizers.
 
     Args:
         interval: steps between two placements.
-        break_even: tokens of a step that the fullest rank must lose for each moved slot; None to measure it.
+        break_even: tokens per step the fullest rank must lose per moved slot; None to measure it.
 
     Attributes:
-        layers: by layer, in the order of the first forward pass.
+        layers: in the order of the first forward pass.
         prices: measured break-even by the sizes of an expert's parameters.
     """
 
@@ -135,15 +134,15 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def placement_group(self) -> PlacementGroup | None:
-        """None, after logging why, where there is none."""
+        """None if there is none, after logging why."""
 
     @abc.abstractmethod
     def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
-        """This rank's experts, by slot."""
+        pass
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
-        """Why a layer's experts may not move, the same on every rank, or ""."""
+        """Why a layer's experts may not move, equal on every rank, or ""."""
 
     @abc.abstractmethod
     def state_of(self) -> StateOf:
@@ -158,7 +157,7 @@ class Placer(abc.ABC):
         """Log a "fallback", a "decision", or a "move"."""
 
     def end_step(self) -> None:
-        """Place experts if it is time, between two steps. A collective then."""
+        """Between two steps, place experts if due; then a collective."""
         self._step += 1
         for each in self.layers.values():
             each.average.end_step()
@@ -168,7 +167,7 @@ class Placer(abc.ABC):
             self._move({layer: each.wanted for layer, each in self.layers.items() if each.wanted is not None})
 
     def go_home(self) -> None:
-        """Put every expert back home until the end of the next step. A collective."""
+        """Restore the home placement until the end of the next step. A collective."""
         away = {layer: each for layer, each in self.layers.items() if not each.is_home}
         places = [each.placement for each in away.values()]
         self._move({layer: each.home for layer, each in away.items()})
@@ -181,7 +180,6 @@ class Placer(abc.ABC):
         return [layer for layer, each in self.layers.items() if not each.is_home]
 
     def _place(self) -> None:
-        """Choose places for the predicted loads. A collective."""
         found = self.placement_group()
         layers = self._served_layers(found.group) if found else []
         if found is None or not layers:
@@ -189,7 +187,7 @@ class Placer(abc.ABC):
         plans, imbalances = {}, []
         averages = [self.layers[each].average for each in layers]
         for layer, totals in zip(layers, predicted_loads(averages, found.group), strict=True):
-            # One replica of the experts has an equal part of the tokens.
+            # Each replica has an equal share of tokens.
             loads = [each / found.replicas for each in totals]
             price = self._price(layer, sum(loads) / len(loads), found.group)
             plans[layer], *both = self.layers[layer].chosen(loads, price)
@@ -221,7 +219,7 @@ class Placer(abc.ABC):
         return [each for each in self.layers if self._served[each]]
 
     def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
-        """Break-even of a move in tokens of a step; tokens: of an expert, about."""
+        """Break-even of a move in tokens per step; tokens: approximate, of an expert."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
@@ -230,7 +228,7 @@ class Placer(abc.ABC):
             costs = payoff.measure(parameters, round(tokens), self.layers[layer].group, group)
             with self.state_of()(parameters) as tensors:
                 size = torch.tensor(sum(each.nbytes for each in tensors), device=parameters[0].device)
-            # Shards of ranks differ in size.
+            # Shard sizes differ between ranks.
             dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
             share = int(size) / payoff.copied_bytes(parameters)
             price = self.prices[shapes] = costs.break_even_of_move(share, self._interval)
@@ -240,7 +238,7 @@ class Placer(abc.ABC):
         return self.prices[shapes]
 
     def _move(self, plans: Mapping[Any, list[int]]) -> int:
-        """Bring layers to these placements; returns the bytes that this rank sent. A collective."""
+        """Move layers to these placements; returns the bytes this rank sent. A collective."""
         moving = {layer: after for layer, after in plans.items() if after != self.layers[layer].placement}
         for layer in plans:
             self.layers[layer].wanted = None
@@ -261,7 +259,7 @@ def _state_of_slot(
 
 
 def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
-    """A hash of what experts must have in common to change places."""
+    """Hash of what experts must share to be exchangeable."""
     text = [
         [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
     ]

@@ -1,7 +1,7 @@
-"""The rows of each context-parallel rank, and the products that a mask by position leaves.
+"""Rows of each context-parallel rank, and attention blocks left by a positional mask.
 
-The stream is the whole sequence, or the sequences of a pack in order. In Megatron's zigzag each sequence is cut into 2P
-chunks, and rank r holds the chunks r and 2P - 1 - r: under a causal mask all ranks have the same work.
+The stream is the sequence, or the sequences of a pack in order. Megatron's zigzag cuts each sequence into 2P chunks;
+rank r holds chunks r and 2P - 1 - r, which balances a causal mask.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-# (first, end) of runs of rows.
+# (first, end) of row runs.
 Spans = tuple[tuple[int, int], ...]
-# (left, right) as in `ops.attention.band`: keys seen before and after a query's position; -1 is no limit.
+# (left, right) as in `ops.attention.band`: keys visible before and after a query; -1 is no limit.
 Band = tuple[int, int]
 CAUSAL: Band = (-1, 0)
 FREE: Band = (-1, -1)
@@ -36,8 +36,8 @@ Share = tuple[RowRun, ...]
 class Layout:
     """The rows of every rank.
 
-    shares: the runs of each rank, ascending in rows and in the stream.
-    documents: spans of the stream that see only themselves, ascending; rows outside of them are padding.
+    shares: runs of each rank, ascending in rows and stream.
+    documents: ascending stream spans that attend only to themselves; other rows are padding.
     """
 
     shares: tuple[Share, ...]
@@ -48,13 +48,12 @@ class Layout:
         return len(self.shares)
 
     def rows(self, rank: int) -> int:
-        """Number of rows of a rank."""
         return sum(run.length for run in self.shares[rank])
 
 
 @functools.lru_cache(maxsize=64)
 def zigzag(length: int, ranks: int) -> Layout:
-    """Split one sequence as Megatron's get_batch_on_this_cp_rank does.
+    """Split one sequence like Megatron's get_batch_on_this_cp_rank.
 
     Raises:
         ValueError: the length is not divisible by 2 * ranks.
@@ -64,11 +63,11 @@ def zigzag(length: int, ranks: int) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
-    """Split each sequence of a pack as Transformer Engine's thd_get_partitioned_indices does.
+    """Split each sequence of a pack like Transformer Engine's thd_get_partitioned_indices.
 
     Args:
-        documents: the rows of each sequence in the stream, without padding.
-        padded: the same with the padding after each sequence; these tile the stream.
+        documents: stream rows of each sequence, without padding.
+        padded: the same with trailing padding; these tile the stream.
 
     Raises:
         ValueError: a padded length is not divisible by 2 * ranks.
@@ -89,7 +88,7 @@ def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
 
 
 def _share(chunks: Sequence[tuple[int, int]]) -> Share:
-    """Runs for (start, length) of consecutive rows; adjacent ones become one run."""
+    """Runs for (start, length) of consecutive rows; merges adjacent ones."""
     runs: list[RowRun] = []
     row = 0
     for start, length in chunks:
@@ -103,10 +102,10 @@ def _share(chunks: Sequence[tuple[int, int]]) -> Share:
 
 
 class Gathered(NamedTuple):
-    """What `size` adjacent ranks hold together.
+    """Rows that `size` adjacent ranks hold together.
 
-    layout: the layout over ranks / size groups of ranks.
-    order: for each group, (first row, length) in its ranks' concatenated rows, in the order of `layout`.
+    layout: over ranks / size groups.
+    order: for each group, (first row, length) in its concatenated rows, in the order of `layout`.
     """
 
     layout: Layout
@@ -115,7 +114,7 @@ class Gathered(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def gathered(layout: Layout, size: int) -> Gathered:
-    """Join the rows of `size` adjacent ranks in the order of the stream.
+    """Join the rows of `size` adjacent ranks in stream order.
 
     A zigzag over P ranks becomes one over P / size.
     """
@@ -132,7 +131,7 @@ def gathered(layout: Layout, size: int) -> Gathered:
 
 
 def stream_rows(layout: Layout, rank: int) -> list[int]:
-    """The row of the stream for each row of a rank."""
+    """Stream row of each row of a rank."""
     return [run.start + i for run in layout.shares[rank] for i in range(run.length)]
 
 
@@ -143,7 +142,7 @@ def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
 
 
 def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
-    """The inverse of `in_order`."""
+    """Inverse of `in_order`."""
     spans, row = {}, 0
     for first, length in order:
         spans[first] = t[row : row + length]
@@ -152,7 +151,7 @@ def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
 
 
 class Piece(NamedTuple):
-    """One call of attention: q, k: spans of rows for each sequence, pairwise; band: the mask between them."""
+    """One attention call: q, k: row spans of each sequence, pairwise; band: the mask between them."""
 
     q: Spans
     k: Spans
@@ -167,10 +166,11 @@ class _Product(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def pieces(queries: Share, keys: Share, documents: Spans, band: Band) -> tuple[Piece, ...]:
-    """The products that a mask by position leaves of one rank's queries and another's keys.
+    """Attention calls that a positional mask leaves of one rank's queries and another's keys.
 
-    Between two ranks of a zigzag a causal mask leaves one unmasked half: all queries with the first half of an earlier
-    rank's keys, or the second half of the queries with all keys of a later rank.
+    Between zigzag ranks, a causal mask leaves one unmasked half: all queries with the first half of an earlier
+        rank's keys,
+    or the second half of the queries with all keys of a later rank.
     """
     slots: dict[tuple[int, Band], list[_Product]] = {}
     for document in documents:
@@ -189,7 +189,6 @@ def needs(layout: Layout, reader: int, owner: int, band: Band) -> bool:
 
 
 def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
-    """The runs of a share, cut to a document."""
     found = []
     for run in share:
         start, stop = max(run.start, document[0]), min(run.start + run.length, document[1])
@@ -199,11 +198,11 @@ def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
 
 
 def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Product]:
-    """The products of one sequence, as few as possible."""
+    """Calls of one sequence, as few as possible."""
     if not queries or not keys:
         return []
     if queries == keys and band in (CAUSAL, FREE):
-        # Positions ascend with rows, so one triangle over all rows is that of the positions.
+        # Positions ascend with rows, so one triangle covers all rows.
         rows = queries[0].row, queries[-1].row + queries[-1].length
         if rows[1] - rows[0] == sum(run.length for run in queries):
             return [_Product(rows, rows, band)]
@@ -229,9 +228,8 @@ def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Pr
 
 
 def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
-    """What a run of queries sees of a run of keys, or None; rows and keys that see nothing are cut off."""
+    """What a query run sees of a key run, or None; trims rows and keys without a visible pair."""
     left, right = band
-    # Positions, first and end.
     q0, q1, k0, k1 = query.start, query.start + query.length, key.start, key.start + key.length
     if right >= 0:
         q0, k1 = max(q0, k0 - right), min(k1, q1 + right)
@@ -239,7 +237,7 @@ def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
         q1, k0 = min(q1, k1 + left), max(k0, q0 - left)
     if q0 >= q1 or k0 >= k1:
         return None
-    # From distances of positions to the last query aligned with the last key; limits that hide nothing are dropped.
+    # Relative to the last query aligned with the last key; limits that hide nothing are dropped.
     shift = k1 - q1
     left = FREE[0] if left < 0 or left + shift >= k1 - k0 - 1 else left + shift
     right = FREE[1] if right < 0 or right - shift >= q1 - q0 - 1 else right - shift

@@ -1,10 +1,10 @@
-"""Asynchronous collectives that overlap with the operators between issue and wait, in both passes.
+"""Async collectives with separate issue and wait; code in between overlaps in both passes.
 
     out = issue(x, ...)         forward: starts the message         backward: waits for the gradient
     shared_expert(...)                   overlaps                             overlaps
-    messages.wait()                      waits for it                         (the gradient was sent when it was ready)
+    messages.wait()                      waits for it                         (gradient already sent)
 
-Autograd runs ready nodes in reverse order, so the same operators run between send and wait of the gradient.
+Autograd runs ready nodes in reverse order, so the same operators overlap with the gradient.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Splits = Sequence[int] | None
 
 
 class Collective(Protocol):
-    """A collective whose gradient is another collective."""
+    """Collective whose gradient is another collective."""
 
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """(work, out) for a contiguous x [rows, ...]; `out` is valid after `work.wait()`."""
 
     def reversed(self) -> Collective:
-        """The collective of the gradient."""
+        """The gradient's collective."""
 
 
 class AllToAll(NamedTuple):
@@ -45,8 +45,6 @@ class AllToAll(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """Concatenates the rows of all ranks."""
-
     group: dist.ProcessGroup
 
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -58,8 +56,6 @@ class AllGather(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    """This rank's part of the sum over all ranks."""
-
     group: dist.ProcessGroup
 
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -71,24 +67,25 @@ class ReduceScatter(NamedTuple):
 
 
 class Messages:
-    """Messages in flight, and jobs to run while the next gradient message of a backward pass is."""
+    """Messages in flight, and jobs to overlap with the next gradient message."""
 
     def __init__(self) -> None:
         self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._jobs: list[Callable[[], None]] = []
-        # Whether jobs can overlap with a gradient message that is still to be sent.
+        # Whether a later gradient message can overlap with jobs.
         self.takes_jobs = False
-        # Autograd sequence number of the wait for the gradient of the message before.
+        # Autograd sequence number of the wait for the previous message's gradient.
         self._place: int | None = None
-        # That of the dispatch's first message, and whether jobs will overlap with the dispatch's gradients.
+        # The same for the dispatch's first message, and whether jobs will overlap with dispatch gradients.
         self._first: int | None = None
         self._expects_jobs = False
 
     def begin(self, is_dispatch: bool = True) -> None:
-        """Group the messages issued from here on: the backward pass sends all of them before it waits for one.
+        """Group subsequent messages: the backward pass sends all of them before it waits for one.
 
-        is_dispatch: they bring tokens to experts; else they return results, and their gradients travel first. With
-            `expect_jobs` these overlap with all other operators, and the dispatch's gradients with the jobs.
+        is_dispatch: messages bring tokens to experts; otherwise they return results, and their gradients travel
+            first. With
+            `expect_jobs`, these overlap with all other operators and dispatch gradients with the jobs.
         """
         if is_dispatch:
             self._place, self._first, self._expects_jobs = None, None, False
@@ -98,11 +95,11 @@ class Messages:
             self._place = None
 
     def expect_jobs(self) -> None:
-        """Announce jobs between the gradients that arrive at experts and those that leave them."""
+        """Announce jobs between gradients that reach experts and those that leave them."""
         self._expects_jobs = True
 
     def place(self, node: Any) -> None:
-        """Order a backward node after those of the messages of its group."""
+        """Order a backward node after its group's message nodes."""
         self._place = node._sequence_nr() - 2 if self._place is None else self._place - 1
         if self._first is None:
             self._first = self._place
@@ -120,8 +117,8 @@ class Messages:
 
     @torch.no_grad()
     def wait(self, leaving: int = 0) -> None:
-        """Wait for messages, the oldest first, until `leaving` are left."""
-        # Without a graph: gloo copies a sum into place in wait().
+        """Wait for the oldest messages until `leaving` are left."""
+        # Outside the graph: gloo copies a sum into place in wait().
         while len(self._works) > leaving:
             self._works.pop(0)[0].wait()
 
@@ -132,7 +129,6 @@ class Messages:
         return self.takes_jobs or is_certain
 
     def run_jobs(self) -> None:
-        """Run all jobs, the oldest first."""
         while self._jobs:
             self._jobs.pop(0)()
 
@@ -165,15 +161,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.with_jobs:
-            # Experts come next, and after them another message.
+            # After the experts there is another message.
             ctx.messages.takes_jobs = True
         return ctx.messages.send(grad, ctx.collective.reversed()), None, None, None
 
 
 def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
-    """Start a collective of x [rows, ...], whose result is valid after `messages.wait()`; differentiable.
+    """Start a collective of x [rows, ...], valid after `messages.wait()`; differentiable.
 
-    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they are made after it arrives.
+    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they run after it arrives.
     """
     back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
     if back.grad_fn is not None:

@@ -1,10 +1,10 @@
-"""Hierarchical exchange of experts' tokens: one copy to each node, then one to each rank inside it.
+"""Hierarchical expert exchange: one token copy per node, then one per rank inside it.
 
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 
-Peers between nodes are the ranks of the same place. Results return by the same path, summed in fp32 on each rank and
-node, so that one row per token and node crosses the network. `spread` and `collect` are each other's gradient.
-Probabilities travel by (token, expert) pair.
+Inter-node peers are ranks of the same place. Results return by the same path, summed in fp32 on each rank and node:
+one row per token and node crosses the network. `spread` and `collect` are each other's gradient. Probabilities travel
+by (token, expert) pair.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -26,17 +26,17 @@ from mindspeed_lite.ops.permute import rows as row_ids
 
 from ..groups import new_groups
 
-# Group -> ranks of a node -> (group within the node, group between nodes); kept for the next session.
+# Group -> ranks of a node -> (intra-node group, inter-node group); reused by the next session.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
-    """The number of a group's ranks on each node; ranks: global ranks in the order of the group.
+    """Ranks of a group on each node; ranks: global ranks in group order.
 
     Raises:
-        ValueError: all ranks are on one node, or not equally many and adjacent on each.
+        ValueError: a single node, or unequal or non-adjacent ranks per node.
     """
     nodes = [rank // node_size for rank in ranks]
     count = nodes.count(nodes[0])
@@ -52,7 +52,7 @@ def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
 
 
 class NodeGroups:
-    """Process groups within this rank's node and between nodes, created once per `group`. A collective.
+    """Intra-node and inter-node process groups, created once per `group`. A collective.
 
     Raises:
         ValueError: see `ranks_per_node`.
@@ -67,7 +67,7 @@ class NodeGroups:
         made = _MADE.setdefault(group, {})
         if self.ranks not in made:
             mates, peers = ranks[node * self.ranks : (node + 1) * self.ranks], ranks[place :: self.ranks]
-            # A single rank of a node sends nothing within it.
+            # A single rank of a node needs no group.
             *within, between = new_groups(group, *([mates] if len(mates) > 1 else []), peers)
             made[self.ranks] = within[0] if within else None, between
         self.within, self.between = made[self.ranks]
@@ -81,9 +81,9 @@ class Splits(NamedTuple):
 
 
 class TwoLevels(NamedTuple):
-    """What one rank sends and receives: rows, and (token, expert) pairs, between and within nodes.
+    """Rows and (token, expert) pairs one rank sends and receives, between and within nodes.
 
-    sources: (rank of the group, rows) in the order in which rows arrive.
+    sources: (rank of the group, rows) in arrival order.
     """
 
     rows_between: Splits
@@ -94,7 +94,7 @@ class TwoLevels(NamedTuple):
 
 
 def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
-    """What rank `rank` of a group sends and receives.
+    """What one rank of a group sends and receives.
 
     table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
     """
@@ -121,7 +121,7 @@ def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
 
 
 class Exchange(NamedTuple):
-    """An all-to-all of rows and its inverse; group: None for a rank alone."""
+    """All-to-all of rows and its inverse; group: None for a single rank."""
 
     group: dist.ProcessGroup | None
     splits: Splits
@@ -164,7 +164,7 @@ class RowCopies:
 
 
 class Path(NamedTuple):
-    """The path of rows to experts; `spread` starts after `to_nodes`, and `collect` ends there."""
+    """Path of rows to experts; `spread` starts after `to_nodes`, `collect` ends there."""
 
     to_nodes: RowCopies
     between: Exchange
@@ -179,7 +179,7 @@ class Path(NamedTuple):
         return self.to_experts.spread(arrived)
 
     def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """Rows of local experts -> rows of nodes, in y's dtype; sums and messages within a node are fp32."""
+        """Rows of local experts -> rows of nodes, in y's dtype; intra-node sums and messages are fp32."""
         partial = self.to_experts.collect(y.to(torch.promote_types(y.dtype, torch.float32)))
         partial = self.to_ranks.collect(self.within.send_back(partial))
         return self.between.send_back(partial.to(y.dtype))
@@ -193,7 +193,7 @@ class Route(NamedTuple):
 
 
 def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
-    """The paths of this rank's tokens; routing_map: [T, E] bool, any T. A collective."""
+    """Paths of this rank's tokens; routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
@@ -228,7 +228,7 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
 
 
 def padded_map(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Add tokens of probability 0 to routing_map [T, E] so that each expert has `capacity`."""
+    """Add zero-probability tokens to routing_map [T, E] up to `capacity` per expert."""
     by_expert = routing_map.t()
     token = by_expert.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     return torch.zeros_like(by_expert).scatter_(1, token, True).t()
@@ -244,12 +244,12 @@ def _counts(by_rank: torch.Tensor, nodes: int) -> torch.Tensor:
 class _Level(NamedTuple):
     rows: RowCopies
     pairs: RowCopies
-    # [rows that are sent, experts of a place]: which of these experts each row is for.
+    # [sent rows, experts of a place]: the row's experts.
     wanted: torch.Tensor
 
 
 def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int) -> _Level:
-    """Rows to send to each of `places` and the numbers of their pairs, place by place."""
+    """Rows for each of `places` and their pairs' indices, place by place."""
     shape = (len(wanted), places, wanted.shape[1] // places)
     by_place = wanted.reshape(shape).transpose(0, 1)
     needs = by_place.any(-1)
@@ -262,7 +262,7 @@ def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int)
 
 
 def _numbers(wanted: torch.Tensor) -> torch.Tensor:
-    """[R, E] -> the index of each pair among all, row by row."""
+    """[R, E] -> index of each pair among all, row by row."""
     return (wanted.flatten().cumsum(0, dtype=torch.int32) - 1).view(wanted.shape)
 
 
@@ -274,7 +274,6 @@ def _packed(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """The inverse of `_packed`."""
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) & weights).bool()
     return bits.view(len(packed), packed.shape[1] * 8)[:, :count]
