@@ -1,6 +1,6 @@
-"""Reads what an executor has recorded, and compares it with a schedule.
+"""Reads recorded executions and compares them with a schedule.
 
-A record is a line of JSON: rank, kind (a `Kind`), chunk, microbatch, and begin and end in seconds of one clock.
+A JSON line holds rank, kind (a `Kind`), chunk, microbatch, and begin and end in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .steps import Entry, Kind, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
-    """A trace is of another schedule."""
+    """Trace of another schedule."""
 
 
 @dataclass(frozen=True)
 class ExecutedStep:
-    """A step that a rank has run, in seconds."""
+    """Executed step, in seconds."""
 
     rank: int
     step: Step
@@ -35,7 +35,7 @@ class ExecutedStep:
 
 
 def read(path: str | Path) -> list[ExecutedStep]:
-    """Read a file, or the first `*.jsonl` of each pipeline rank in a folder. Raises JsonFileError."""
+    """Read a file, or each pipeline rank's first `*.jsonl` in a folder. Raises JsonFileError."""
     if not Path(path).is_dir():
         return _read_file(path)
     found: dict[int, list[ExecutedStep]] = {}
@@ -75,7 +75,7 @@ _RECORD = json_file.fields(
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
-    """The records of each whole training step. Raises TraceError for other steps than the schedule's."""
+    """Records of each whole training step. Raises TraceError if they do not match the schedule."""
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):
@@ -106,12 +106,11 @@ def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[
 
 
 def makespan(records: Sequence[ExecutedStep]) -> float:
-    """Seconds from the first begin to the last end."""
     return max(each.end for each in records) - min(each.begin for each in records)
 
 
 def bubble(records: Sequence[ExecutedStep]) -> float:
-    """Share of the ranks' time in which no step runs."""
+    """Share of the ranks' time without a running step."""
     ranks = {each.rank for each in records}
     covered = sum(_covered([each for each in records if each.rank == rank]) for rank in ranks)
     return 1 - covered / (makespan(records) * len(ranks))
@@ -127,7 +126,7 @@ def _covered(records: Sequence[ExecutedStep]) -> float:
 
 
 def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule:
-    """The schedule with the steps of pairs in sequence, unless those of a pair overlapped."""
+    """The schedule with pairs in sequence, unless recorded as overlapped."""
     run = {(each.rank, each.step): each for each in records}
     for rank, entries in enumerate(schedule.ranks):
         for entry in entries:
@@ -145,10 +144,11 @@ class Overheads(NamedTuple):
 
 
 def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
-    """The means over recorded training steps.
+    """Means over recorded training steps.
 
-    Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step: the
-    gap to the next one if that waited for nothing, neither its input nor the receivers of the last two messages.
+    Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step:
+        the gap
+    to the next one if that waited neither for its input nor for the receivers of the last two messages.
     """
     messages: list[float] = []
     after: dict[Kind, list[float]] = {}
@@ -167,7 +167,7 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
                     messages.append(now.begin - sent)
                 elif sent <= before.begin and max(sending) <= before.end:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
-    # With skewed clocks a message may seem to arrive before it is sent.
+    # Clock skew may give a negative time.
     message = max(0.0, statistics.fmean(messages)) if messages else 0.0
     return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
 
@@ -185,7 +185,7 @@ def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Sch
 
 @dataclass(frozen=True)
 class RecordedCosts(Costs):
-    """Each entry takes as long as in a recorded training step."""
+    """Each entry takes its recorded time."""
 
     recorded: Mapping[tuple[int, Step], ExecutedStep] = field(default_factory=dict)
 
@@ -194,7 +194,6 @@ class RecordedCosts(Costs):
 
 
 def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = None) -> RecordedCosts:
-    """Costs for a simulation of a recorded training step."""
     recorded = {(each.rank, each.step): each for each in records}
     return RecordedCosts([], [], [], **(besides or Overheads(0.0, {}))._asdict(), recorded=recorded)
 
