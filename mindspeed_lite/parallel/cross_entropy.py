@@ -18,10 +18,7 @@ from mindspeed_lite.ops.linear_cross_entropy import Accumulate, linear_cross_ent
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """`ops.cross_entropy` of a shard of logits [..., V / size].
-
-    target: [...], equal on every rank. group: None for the whole vocabulary.
-    """
+    """logits [..., V / size], target [...]; group: None for the whole vocabulary."""
     start, size, gather = _place(logits.shape[-1], group)
     return cross_entropy(logits, target, start, size, gather)
 
@@ -33,10 +30,7 @@ def vocab_parallel_linear_cross_entropy(
     group: dist.ProcessGroup | None,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
-    """`ops.linear_cross_entropy` of a shard of the weight [V / size, H].
-
-    hidden: [..., H], equal on every rank. The caller sums its gradient over the ranks.
-    """
+    """weight [V / size, H], hidden [..., H]; the caller sums hidden's gradient over the ranks."""
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from .overlapped_gemm import FusedGemmCollective
 
-# Supported group sizes (Atlas A2: up to 8, A3: up to 32), and sizes of the reduced dimension.
+# Group sizes (Atlas A2: up to 8, A3: up to 32), sizes of the reduced dimension.
 RANKS = (2, 4, 8, 16, 32)
 SUMMED = range(256, 65535)
 
 
 def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
-    """Reasons the operators cannot multiply x [M, K] by w [K, N]; equal on all ranks."""
+    """Reasons against x [M, K] by w [K, N]; equal on all ranks."""
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype:
         reasons.append(f"{x.dtype} times {w.dtype}: MC2 takes float16 or bfloat16")

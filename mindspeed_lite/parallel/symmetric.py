@@ -88,7 +88,7 @@ def _alone(device: torch.device) -> str | None:
 
 
 def _reaches(device: torch.device, other: int | None) -> bool:
-    # Devices invisible to this process may be reachable; the operators' set-up checks them.
+    # Invisible devices may be reachable; the operators' set-up checks them.
     if other is None or other == device.index or other >= torch.cuda.device_count():
         return True
     return torch.cuda.can_device_access_peer(device, other)

@@ -1,12 +1,11 @@
 """Tensor-parallel linear layers that overlap communication with their own GEMMs.
 
-    column parallel: y = X w^T, with this rank's outputs in w. With sequence parallelism X is gathered before the
-        GEMM and its gradient reduce-scattered; without, X is replicated and its gradient all-reduced.
-    row parallel: y = sum over ranks of x w^T, with this rank's inputs in w. With sequence parallelism y is scattered
-        and its gradient gathered; without, the backward pass does not communicate.
+    column parallel: y = X w^T. With sequence parallelism X is gathered and its gradient reduce-scattered; without, X
+        is replicated and its gradient all-reduced.
+    row parallel: y = sum over ranks of x w^T. With sequence parallelism y is scattered and its gradient gathered;
+        without, the backward pass does not communicate.
 
-The weight gradient overlaps with the input gradient's message. Only x and the weight are saved; the backward pass
-gathers again.
+Weight gradients overlap with the input gradient's message. Only x and the weight are saved; backward gathers again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .overlapped_gemm import Pending
 
 class ChunkPolicy(Protocol):
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """Chunk count for x [M, K] times w [K, N]; `run(n)` is the pass with n chunks, to be timed."""
+        """Chunk count for x [M, K] times w [K, N]; `run(n)` is the pass to time."""
         ...
 
 

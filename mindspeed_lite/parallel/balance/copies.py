@@ -1,12 +1,11 @@
 """Copies hot experts to every rank for one micro-batch; gradients return to the owner.
 
     copies = CopyPlan(owners, like, group, pending).make(own)
-    copies.wait()                  the parameters have arrived
+    copies.wait()
     ...                            GEMMs with copies.of(0), copies.of(1), ...
-    pending.finish()               after the backward pass: the owners' main gradients are complete
+    pending.finish()               after the backward pass: main gradients are complete
 
-Each expert is one broadcast, then one fp32 reduction to the owner's main gradients, or to autograd without them.
-Copies are tensors of the graph, not parameters.
+Each expert is one broadcast and one fp32 reduction to the owner's main gradients, or to autograd without them.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ Parameters = Sequence[torch.Tensor]
 
 
 class Slots(NamedTuple):
-    """Routing over places: each rank's `local` experts in order, then a slot for each copied expert.
+    """Places on each rank: its `local` experts, then a slot per copied expert.
 
-    Tokens of a copied expert go to the slot on their own rank, or on the owner to the expert itself. All ranks have
-    equally
-    many places, so the token exchange is unchanged.
+    Tokens of a copied expert stay on their rank. All ranks have equally many places, so the token exchange is
+    unchanged.
     """
 
     ranks: int
@@ -64,11 +62,10 @@ class Slots(NamedTuple):
 def gather_counts(
     routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
 ) -> tuple[list[list[int]], bool]:
-    """Gather ([ranks][experts] tokens by source rank, whether any rank refuses), equal on all ranks.
+    """([ranks][experts] tokens by source rank, whether any rank refuses), equal on all ranks.
 
     Args:
         routing_map: [T, experts] bool, this rank's tokens.
-        ranks: of the expert-parallel group.
         group: all ranks that share experts; ranks with shards of the same experts are adjacent.
     """
     counts = routing_map.sum(0, dtype=torch.int64)
@@ -88,7 +85,7 @@ class PendingGradients:
         self._is_closed = False
 
     def put(self, works: Sequence[Any], sums: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Keep messages in flight; sums: (main gradient, addend)."""
+        """sums: (main gradient, addend)."""
         self.finish()
         self._works, self._sums = [*works], [*sums]
         if self._is_closed:
@@ -101,7 +98,7 @@ class PendingGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the messages and add the sums. No collective."""
+        """Wait and add the sums. No collective."""
         works, sums, self._works, self._sums = self._works, self._sums, [], []
         for work in works:
             work.wait()
@@ -110,12 +107,12 @@ class PendingGradients:
 
 
 class CopyPlan(NamedTuple):
-    """The experts to copy to all ranks of `group`; equal on all of them.
+    """Experts to copy to all ranks of `group`; equal on all of them.
 
     owners: rank in `group` of each copied expert.
     like: parameters of any expert, of one dtype.
-    accumulates: GEMMs add weight gradients to `main_grad` of the copies.
-    before_sending: called in the backward pass before the copies' gradients are read.
+    accumulates: GEMMs add weight gradients to the copies' `main_grad`.
+    before_sending: called in backward before gradients are read.
     """
 
     owners: Sequence[int]
@@ -131,14 +128,14 @@ class CopyPlan(NamedTuple):
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
-        """Start sending copies; own: parameters of each copied expert of this rank, None for others."""
+        """own: parameters of each copied expert of this rank, None for others."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
-        # Ranks that own none also take part in the backward pass.
+        # Ranks that own none also run backward.
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
-        # In the dtype of main gradients: one grouped GEMM adds to both.
+        # One grouped GEMM adds to both.
         gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:
@@ -147,18 +144,17 @@ class CopyPlan(NamedTuple):
         return ExpertCopies(tensors, len(self.like), works)
 
     def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Views of `flat` [experts, elements] in the parameters' shapes, expert by expert."""
+        """Views of `flat` [experts, elements] in the parameters' shapes."""
         for row in flat:
             for part, like in zip(row.split([each.numel() for each in self.like]), self.like, strict=True):
                 yield part.view(like.shape)
 
     def send(self, flat: torch.Tensor) -> list[Any]:
-        """Start broadcasting each row from its owner."""
         return [dist.broadcast(row, self._global(owner), self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: torch.Tensor) -> list[Any]:
-        """Start reducing each row to its owner; values on other ranks are lost."""
+        """Start reductions to the owners; values on other ranks are lost."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
@@ -175,7 +171,7 @@ class ExpertCopies:
         return len(self._tensors) // self._each
 
     def of(self, number: int) -> Parameters:
-        """Parameters of one copied expert, valid after `wait`."""
+        """Valid after `wait`."""
         return self._tensors[number * self._each : (number + 1) * self._each]
 
     @torch.no_grad()

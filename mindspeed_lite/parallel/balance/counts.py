@@ -18,19 +18,16 @@ _DECAY = 0.9
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Replica of all experts that this rank belongs to, number of replicas, and ranks per replica."""
-
     replica: int
     replicas: int
     expert_parallel: int
 
 
 class LoadCounter:
-    """One rank's counts by step, layer and expert, until summed over all ranks.
+    """One rank's counts by step, layer and expert.
 
     Args:
-        layers: of the model, including those of other ranks.
-        experts: of a layer, over all ranks.
+        layers: of the whole model. experts: over all ranks.
         interval: maximum steps between two messages.
     """
 
@@ -44,7 +41,7 @@ class LoadCounter:
 
     @property
     def steps(self) -> int:
-        """Steps counted since the last message."""
+        """Steps since the last message."""
         return len(self._steps)
 
     @property
@@ -52,24 +49,21 @@ class LoadCounter:
         return len(self._steps) == len(self._tokens)
 
     def add(self, row: int, routing_map: torch.Tensor) -> None:
-        """Count a micro-batch of layer `row`; routing_map: bool [tokens, experts]. No sync."""
+        """routing_map: bool [tokens, experts]. No sync."""
         place = len(self._steps)
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
         self._tokens[place][row] += routing_map.shape[0]
 
     def end_step(self, step: int, experts_at: Mapping[int, Sequence[int]] | None = None) -> None:
-        """End a step; experts_at: row -> expert at each place, for layers whose experts moved."""
+        """experts_at: row -> expert at each place, for layers whose experts moved."""
         self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
     def take(self, place: ExpertPlace, group: dist.ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
         """Sum the counts over all ranks and reset. A collective after the same step on every rank.
 
-        Args:
-            group: all ranks that train the model; None for a single rank.
-
         Returns:
-            On the group's first rank, rows with tokens and the steps with these rows; nothing on other ranks.
+            On the group's first rank, rows with tokens and the steps with these rows; else nothing.
         """
         steps, (layers, experts) = self._steps, self.shape
         ranks = place.replicas * place.expert_parallel
@@ -114,7 +108,7 @@ class LoadAverage:
         self._weight = 0.0
 
     def add(self, routing_map: torch.Tensor) -> None:
-        """Count a micro-batch; routing_map: bool [tokens, experts]. No sync."""
+        """routing_map: bool [tokens, experts]. No sync."""
         self._counts += routing_map.sum(0, dtype=torch.int64)
 
     def end_step(self) -> None:
@@ -128,7 +122,7 @@ class LoadAverage:
 
 
 def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -> list[list[float]]:
-    """[layers][experts], tokens of a step over all ranks of the group. A collective."""
+    """[layers][experts], tokens of a step over all ranks. A collective."""
     parts = torch.stack([each.parts() for each in averages])
     dist.all_reduce(parts, group=group)
     found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()
@@ -136,7 +130,7 @@ def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -
 
 
 def same_on_all_ranks(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Which of the values are equal on all ranks. A collective."""
+    """Whether each value is equal on all ranks. A collective."""
     sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return [largest == -smallest for largest, smallest in sent.tolist()]

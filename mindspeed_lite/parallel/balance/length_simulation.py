@@ -22,7 +22,7 @@ class GeneratedLengths:
     """Document lengths from a Pareto distribution.
 
     shortest, longest: tokens; longer documents are cut.
-    tail: exponent; smaller means more tokens in long documents.
+    tail: exponent; smaller means more long documents.
     """
 
     shortest: int = 16
@@ -37,12 +37,7 @@ class GeneratedLengths:
 
 
 def read_index(path: str | Path) -> Sequence[int]:
-    """Document lengths of a data set, from Megatron's `.idx` file.
-
-    Raises:
-        ValueError: not such an index.
-        OSError: unreadable file.
-    """
+    """Document lengths from Megatron's `.idx` file. Raises ValueError for other files, or OSError."""
     with Path(path).open("rb") as file:
         head = file.read(_HEADER.size)
         if len(head) < _HEADER.size or _HEADER.unpack(head)[:2] != (_MAGIC, 1):
@@ -59,7 +54,6 @@ def read_index(path: str | Path) -> Sequence[int]:
 
 
 def shuffled(found: Sequence[int], seed: int) -> Iterator[int]:
-    """Endless stream of the lengths, reshuffled each round."""
     chance, order = random.Random(seed), list(found)
     while True:
         chance.shuffle(order)
@@ -69,7 +63,7 @@ def shuffled(found: Sequence[int], seed: int) -> Iterator[int]:
 def sample_costs(documents: Iterator[int], sequence: int, samples: int, seed: int) -> list[int]:
     """[samples], attention cost of samples filled with shuffled documents.
 
-    A document that does not fit continues in the next sample, as in Megatron's GPTDataset.
+    Documents continue in the next sample, as in Megatron's GPTDataset.
     """
     costs, left = [], 0
     for _ in range(samples):
@@ -97,11 +91,10 @@ def lower_bound(costs: Sequence[float], ranks: int) -> float:
 
 @dataclass(frozen=True)
 class LengthOutcome:
-    """Attention cost of the slowest rank relative to equal ranks, for one assignment.
+    """Attention cost of the slowest rank over the mean.
 
     name: "in order", "balanced", "balanced for waits" (experts over several ranks) or "lower bound".
-    step: ranks synchronise at the end of a step.
-    micro_batch: ranks synchronise in each micro-batch (expert parallelism).
+    step: ranks synchronise per step. micro_batch: per micro-batch (expert parallelism).
     """
 
     name: str
@@ -121,7 +114,7 @@ def _groups(items: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def simulate(costs: Sequence[int], ranks: int, step: int, micro_batch: int = 1) -> list[LengthOutcome]:
-    """Outcomes of all assignments over whole steps of `step` samples, and the lower bound.
+    """Outcomes over whole steps of `step` samples.
 
     Raises:
         ValueError: no step, or one without equal numbers of micro-batches.

@@ -1,8 +1,7 @@
 """Orders a step's micro-batches for equal attention cost on data-parallel ranks.
 
-Attention costs the square of document length, so samples of one size differ. Micro-batches keep their samples and
-loss;
-only the rank that trains on them changes. Standard library only.
+Attention cost is quadratic in document length. Micro-batches are unchanged; only their ranks differ. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 
-# Steps whose order is cached: loaders read ahead into the next step.
+# Loaders read ahead into the next step.
 KEPT_STEPS = 4
 
 
 def attention_pairs(lengths: Iterable[int]) -> int:
-    """Query-key pairs of causal attention within documents: n (n + 1) / 2 each."""
+    """Causal query-key pairs within documents: n (n + 1) / 2 each."""
     return sum(each * (each + 1) // 2 for each in lengths)
 
 
@@ -24,7 +23,7 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
 
     Args:
         waits: ranks synchronise in every micro-batch (expert parallelism), so simultaneous units get similar costs.
-            Otherwise rank sums are balanced, and each rank runs its most expensive units first.
+            Otherwise rank sums are balanced, the most expensive units first.
 
     Raises:
         ValueError: the ranks do not divide the units.
@@ -48,7 +47,7 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
 
 
 def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[int]:
-    """[units], the rank of each: LPT greedy (Graham, 1969) with equal counts, then pair exchanges."""
+    """[units], the rank of each: LPT (Graham, 1969) with equal counts, then pair exchanges."""
     room = [len(costs) // ranks] * ranks
     sums = [0.0] * ranks
     found = [0] * len(costs)
@@ -62,7 +61,7 @@ def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[
 
 
 def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> None:
-    """Exchange a unit of the fullest rank with another rank's, while the larger sum falls."""
+    """Exchange pairs with the fullest rank while the larger sum falls."""
     held: list[list[tuple[float, int]]] = [[] for _ in sums]
     for unit, rank in enumerate(found):
         bisect.insort(held[rank], (costs[unit], unit))
@@ -94,17 +93,16 @@ class StepOrder:
     """The sample at each place of a training, with each step's micro-batches reordered.
 
     As in Megatron's sampler, place i of a step belongs to micro-batch i // (micro_batch * ranks) of rank
-    (i // micro_batch) mod ranks. A step's order depends only on the step, so a resumed training continues in it.
-    Samples after the last whole step keep their places.
+    (i // micro_batch) mod ranks. Orders depend only on the step, so a training can resume. An incomplete last step
+    keeps
+    its order.
 
     Args:
         first: first sample of the first step.
         total: samples of the data set.
-        step: samples of a step, over all ranks.
-        micro_batch: samples of a micro-batch.
-        ranks: data-parallel ranks.
+        step: samples per step, all ranks.
+        micro_batch: samples per micro-batch.
         cost_of: cost of a sample by its index.
-        waits: see `balanced_order`.
 
     Raises:
         ValueError: a step has no equal numbers of micro-batches.

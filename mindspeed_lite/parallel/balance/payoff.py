@@ -1,7 +1,6 @@
-"""Measures the cost of copying or moving an expert and the time a token costs the fullest rank.
+"""Measures the cost of copying or moving an expert, and of a token on the fullest rank.
 
-A copy costs a broadcast of parameters and an fp32 reduction of gradients. A token costs the GEMMs of both passes and
-four messages of a row.
+Copy: parameter broadcast and fp32 gradient reduction. Token: GEMMs of both passes and four row messages.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _ROUNDS = 4
 
 
 class CopyCosts(NamedTuple):
-    """Seconds of one copy, one row's GEMMs in both passes, and one row's four messages."""
+    """Seconds of one copy, one row's GEMMs, and one row's four messages."""
 
     copy: float
     products: float
@@ -31,7 +30,7 @@ class CopyCosts(NamedTuple):
         return self.copy / saved if saved else float("inf")
 
     def break_even_of_move(self, share: float, steps: int) -> float:
-        """Tokens per step the fullest rank must lose for a move to pay.
+        """Tokens per step a move must take off the fullest rank to pay.
 
         share: bytes of a move over those of a copy. steps: until the next placement.
         """
@@ -39,7 +38,7 @@ class CopyCosts(NamedTuple):
 
 
 def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes that a copy sends: parameters, and gradients in fp32."""
+    """Bytes of parameters and fp32 gradients."""
     return sum(each.numel() * (each.element_size() + 4) for each in parameters)
 
 
@@ -47,7 +46,7 @@ def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
 def measure(
     parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup
 ) -> CopyCosts:
-    """Time copies and GEMMs on all ranks together; returns the slowest rank's times.
+    """Time copies and GEMMs; returns the slowest rank's times.
 
     Args:
         parameters: of one expert; matrices are [N, K].

@@ -1,7 +1,7 @@
-"""Assigns experts to ranks for equal load, and chooses hot experts to copy.
+"""Expert placement for equal load, and choice of hot experts to copy.
 
-A placement is each expert's rank. An expert keeps its local slot, so moves exchange equal pieces. Loads are tokens by
-expert. Standard library only.
+A placement is each expert's rank. Experts keep their local slot, so moves exchange equal pieces. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Relative reduction of the largest predicted load that justifies a new placement.
+# Minimum relative reduction of the largest predicted load.
 MIN_GAIN = 0.02
 
 
 class SlotMove(NamedTuple):
-    """Exchange of the experts in one local slot.
+    """Exchange within one local slot.
 
-    to: [ranks], destination of each rank's expert; the rank itself if it stays.
-    source: [ranks], the rank that sends the next expert.
+    to: [ranks], destination of each rank's expert.
+    source: [ranks], sender of the next expert.
     """
 
     slot: int
@@ -27,11 +27,7 @@ class SlotMove(NamedTuple):
 
 
 def contiguous(experts: int, ranks: int) -> list[int]:
-    """Megatron's placement: adjacent experts on a rank, in order.
-
-    Raises:
-        ValueError: the ranks do not divide the experts.
-    """
+    """Megatron's placement: adjacent experts on a rank. Raises ValueError if ranks do not divide them."""
     if ranks < 1 or experts % ranks:
         raise ValueError(f"{ranks} ranks cannot hold {experts} experts in equal numbers")
     return [expert * ranks // experts for expert in range(experts)]
@@ -58,9 +54,9 @@ def greedy(loads: Sequence[float], ranks: int) -> list[int]:
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange experts of the fullest rank within their slot, while the larger sum falls.
+    """Exchange the fullest rank's experts within their slot, while the larger sum falls.
 
-    Each exchange minimises the larger of the two sums, so few experts move.
+    Each exchange minimises the larger sum, so few experts move.
     """
     placement, local = list(before), len(loads) // ranks
     sums = rank_loads(loads, before, ranks)
@@ -88,7 +84,7 @@ def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[
 
 
 def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
-    """Assign the same expert groups to the ranks that already hold most of them."""
+    """Assign groups to the ranks that already hold most of them."""
     shared = [[0] * ranks for _ in range(ranks)]
     for new, old in zip(placement, before, strict=True):
         shared[new][old] += 1
@@ -101,9 +97,9 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """The placement for predicted loads, or `before` if none pays.
+    """Placement for predicted loads, or `before` if none pays.
 
-    price: tokens per step the fullest rank must lose for each slot with moves.
+    price: tokens per step the fullest rank must lose for each moved slot.
     """
 
     def cost(placement: Sequence[int]) -> tuple[float, int]:
@@ -139,17 +135,16 @@ def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
 
 
 def _slots(experts: int, ranks: int) -> list[list[int]]:
-    """[local experts][ranks], the experts that may be exchanged."""
+    """[local experts][ranks], exchangeable experts."""
     local = len(contiguous(experts, ranks)) // ranks
     return [list(range(slot, experts, local)) for slot in range(local)]
 
 
 @dataclass(frozen=True)
 class SentTokens:
-    """Tokens that the ranks of an expert-parallel group send to experts.
+    """Tokens sent to experts in an expert-parallel group.
 
-    totals: [experts].
-    by_source: expert -> [ranks], tokens by source rank.
+    totals: [experts]. by_source: expert -> [ranks], tokens by source rank.
     """
 
     totals: Sequence[float]
@@ -164,12 +159,11 @@ class SentTokens:
 
     @classmethod
     def evenly(cls, loads: Sequence[float], ranks: int) -> SentTokens:
-        """With equal tokens from each rank."""
         return cls(loads, lambda expert: [loads[expert] / ranks] * ranks, ranks)
 
 
 def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collection[int]) -> list[float]:
-    """[ranks], tokens that each rank computes; those of a copied expert stay on their source."""
+    """[ranks], tokens computed; those of a copied expert stay on their source."""
     found = rank_loads(sent.totals, placement, sent.ranks)
     for expert in copied:
         found[placement[expert]] -= sent.totals[expert]
@@ -178,9 +172,9 @@ def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collec
 
 
 def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
-    """At most `number` experts to copy: repeatedly the heaviest expert of the fullest rank.
+    """At most `number` experts to copy: repeatedly the heaviest of the fullest rank.
 
-    Returns the prefix with the lowest maximum load where each copy saves more than `price`.
+    Returns the prefix with the lowest maximum load, if each saves more than `price`.
     """
     loads = rank_loads(sent.totals, placement, sent.ranks)
     if max(loads) - sum(loads) / sent.ranks <= price:

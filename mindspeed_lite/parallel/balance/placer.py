@@ -19,7 +19,7 @@ from . import placement as placements
 from .counts import LoadAverage, predicted_loads, same_on_all_ranks
 from .placement import SlotMove
 
-# Parameters of an expert -> context with read-write access to all training state of them.
+# Parameters of an expert -> read-write access to all their training state.
 StateOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]]
 # The same by slot.
 StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
@@ -29,11 +29,11 @@ StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
     """Exchange an expert's tensors in place; returns the bytes sent. A collective.
 
-    tensors: of this rank's expert in the slot; equal in number, shapes and dtypes on every rank of `group`.
+    tensors: equal in number, shapes and dtypes on every rank of `group`.
     """
     rank = group.rank()
     stays = move.to[rank] == rank
-    # Wide elements first: each tensor's bytes are aligned to its element size.
+    # Wide elements first, for alignment.
     some = [] if stays else sorted(tensors, key=lambda each: -each.element_size())
     parts = [each.detach().reshape(-1).view(torch.uint8) for each in some]
     sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
@@ -77,7 +77,6 @@ class PlacedExperts:
 
     @property
     def experts_at(self) -> list[int]:
-        """[experts], the expert at each place."""
         return placements.experts_at(self.placement, self.ranks)
 
     def by_place(self, columns: torch.Tensor) -> torch.Tensor:
@@ -89,7 +88,7 @@ class PlacedExperts:
         return columns.index_select(-1, self._index)
 
     def chosen(self, loads: list[float], price: float) -> tuple[list[int], float, float]:
-        """Placement for predicted loads, and fullest rank over mean before and after."""
+        """Placement, and fullest rank over mean before and after."""
         before = self.intended
         after = placements.chosen(loads, before, self.ranks, price)
         mean = sum(loads) / self.ranks or 1.0
@@ -107,7 +106,7 @@ class PlacedExperts:
 
 
 class PlacementGroup(NamedTuple):
-    """Ranks with experts of the same layers, and the replicas of each expert among them."""
+    """Ranks with experts of the same layers, and replicas of each."""
 
     group: dist.ProcessGroup
     replicas: int
@@ -122,7 +121,7 @@ class Placer(abc.ABC):
 
     Attributes:
         layers: in the order of the first forward pass.
-        prices: measured break-even by the sizes of an expert's parameters.
+        prices: break-even by the sizes of an expert's parameters.
     """
 
     def __init__(self, interval: int, break_even: float | None) -> None:
@@ -142,22 +141,22 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
-        """Why a layer's experts may not move, equal on every rank, or ""."""
+        """Reason, equal on every rank, or ""."""
 
     @abc.abstractmethod
     def state_of(self) -> StateOf:
-        """Access to an expert's tensors, requested once before each exchange."""
+        """Requested once before each exchange."""
 
     @abc.abstractmethod
     def has_moved(self) -> None:
-        """Called after each exchange."""
+        pass
 
     @abc.abstractmethod
     def say(self, kind: str, text: str) -> None:
         """Log a "fallback", a "decision", or a "move"."""
 
     def end_step(self) -> None:
-        """Between two steps, place experts if due; then a collective."""
+        """Place experts if due; then a collective."""
         self._step += 1
         for each in self.layers.values():
             each.average.end_step()
@@ -167,7 +166,7 @@ class Placer(abc.ABC):
             self._move({layer: each.wanted for layer, each in self.layers.items() if each.wanted is not None})
 
     def go_home(self) -> None:
-        """Restore the home placement until the end of the next step. A collective."""
+        """Home placement until the end of the next step. A collective."""
         away = {layer: each for layer, each in self.layers.items() if not each.is_home}
         places = [each.placement for each in away.values()]
         self._move({layer: each.home for layer, each in away.items()})
@@ -176,7 +175,7 @@ class Placer(abc.ABC):
 
     @property
     def away(self) -> list[Any]:
-        """Layers whose experts are not at home."""
+        """Layers not at home."""
         return [layer for layer, each in self.layers.items() if not each.is_home]
 
     def _place(self) -> None:
@@ -187,7 +186,6 @@ class Placer(abc.ABC):
         plans, imbalances = {}, []
         averages = [self.layers[each].average for each in layers]
         for layer, totals in zip(layers, predicted_loads(averages, found.group), strict=True):
-            # Each replica has an equal share of tokens.
             loads = [each / found.replicas for each in totals]
             price = self._price(layer, sum(loads) / len(loads), found.group)
             plans[layer], *both = self.layers[layer].chosen(loads, price)
@@ -219,7 +217,7 @@ class Placer(abc.ABC):
         return [each for each in self.layers if self._served[each]]
 
     def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
-        """Break-even of a move in tokens per step; tokens: approximate, of an expert."""
+        """Break-even in tokens per step; tokens: approximate, of an expert."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
@@ -238,7 +236,7 @@ class Placer(abc.ABC):
         return self.prices[shapes]
 
     def _move(self, plans: Mapping[Any, list[int]]) -> int:
-        """Move layers to these placements; returns the bytes this rank sent. A collective."""
+        """Returns the bytes this rank sent. A collective."""
         moving = {layer: after for layer, after in plans.items() if after != self.layers[layer].placement}
         for layer in plans:
             self.layers[layer].wanted = None

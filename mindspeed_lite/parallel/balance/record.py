@@ -1,7 +1,7 @@
-"""Expert load record: a JSON lines file, a header and a line per step.
+"""Expert load record: JSON lines, a header and a line per step.
 
-A resumed training appends steps again; the later line counts. An unfinished line is skipped if it is the last or a
-header follows. Standard library only.
+Repeated steps of a resumed training override earlier ones. An unfinished line is skipped if it is the last or a header
+follows. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FORMAT, VERSION = "mindspeed_lite expert load", 1
 
 @dataclass(frozen=True)
 class LoadHeader:
-    """Properties common to all steps of a training.
+    """Header of a training.
 
-    experts: of a layer, over all ranks.
+    experts: per layer, over all ranks.
     expert_parallel: ranks that share a layer's experts.
     replicas: groups of ranks with the same experts.
-    decoder_layers: layers of the model; multi-token prediction layers are numbered after them.
+    decoder_layers: layers of the model; MTP layers are numbered after them.
     layers: numbers of the layers with experts, from 1.
     """
 
@@ -42,11 +42,11 @@ class LoadHeader:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """One training step, numbered from 1; rows in the order of `LoadHeader.layers`.
+    """One step, numbered from 1; rows in the order of `LoadHeader.layers`.
 
-    tokens: [layers], routed tokens over all ranks and micro-batches.
-    experts: [layers][experts], tokens of each expert, over all replicas.
-    ranks: [layers][replicas * expert_parallel], tokens of each rank's experts; ranks of a replica are adjacent.
+    tokens: [layers], routed tokens over all ranks.
+    experts: [layers][experts], over all replicas.
+    ranks: [layers][replicas * expert_parallel]; ranks of a replica are adjacent.
     """
 
     step: int
@@ -57,14 +57,13 @@ class LoadStep:
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """Load statistics of one layer over several steps.
+    """Load statistics of one layer, averaged over steps.
 
-    imbalance: mean over steps of max / mean over experts; 1 is even.
+    imbalance, rank_imbalance: max / mean over experts, ranks; 1 is even.
     worst: largest max / mean of any step.
-    variation: mean over steps of the coefficient of variation over experts.
+    variation: coefficient of variation over experts.
     idle: experts without a token in all steps.
-    rank_imbalance: mean over steps of max / mean over ranks.
-    dropped: share of router choices dropped by capacity.
+    dropped: share of choices dropped by capacity.
     """
 
     layer: int
@@ -87,12 +86,11 @@ class LoadRecord:
         return LoadRecord(self.header, self.steps[-steps:])
 
     def label(self, layer: int) -> str:
-        """Layer number, or `mtp N` for multi-token prediction."""
         beyond = layer - self.header.decoder_layers
         return f"mtp {beyond}" if beyond > 0 else str(layer)
 
     def totals(self) -> list[list[int]]:
-        """[layers][experts], tokens over all steps."""
+        """[layers][experts], over all steps."""
         rows = range(len(self.header.layers))
         by_row = (zip(*(each.experts[row] for each in self.steps), strict=True) for row in rows)
         return [[sum(column) for column in columns] for columns in by_row]
@@ -129,7 +127,7 @@ def variation(loads: Sequence[int]) -> float:
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """Why this file cannot be appended to, or None; does not change it."""
+    """Why this file cannot be appended to, or None; leaves it unchanged."""
     place = Path(path)
     if place.is_dir():
         return "it is a folder; give a file"
@@ -161,11 +159,7 @@ def append(path: str | Path, steps: Sequence[LoadStep], header: LoadHeader | Non
 
 
 def read(path: str | Path) -> LoadRecord:
-    """Read the record in a file.
-
-    Raises:
-        JsonFileError: unreadable, no record or step, or records of different models.
-    """
+    """Raises JsonFileError: unreadable, no record or step, or records of different models."""
     header, steps, cut = None, {}, None
     for place, text in json_file.lines(path):
         try:

@@ -1,6 +1,6 @@
-"""Simulates hot-expert copies, placement, and both on recorded steps. Standard library only.
+"""Simulates expert copies and placement on recorded steps. Standard library only.
 
-Each policy sees an exponential average of earlier loads.
+Policies see an exponential average of earlier loads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .record import LoadHeader, LoadRecord, LoadStep
 class BalancingOptions:
     """Policy settings.
 
-    copies: maximum copied experts per micro-batch.
+    copies: maximum per micro-batch.
     interval: steps between two placements.
-    decay: weight of the past in the load average, below 1.
+    decay: weight of the past, below 1.
     break_even: tokens per step a copy must take off the fullest rank.
     """
 
@@ -32,24 +32,24 @@ class BalancingOptions:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Hidden sizes of the model and of a SwiGLU expert."""
+    """Hidden sizes of model and SwiGLU expert."""
 
     hidden: int
     ffn: int
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of one copy to a rank: bf16 weights, and fp32 gradients to the owner."""
+        """bf16 weights to a rank, fp32 gradients to the owner."""
         return 3 * self.hidden * self.ffn * (2 + 4)
 
     @property
     def move_bytes(self) -> int:
-        """Bytes of one moved expert: bf16 and fp32 weights, and two moments."""
+        """bf16 and fp32 weights, and two moments."""
         return 3 * self.hidden * self.ffn * (2 + 3 * 4)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: dispatch and combine, forward and backward, bf16."""
+        """Dispatch and combine, forward and backward, bf16."""
         return 4 * 2 * self.hidden
 
 
@@ -59,12 +59,11 @@ class PolicyOutcome:
 
     name: "none", "copies", "placement" or "both".
     fullest: tokens of the fullest rank, summed over layers and steps.
-    known: the same with perfect prediction of each step's loads.
+    known: the same with perfect prediction.
     even: tokens of a rank at equal load.
     by_step: fullest / even of each step.
-    copied: expert copies made.
-    stayed: tokens of copied experts that stayed on their rank.
-    moved: experts that changed rank.
+    copied: copies made. moved: experts that changed rank.
+    stayed: tokens of copied experts that stayed.
     """
 
     name: str
@@ -87,11 +86,7 @@ class PolicyOutcome:
 
 
 def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
-    """Run all four policies over a record; ranks: of the expert-parallel group.
-
-    Raises:
-        ValueError: the ranks do not divide the experts.
-    """
+    """ranks: of the expert-parallel group. Raises ValueError if they do not divide the experts."""
     experts = record.header.experts
     home = placements.contiguous(experts, ranks)
     outcomes = [PolicyOutcome(name) for name in ("none", "copies", "placement", "both")]
@@ -131,10 +126,10 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
 
 @dataclass(frozen=True)
 class GeneratedLoad:
-    """Generated load: expert popularity follows a power law and drifts.
+    """Power-law expert popularity with drift.
 
     skew: initial load of the most popular expert over the mean.
-    drift: relative change of an expert's popularity per step.
+    drift: relative change of popularity per step.
     """
 
     experts: int = 64
@@ -148,11 +143,7 @@ class GeneratedLoad:
     seed: int = 1234
 
     def record(self) -> LoadRecord:
-        """Generate the record.
-
-        Raises:
-            ValueError: unreachable skew, or topk above the number of experts.
-        """
+        """Raises ValueError for an unreachable skew, or topk above the number of experts."""
         if self.topk > self.experts:
             raise ValueError(f"topk={self.topk}: a token has at most all {self.experts} experts")
         if not 1 <= self.skew < self.experts:

@@ -1,14 +1,13 @@
 """Context-parallel attention: ring, Ulysses, both, or gathered keys.
 
-layout          rows of each rank, and blocks left by a positional mask
-blocks          one rank's queries against one rank's keys at a time, summed in fp32
-schedule        steps of a ring or double ring for each rank
-ring            executes the steps over process groups
+layout          rows of each rank, blocks left by a positional mask
+blocks          attention over one rank's keys at a time, merged in fp32
+schedule, ring  ring steps, and their execution
 gathered_keys   keys and values from one all-gather
 ulysses         all-to-alls between rows and heads
 cost            predicted exposed communication
 
-All algorithms take and return the same rows of each rank, those of `Layout`.
+All algorithms take and return the rows of `Layout`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Algorithm:
 
     ulysses: adjacent ranks that share heads.
     ring, gathered: ranks that share the sequence; with `ulysses`, those of the same place in their Ulysses groups.
-    gather_keys: Ulysses gathers all key heads instead of sending each rank its own.
+    gather_keys: Ulysses gathers all key heads instead.
     """
 
     ulysses: dist.ProcessGroup | None = None
@@ -76,17 +75,17 @@ def attend(
 ) -> torch.Tensor:
     """Softmax attention over the whole sequence for this rank's rows; differentiable in q, k, v, sink.
 
-    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with this rank's s rows in `layout`; for a pack [t, n, d],
-    [t, g, d] and [t, g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows of a pack are 0.
+    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with this rank's s rows; for a pack [t, n, d], [t, g, d] and
+    [t, g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows are 0.
 
     band: see `layout.Band`; (-1, 0) is causal.
     scale: 1 / sqrt(d) by default.
-    dropout_p: drawn by position from the device's default generator, so with equal seeds all algorithms drop the same.
+    dropout_p: drawn by position from the device's default generator; with equal seeds all algorithms drop the same.
     sink: [n], one logit per head that takes weight but adds no value.
 
     Raises:
         ValueError: rows or ranks do not match the layout, or fewer heads than Ulysses ranks.
-        UnequalLengthsError: the ranks have sequences of different lengths.
+        UnequalLengthsError: sequences of different lengths.
     """
     if algorithm.ranks != layout.ranks:
         raise ValueError(f"context parallelism: a layout of {layout.ranks} ranks over groups of {algorithm.ranks}")
@@ -148,10 +147,9 @@ def attend_masked(
 ) -> torch.Tensor:
     """`attend` under any mask, with gathered keys and values.
 
-    mask: bool, True hides the key, [b or 1, n or 1, s or 1, total keys]: queries in the rank's row order, keys in
-        sequence
+    mask: bool, True hides the key, [b or 1, n or 1, s or 1, total keys]: queries in rank order, keys in sequence
         order.
-    window: an additional band of positions.
+    window: an additional band.
 
     Raises:
         ValueError: the mask does not fit.
@@ -182,11 +180,7 @@ def _attend_alone(
 
 
 def _compare_lengths(q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Compare sequence lengths: always on CPU, on a device only in a group's first call.
-
-    Raises:
-        UnequalLengthsError: on every rank, with all lengths.
-    """
+    """On CPU every call, on a device only a group's first. Raises UnequalLengthsError on every rank."""
     if group.size() == 1 or (q.device.type != "cpu" and group in _compared):
         return
     own = (q.shape[0], k.shape[0], q.shape[1] if q.dim() == 4 else 1)

@@ -1,8 +1,7 @@
-"""Attention of one rank's queries over one rank's keys at a time, merged in fp32.
+"""Attention of one rank's queries over one rank's keys at a time.
 
-Outputs and gradients are summed in fp32 (float64 for float64) and rounded once. Rows are weighted by their
-log-sum-exp;
-rows without keys have lse -inf and are skipped, NaN stays NaN.
+Sums are fp32 (float64 for float64) and rounded once. Rows are weighted by their log-sum-exp; rows without keys have
+lse -inf and are skipped, NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Dropout(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients of q, k and v in the accumulation dtype."""
+    """In the accumulation dtype."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -77,8 +76,8 @@ class RankBlocks:
 
     layout, rank: rows of all ranks, and the queries' rank.
     band: positional mask, including causality.
-    is_pack: packed rows; tensors are [t, 1, n, d].
-    keys: layout of the keys if different from the queries'.
+    is_pack: tensors are [t, 1, n, d].
+    keys: layout of the keys if different.
     """
 
     layout: Layout
@@ -90,7 +89,7 @@ class RankBlocks:
     keys: Layout | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, partial: Partial) -> None:
-        """Merge attention over the keys and values of `owner` into `partial`."""
+        """Merge the block with `owner`'s keys."""
         for piece in self._pieces(owner):
             if self.is_pack:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
@@ -117,7 +116,7 @@ class RankBlocks:
         owner: int,
         sums: Sums,
     ) -> None:
-        """Add the gradients of the block with `owner`'s keys; lse: [b, n, s]."""
+        """Add the block's gradients; lse: [b, n, s]."""
         for piece in self._pieces(owner):
             if self.is_pack:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
@@ -168,7 +167,7 @@ class KeyExchange(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: RankBlocks, partial: Partial
     ) -> dict[int, torch.Tensor]:
-        """Merge every block into `partial`; returns tensors to save for backward, by owner."""
+        """Returns tensors to save for backward, by owner."""
         ...
 
     def backward(
@@ -178,7 +177,7 @@ class KeyExchange(Protocol):
         kept: Mapping[int, torch.Tensor],
         blocks: RankBlocks,
     ) -> Sums:
-        """Gradients of this rank's rows, summed over all ranks; saved: (q, k, v, out, lse)."""
+        """Gradients summed over all ranks; saved: (q, k, v, out, lse)."""
         ...
 
 
@@ -190,7 +189,7 @@ def attend(
     blocks: RankBlocks,
     exchange: KeyExchange,
 ) -> torch.Tensor:
-    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv] of this rank's rows."""
+    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv]."""
     out: torch.Tensor = _Attention.apply(q, k, v, sink, blocks, exchange)  # type: ignore[no-untyped-call]
     return out
 

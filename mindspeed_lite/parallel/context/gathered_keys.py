@@ -67,7 +67,7 @@ def gather(
 def _scatter(
     dk: torch.Tensor, dv: torch.Tensor, pair: KVMessage, group: dist.ProcessGroup, order: Spans
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse: each rank's rows of the sums over all ranks."""
+    """Inverse: each rank's rows, summed over ranks."""
     ranks = group.size()
     messages = [pair.pack(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)]
     own = torch.empty_like(messages[0])
@@ -78,7 +78,7 @@ def _scatter(
 def gather_keys(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole sequence in its order, differentiable."""
+    """Whole sequence in order, differentiable."""
     order = gathered(layout, layout.ranks).order[0]
     pair: tuple[torch.Tensor, torch.Tensor] = _Keys.apply(k, v, group, order)  # type: ignore[no-untyped-call]
     return pair

@@ -22,7 +22,7 @@ FREE: Band = (-1, -1)
 
 
 class RowRun(NamedTuple):
-    """Rows `row` to `row + length` of a rank: rows `start` to `start + length` of the stream."""
+    """Rows `row` to `row + length` of a rank, `start` to `start + length` of the stream."""
 
     row: int
     start: int
@@ -34,9 +34,8 @@ Share = tuple[RowRun, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of every rank.
+    """shares: runs of each rank, ascending in rows and stream.
 
-    shares: runs of each rank, ascending in rows and stream.
     documents: ascending stream spans that attend only to themselves; other rows are padding.
     """
 
@@ -66,7 +65,7 @@ def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
     """Split each sequence of a pack like Transformer Engine's thd_get_partitioned_indices.
 
     Args:
-        documents: stream rows of each sequence, without padding.
+        documents: stream rows of each sequence.
         padded: the same with trailing padding; these tile the stream.
 
     Raises:
@@ -88,7 +87,7 @@ def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
 
 
 def _share(chunks: Sequence[tuple[int, int]]) -> Share:
-    """Runs for (start, length) of consecutive rows; merges adjacent ones."""
+    """Runs for (start, length); merges adjacent ones."""
     runs: list[RowRun] = []
     row = 0
     for start, length in chunks:
@@ -102,9 +101,9 @@ def _share(chunks: Sequence[tuple[int, int]]) -> Share:
 
 
 class Gathered(NamedTuple):
-    """Rows that `size` adjacent ranks hold together.
+    """Joined rows of adjacent ranks.
 
-    layout: over ranks / size groups.
+    layout: over groups of ranks.
     order: for each group, (first row, length) in its concatenated rows, in the order of `layout`.
     """
 
@@ -114,10 +113,7 @@ class Gathered(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def gathered(layout: Layout, size: int) -> Gathered:
-    """Join the rows of `size` adjacent ranks in stream order.
-
-    A zigzag over P ranks becomes one over P / size.
-    """
+    """Join adjacent ranks: a zigzag over P ranks becomes one over P / size."""
     shares, orders = [], []
     for first in range(0, layout.ranks, size):
         runs, offset = [], 0
@@ -136,7 +132,7 @@ def stream_rows(layout: Layout, rank: int) -> list[int]:
 
 
 def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
-    """Concatenate the ranks' rows in `order` (see `Gathered`); no span crosses two tensors."""
+    """No span of `order` (see `Gathered`) crosses two tensors."""
     rows = parts[0].shape[0]
     return torch.cat([parts[first // rows][first % rows : first % rows + length] for first, length in order])
 
@@ -151,7 +147,7 @@ def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
 
 
 class Piece(NamedTuple):
-    """One attention call: q, k: row spans of each sequence, pairwise; band: the mask between them."""
+    """q, k: row spans of each sequence, pairwise; band: the mask between them."""
 
     q: Spans
     k: Spans
@@ -198,7 +194,6 @@ def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
 
 
 def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Product]:
-    """Calls of one sequence, as few as possible."""
     if not queries or not keys:
         return []
     if queries == keys and band in (CAUSAL, FREE):
@@ -228,7 +223,7 @@ def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Pr
 
 
 def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
-    """What a query run sees of a key run, or None; trims rows and keys without a visible pair."""
+    """Visible block of two runs, or None."""
     left, right = band
     q0, q1, k0, k1 = query.start, query.start + query.length, key.start, key.start + key.length
     if right >= 0:

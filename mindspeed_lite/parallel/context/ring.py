@@ -24,9 +24,9 @@ class Ring:
     """Ring communication; a `KeyExchange`.
 
     group: ranks in sequence order.
-    second: another group of the same ranks, so that sums and outer hops of a double ring do not wait for inner hops.
+    second: another group of the same ranks, so that sums and outer hops do not wait for inner hops.
     window: ranks of an inner ring; 1 is a single ring.
-    cache: received tensors kept for the backward pass: none, keys, or keys and values.
+    cache: received tensors kept for backward: none, keys, or keys and values.
     """
 
     group: dist.ProcessGroup
@@ -100,7 +100,6 @@ class Ring:
 
 
 def _arrive(p2p: RingP2P, held: _Held, step: schedule.RingStep) -> torch.Tensor:
-    """Wait for the keys and values of a step, then start its messages."""
     if p2p.expects("kv", step.owner):
         held["kv", step.owner] = p2p.take("kv", step.owner)
     p2p.post(step.moves, held)
@@ -111,8 +110,6 @@ def _arrive(p2p: RingP2P, held: _Held, step: schedule.RingStep) -> torch.Tensor:
 
 
 class KVMessage(NamedTuple):
-    """Shapes of keys and values in one flat message."""
-
     keys: torch.Size
     values: torch.Size
 
@@ -134,10 +131,10 @@ class KVMessage(NamedTuple):
 
 
 class RingP2P:
-    """Asynchronous messages between a rank and its neighbours during one pass.
+    """Asynchronous neighbour messages of one pass.
 
     groups: of lane 0 and lane 1 (see `schedule.Move`).
-    likes: for "kv" and "sum", a message with the size and dtype of received ones.
+    likes: for "kv" and "sum", a message like received ones.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], likes: Mapping[str, torch.Tensor]) -> None:
@@ -146,7 +143,7 @@ class RingP2P:
         self._going: list[tuple[torch.Tensor, Any]] = []
 
     def post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Start these messages; `held` has the outgoing tensors."""
+        """`held` has the outgoing tensors."""
         self._going = [each for each in self._going if not each[1].is_completed()]
         for lane, group in enumerate(self._groups):
             chosen = [move for move in moves if move.lane == lane]

@@ -1,7 +1,7 @@
-"""Ring attention as a list of steps for each rank: messages to start, block to compute.
+"""Ring attention as a list of steps for each rank.
 
-A block is one rank's queries against one owner's keys and values, which travel during the previous block. In the
-backward pass the owner's gradient sum follows: each rank adds its block's, the last one returns it.
+Keys and values of a block travel during the previous block. In backward the owner's gradient sum follows: each rank
+adds its block's, the last one returns it.
 
 A double ring rotates within windows of `window` adjacent ranks; the hop to the next window overlaps with a whole inner
 rotation, for slow links between hosts.
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 
 class Move(NamedTuple):
-    """One message: keys and values of `owner`, or their gradient sum.
+    """Keys and values of `owner`, or their gradient sum.
 
     lane: 0 for hops the next block waits for; 1 for longer ones and sums.
     """
@@ -30,11 +30,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of a rank: messages to start, then the block of `owner`.
+    """Messages to start, then the block of `owner`.
 
     moves: in the posting order of both sides.
     computes: whether any of the owner's keys is visible.
-    receives_sum: whether the block's gradients are added to a received sum.
+    receives_sum: adds to a received sum.
     """
 
     moves: tuple[Move, ...]
@@ -45,7 +45,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps of one rank in both passes; `last`: moves after the last backward block."""
+    """`last`: moves after the last backward block."""
 
     rank: int
     forward: tuple[RingStep, ...]
@@ -61,12 +61,12 @@ _Moves = dict[tuple[int, int], tuple[Move, ...]]
 
 @functools.lru_cache(maxsize=256)
 def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again: bool = True) -> tuple[Program, ...]:
-    """Programs of all ranks of a ring (`window` 1 or `ranks`) or double ring.
+    """Programs of a ring (`window` 1 or `ranks`) or double ring.
 
     Args:
-        window: ranks of an inner ring; divides `ranks`.
-        needed: blocks to compute, all by default; keys no later rank needs are not sent.
-        kv_again: send keys and values in the backward pass too; False if the forward pass cached them.
+        window: ranks of an inner ring.
+        needed: blocks to compute, default all; keys no later rank needs are not sent.
+        kv_again: send keys and values in backward too; False if cached.
 
     Raises:
         ValueError: `window` does not divide `ranks`.
@@ -109,7 +109,7 @@ def _moves(ranks: int, window: int, needed: Needed) -> tuple[_Moves, _Moves, set
     for owner in range(ranks):
         readers = _ring_order(ranks, window, owner, 1)
         computing = [step for step, reader in enumerate(readers) if step and needed[reader][owner]]
-        # The step a block comes from: the previous hop in the window, or the previous window.
+        # The previous hop in the window, or the previous window.
         parents = {step: step - 1 if step % window else step - window for step in range(1, ranks)}
         wanted = set(computing)
         for step in range(ranks - 1, 0, -1):

@@ -1,7 +1,7 @@
 """Ulysses: all-to-alls between a rank's rows with all heads and all rows with its heads.
 
-Each rank gets whole query-head groups with their key heads. With fewer key heads than ranks, several ranks share a key
-head and its gradients are summed. Received rows are put in sequence order.
+Ranks get whole query-head groups with their key heads. With fewer key heads than ranks, key heads are shared and their
+gradients summed. Received rows are put in sequence order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ class HeadSplit(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
-    """Spread heads over ranks as evenly as they divide.
-
-    Raises:
-        ValueError: fewer query heads than ranks, or too few per key head to give every rank one.
-    """
+    """Raises ValueError: fewer query heads than ranks, or too few per key head for every rank."""
     ratio = heads // groups
     if groups >= ranks:
         keys = _evenly(groups, ranks)
@@ -126,7 +122,6 @@ class _ToRows(torch.autograd.Function):
 def _scatter_heads(
     tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
 ) -> list[torch.Tensor]:
-    """Send each rank its heads of these tensors in one all-to-all."""
     rank = group.rank()
     outgoing = [
         torch.cat([t[..., slice(*its[peer]), :].reshape(-1) for t, its in zip(tensors, heads, strict=True)])
@@ -139,7 +134,7 @@ def _scatter_heads(
 def _gather_heads(
     tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
 ) -> list[torch.Tensor]:
-    """Inverse: this rank's rows with all heads; shared heads are summed."""
+    """Inverse; shared heads are summed."""
     rank, ranks = group.rank(), group.size()
     rows = [by_rank(t, order, ranks) for t in tensors]
     outgoing = [torch.cat([parts[peer].reshape(-1) for parts in rows]) for peer in range(ranks)]
@@ -155,7 +150,7 @@ def _gather_heads(
 
 
 def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
-    """Join heads of all ranks; sums are fp32 (float64 for float64) and rounded once."""
+    """Sums are fp32 (float64 for float64) and rounded once."""
     if len(set(heads)) == len(heads):
         return torch.cat(list(parts), -2)
     first = parts[0]

@@ -56,9 +56,9 @@ class RowsOfRank(NamedTuple):
 
 
 def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
-    """Reasons the operators cannot take rows x [T, K] and expert weights [K, width].
+    """Reasons against rows x [T, K] and weights [K, width]; equal on all ranks.
 
-    experts: of this rank; equal on all ranks of the group.
+    experts: of this rank.
     """
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -100,7 +100,7 @@ class AlltoAllMC2:
     ) -> torch.Tensor:
         """x [T, K] by expert of the group -> x w_e^T [A, N] by local expert, with weights w_e [N, K].
 
-        take_gradients: as for `ops.grouped_matmul`, of the received rows.
+        take_gradients: as for `ops.grouped_matmul`.
         """
         y: torch.Tensor = _DispatchLinear.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
@@ -108,7 +108,7 @@ class AlltoAllMC2:
     def linear_combine(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
     ) -> torch.Tensor:
-        """x [A, K] by local expert -> x w_e^T, returned to its source as [T, N] by expert of the group."""
+        """x [A, K] by local expert -> x w_e^T [T, N] by expert of the group."""
         y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
@@ -131,7 +131,6 @@ class AlltoAllMC2:
         return grouped_matmul(arrived, weights, self.counts.of_experts(ranks), transposed=transposed), arrived
 
     def leave(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
-        """Outputs of this rank's rows, returned to their sources."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
             name = communicator(self.group, x.device)

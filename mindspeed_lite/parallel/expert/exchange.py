@@ -67,12 +67,11 @@ class ReduceScatter(NamedTuple):
 
 
 class Messages:
-    """Messages in flight, and jobs to overlap with the next gradient message."""
+    """Messages in flight, and jobs to overlap with them in backward."""
 
     def __init__(self) -> None:
         self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._jobs: list[Callable[[], None]] = []
-        # Whether a later gradient message can overlap with jobs.
         self.takes_jobs = False
         # Autograd sequence number of the wait for the previous message's gradient.
         self._place: int | None = None
@@ -81,11 +80,11 @@ class Messages:
         self._expects_jobs = False
 
     def begin(self, is_dispatch: bool = True) -> None:
-        """Group subsequent messages: the backward pass sends all of them before it waits for one.
+        """Group subsequent messages: backward sends all of them before it waits for one.
 
-        is_dispatch: messages bring tokens to experts; otherwise they return results, and their gradients travel
-            first. With
-            `expect_jobs`, these overlap with all other operators and dispatch gradients with the jobs.
+        is_dispatch: messages bring tokens to experts; otherwise gradients travel first. With `expect_jobs`, result
+            gradients
+            overlap with all other operators and dispatch gradients with the jobs.
         """
         if is_dispatch:
             self._place, self._first, self._expects_jobs = None, None, False
@@ -109,7 +108,7 @@ class Messages:
         return len(self._works) + len(self._jobs)
 
     def send(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        """Start a collective of x [rows, ...]; its result is valid after `wait`."""
+        """Valid after `wait`; x [rows, ...]."""
         x = x.contiguous()
         work, out = collective.start(x)
         self._works.append((work, x, out))
@@ -117,13 +116,12 @@ class Messages:
 
     @torch.no_grad()
     def wait(self, leaving: int = 0) -> None:
-        """Wait for the oldest messages until `leaving` are left."""
         # Outside the graph: gloo copies a sum into place in wait().
         while len(self._works) > leaving:
             self._works.pop(0)[0].wait()
 
     def put(self, job: Callable[[], None], is_certain: bool = False) -> bool:
-        """Run `job` before the wait for the next message; returns False if none will come."""
+        """Run before the wait for the next message; returns False if none will come."""
         if self.takes_jobs or is_certain:
             self._jobs.append(job)
         return self.takes_jobs or is_certain
@@ -134,7 +132,7 @@ class Messages:
 
 
 class _Return(torch.autograd.Function):
-    """Identity; its backward runs the jobs and waits for the gradient that `_Leave` sent."""
+    """Identity; its backward runs the jobs and waits for `_Leave`'s gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: Messages, with_jobs: bool) -> torch.Tensor:
@@ -151,7 +149,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sends the rows; its backward sends their gradients back. Neither waits."""
+    """Sends rows, in backward their gradients. Never waits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
@@ -169,7 +167,7 @@ class _Leave(torch.autograd.Function):
 def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
     """Start a collective of x [rows, ...], valid after `messages.wait()`; differentiable.
 
-    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they run after it arrives.
+    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they follow it.
     """
     back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
     if back.grad_fn is not None:

@@ -2,9 +2,8 @@
 
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 
-Inter-node peers are ranks of the same place. Results return by the same path, summed in fp32 on each rank and node:
-one row per token and node crosses the network. `spread` and `collect` are each other's gradient. Probabilities travel
-by (token, expert) pair.
+Results return by the same path, summed in fp32 on each rank and node: one row per token and node crosses the network.
+`spread` and `collect` are each other's gradient. Probabilities travel by (token, expert) pair.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -26,14 +25,14 @@ from mindspeed_lite.ops.permute import rows as row_ids
 
 from ..groups import new_groups
 
-# Group -> ranks of a node -> (intra-node group, inter-node group); reused by the next session.
+# Group -> ranks of a node -> (intra-node, inter-node group); reused by the next session.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
-    """Ranks of a group on each node; ranks: global ranks in group order.
+    """ranks: global, in group order.
 
     Raises:
         ValueError: a single node, or unequal or non-adjacent ranks per node.
@@ -52,11 +51,7 @@ def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
 
 
 class NodeGroups:
-    """Intra-node and inter-node process groups, created once per `group`. A collective.
-
-    Raises:
-        ValueError: see `ranks_per_node`.
-    """
+    """Intra-node and inter-node groups, created once per `group`. A collective."""
 
     def __init__(self, group: dist.ProcessGroup, node_size: int) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -67,21 +62,20 @@ class NodeGroups:
         made = _MADE.setdefault(group, {})
         if self.ranks not in made:
             mates, peers = ranks[node * self.ranks : (node + 1) * self.ranks], ranks[place :: self.ranks]
-            # A single rank of a node needs no group.
             *within, between = new_groups(group, *([mates] if len(mates) > 1 else []), peers)
             made[self.ranks] = within[0] if within else None, between
         self.within, self.between = made[self.ranks]
 
 
 class Splits(NamedTuple):
-    """Rows sent to and received from each rank of a group."""
+    """Rows to and from each rank."""
 
     sent: list[int]
     received: list[int]
 
 
 class TwoLevels(NamedTuple):
-    """Rows and (token, expert) pairs one rank sends and receives, between and within nodes.
+    """Rows and (token, expert) pairs of one rank, between and within nodes.
 
     sources: (rank of the group, rows) in arrival order.
     """
@@ -94,10 +88,7 @@ class TwoLevels(NamedTuple):
 
 
 def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
-    """What one rank of a group sends and receives.
-
-    table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
-    """
+    """table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node."""
     count = len(table)
     node, place = divmod(rank, ranks)
     mates = slice(node * ranks, (node + 1) * ranks)
@@ -121,7 +112,7 @@ def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
 
 
 class Exchange(NamedTuple):
-    """All-to-all of rows and its inverse; group: None for a single rank."""
+    """group: None for a single rank."""
 
     group: dist.ProcessGroup | None
     splits: Splits
@@ -143,7 +134,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Copies of rows: copy i is of row index[i] (int32) of `rows` rows."""
+    """Copy i is of row index[i] (int32) of `rows` rows."""
 
     index: torch.Tensor
     rows: int
@@ -164,7 +155,7 @@ class RowCopies:
 
 
 class Path(NamedTuple):
-    """Path of rows to experts; `spread` starts after `to_nodes`, `collect` ends there."""
+    """`spread` starts after `to_nodes`, `collect` ends there."""
 
     to_nodes: RowCopies
     between: Exchange
@@ -186,14 +177,14 @@ class Path(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Paths of a batch's tokens [T, H] and of their probabilities [T * E]."""
+    """Paths of tokens [T, H] and of probabilities [T * E]."""
 
     tokens: Path
     probs: Path
 
 
 def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
-    """Paths of this rank's tokens; routing_map: [T, E] bool, any T. A collective."""
+    """routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
@@ -228,7 +219,7 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
 
 
 def padded_map(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Add zero-probability tokens to routing_map [T, E] up to `capacity` per expert."""
+    """Pad routing_map [T, E] with zero-probability tokens to `capacity` per expert."""
     by_expert = routing_map.t()
     token = by_expert.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     return torch.zeros_like(by_expert).scatter_(1, token, True).t()
@@ -249,7 +240,7 @@ class _Level(NamedTuple):
 
 
 def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int) -> _Level:
-    """Rows for each of `places` and their pairs' indices, place by place."""
+    """Rows and pair indices, place by place."""
     shape = (len(wanted), places, wanted.shape[1] // places)
     by_place = wanted.reshape(shape).transpose(0, 1)
     needs = by_place.any(-1)
@@ -280,10 +271,10 @@ def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Rows to experts, differentiable. Saves only indices."""
+    """Rows to experts, differentiable; saves only indices."""
     return linear_map(x, way.spread, way.collect)
 
 
 def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Results to tokens, differentiable. Saves only indices."""
+    """Results to tokens, differentiable; saves only indices."""
     return linear_map(y, way.collect, way.spread)

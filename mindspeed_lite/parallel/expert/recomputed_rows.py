@@ -18,11 +18,11 @@ class RecomputedRows:
         rows.leave()       backward, before work that overlaps with the message
         rows.arrive()      before x is read: waits, sorts the rows, fills x
 
-    All ranks call `leave` at the same place among their collectives, even without rows.
+    All ranks call `leave` at the same place among their collectives.
 
     Args:
         permute: makes the outgoing rows.
-        collective: exchange; None if rows stay.
+        collective: None if rows stay.
         order: sorts received rows by expert.
     """
 
