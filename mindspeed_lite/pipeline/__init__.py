@@ -1,15 +1,14 @@
 """Pipeline-parallel schedules: build, check, simulate, execute.
 
 steps           schedules as data
-orders          published schedules: 1F1B, interleaved, ZB-H1, DualPipeV
-zero_bubble     schedules with separate weight gradients for given costs and memory
-recompute_plan  recomputation as separate steps
-check           validates a schedule; loads a user's
-costs           seconds and bytes of steps
+orders          1F1B, interleaved, ZB-H1, DualPipeV
+zero_bubble     separate weight gradients for given costs and memory
+recompute_plan  recomputation as steps
+check           validation; user schedules
+costs           seconds and bytes
 simulate        timing and idle time
 trace           recorded executions
 draw            text and PNG
-program         communication calls of a rank
-run             executes a program
+program, run    communication calls, and their execution
 wgrad           deferred weight gradients
 """

@@ -10,13 +10,13 @@ from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Schedule, Step, steps
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes; sequences hold one value per stage, empty means zeros.
+    """Seconds and bytes per stage; an empty sequence means zeros.
 
-    forward, input_grad, weight_grad: seconds. A full backward is the sum of the last two.
-    recompute: seconds; empty: as forward.
+    input_grad, weight_grad: a full backward is their sum.
+    recompute: empty: as forward.
     message: seconds between two ranks.
     one_queue: both directions between two ranks share one queue.
-    between: overhead in seconds after a step, by kind.
+    between: overhead after a step, by kind.
     pair: seconds of an overlapped pair over the sum of its steps.
     recomputes: a backward without a RECOMPUTE step recomputes its chunk first, as in Megatron's full recomputation.
     activation_bytes: kept from forward or recomputation to the weight gradients.
@@ -86,7 +86,7 @@ class Held:
 
     @property
     def live(self) -> int:
-        """Chunk activations held, including queued weight gradients'."""
+        """Includes queued weight gradients'."""
         return sum(self.activations) + sum(self.queued)
 
     def bytes(self, costs: Costs, stages: Sequence[int]) -> float:
@@ -128,12 +128,11 @@ def held(schedule: Schedule, rank: int) -> list[Held]:
 
 
 def peak_live(schedule: Schedule, rank: int) -> int:
-    """Peak chunk activations of a rank."""
+    """Chunk activations."""
     return max((each.live for each in held(schedule, rank)), default=0)
 
 
 def peak_bytes(schedule: Schedule, rank: int, costs: Costs) -> float:
-    """Peak activation bytes of a rank."""
     return max((each.bytes(costs, schedule.placement[rank]) for each in held(schedule, rank)), default=0.0)
 
 
@@ -143,10 +142,7 @@ def from_measured(
     message: float = 0.0,
     between: Mapping[Kind, float] | None = None,
 ) -> Costs:
-    """Costs from measured seconds by kind and stage (`trace.median_seconds`).
-
-    A full backward splits into equal input and weight gradients.
-    """
+    """seconds: by kind and stage (`trace.median_seconds`); a full backward splits in half."""
 
     def of(kind: Kind, stage: int) -> float:
         return seconds.get((kind, stage), 0.0)

@@ -1,7 +1,7 @@
-"""When schedule steps start gradient reductions and parameter gathers.
+"""Schedules gradient reductions and parameter gathers through Megatron's sync functions.
 
-A chunk's gradients are complete after its last contributing step; parameters are gathered one chunk ahead, through
-Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func`.
+A chunk's gradients are complete after its last contributing step; parameters are gathered one chunk ahead. See
+`no_sync_func`, `grad_sync_func` and `param_sync_func`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .steps import BACKWARDS, Kind, Step
 class SyncPlan:
     """Steps of a rank that start communication.
 
-    last_backward: last backward pass of each chunk.
+    last_backward: of each chunk.
     complete: step that completes each chunk's gradients.
     reduced: step -> chunk to reduce after it.
     gathered: forward step -> chunk to gather before it.
@@ -35,16 +35,15 @@ class SyncPlan:
 
     @functools.cached_property
     def last_of_chunks(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By chunk, the micro-batches of its last backward and of its completing step."""
+        """Micro-batch by chunk: last backward, and completing step."""
         found = [{step.chunk: step.microbatch for step in steps} for steps in (self.last_backward, self.complete)]
         return found[0], found[1]
 
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
-    """Plan of a rank.
+    """As in Megatron, ranks start together, since earlier ranks complete chunks later.
 
-    As in Megatron, ranks start together: a reduction `rank` steps after the chunk is complete, because earlier ranks
-    complete it later, and a gather as many steps earlier.
+    A reduction starts `rank` steps after the chunk is complete, a gather as many steps earlier.
     """
     adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
     complete = {step.chunk: index for index, step in enumerate(adding)}
@@ -63,8 +62,6 @@ def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
 
 
 class DataParallelSync:
-    """Starts the reductions and gathers of one training step of the chunks `models`."""
-
     def __init__(self, config: Any, models: Sequence[Any], plan: SyncPlan, is_first_stage: bool) -> None:
         self._models, self._plan = models, plan
         self._no_sync = _listed(config.no_sync_func, 1)
@@ -83,7 +80,7 @@ class DataParallelSync:
         return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
-        """Hooks before and after steps, by index."""
+        """Before and after steps, by index."""
         places = self._plan.places.items()
         return (
             {place: functools.partial(self.before, step) for place, step in places},

@@ -14,7 +14,7 @@ from .trace import ExecutedStep
 
 
 class _Look(NamedTuple):
-    """Letter, word, 256-colour terminal background and picture colour of a step kind."""
+    """Letter, word, 256-colour background and picture colour."""
 
     letter: str
     word: str
@@ -71,7 +71,7 @@ def _cell(entry: Entry | None, size: int, color: bool, has_chunks: bool) -> str:
 
 
 class _Bar(NamedTuple):
-    """Step in a picture: part `part` of `parts` of the row's height."""
+    """Part `part` of `parts` of the row's height."""
 
     rank: int
     step: Step

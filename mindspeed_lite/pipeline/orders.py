@@ -22,10 +22,7 @@ class OrderError(ValueError):
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """Pipeline ranks, micro-batches of a step, and model chunks of a rank.
-
-    group: consecutive micro-batches of a chunk, Megatron's microbatch_group_size_per_vp_stage; 0 means ranks.
-    """
+    """group: consecutive micro-batches of a chunk, microbatch_group_size_per_vp_stage; 0 means ranks."""
 
     ranks: int
     microbatches: int
@@ -41,7 +38,7 @@ Order = Callable[[int, PipelineShape], Iterator[Entry]]
 
 
 def table(shape: PipelineShape) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) of forwards: each chunk in turn runs a group of micro-batches."""
+    """(chunk, micro-batch) of forwards, in groups of micro-batches."""
     total, size = shape.microbatches, shape.group_size
     return [
         (chunk, microbatch)
@@ -76,7 +73,7 @@ def interleaved_overlap(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 def zb_h1(rank: int, shape: PipelineShape) -> Iterator[Entry]:
     """ZB-H1: 1F1B with weight gradients delayed by the number of earlier ranks.
 
-    Every rank then keeps as much as 1F1B's first rank.
+    Every rank then keeps as much as 1F1B's first.
     """
     total = shape.microbatches
     ahead = min(shape.ranks - rank - 1, total)
@@ -95,8 +92,8 @@ def zb_h1(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole: bool = False) -> Iterator[Entry]:
     """DualPipeV on the V placement: chunk 0 goes down the ranks, chunk 1 up.
 
-    dw_detach: split final backwards, so that weight gradients fill waits for gradients.
-    is_whole: split no backward, for models that cannot defer weight gradients.
+    dw_detach: split final backwards; weight gradients fill waits.
+    is_whole: split none, for models that cannot defer weight gradients.
     """
     forwards, backwards, queued = (count(), count()), (count(), count()), deque[Step]()
     ranks, behind = shape.ranks, shape.ranks - rank - 1
@@ -141,7 +138,7 @@ def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole
 
 
 def forward_only(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Forwards in Megatron's order: evaluation."""
+    """Evaluation, in Megatron's order."""
     yield from _passes(shape)[0]
 
 
@@ -157,7 +154,7 @@ def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def _passes(shape: PipelineShape) -> tuple[list[Step], list[Step]]:
-    """Forwards and backwards of a rank in order; backwards begin with the last chunk."""
+    """Backwards begin with the last chunk."""
     order = table(shape)
     forwards = [forward(chunk, microbatch) for chunk, microbatch in order]
     return forwards, [backward(shape.chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
@@ -178,7 +175,7 @@ def _alternate(
 
 
 def _why_not_interleaved(shape: PipelineShape) -> str | None:
-    """Megatron's conditions: with fewer consecutive micro-batches than ranks, ranks would deadlock."""
+    """Megatron's conditions: fewer consecutive micro-batches than ranks deadlock."""
     size, rest = shape.group or shape.ranks, shape.microbatches % (shape.group or shape.ranks)
     if shape.ranks == 1:
         return None if shape.chunks == 1 else "one rank has nothing to interleave: use one chunk"
@@ -203,7 +200,7 @@ def _why_not_dualpipev(shape: PipelineShape) -> str | None:
 
 @dataclass(frozen=True)
 class NamedOrder:
-    """Published order; chunks: per rank, 0 for the shape's."""
+    """chunks: per rank, 0 for the shape's."""
 
     summary: str
     order: Order
@@ -234,7 +231,7 @@ TRAINING_ORDERS = tuple(name for name in ORDERS if not name.startswith("forward-
 
 
 def build(name: str, shape: PipelineShape) -> Schedule:
-    """Raises OrderError if the order has no schedule for this shape."""
+    """Raises OrderError if none exists for this shape."""
     if name not in ORDERS:
         raise OrderError(f"there is no order {name!r}: choose one of {', '.join(ORDERS)}")
     named = ORDERS[name]
@@ -249,7 +246,7 @@ def build(name: str, shape: PipelineShape) -> Schedule:
 
 
 def from_function(name: str, order: Order, shape: PipelineShape, placement: Placement | None = None) -> Schedule:
-    """Unchecked schedule of an order; placement: interleaved by default."""
+    """Unchecked; placement: interleaved by default."""
     placement = placement or steps.interleaved_placement(shape.ranks, shape.chunks)
     ranks = tuple(tuple(order(rank, shape)) for rank in range(shape.ranks))
     return Schedule(name, shape.microbatches, placement, ranks)

@@ -2,11 +2,9 @@
 
 A call may block until its peer's call, and a communicator may run operations in issue order. To exclude deadlocks, all
 ranks issue messages in one global order: the end of the senders' steps in a simulation. The first unfinished message
-can then proceed: its sender needs only earlier messages, and its receiver issues nothing later before it.
+can then proceed: its sender needs only earlier ones, and its receiver issues nothing later before it.
 
-A send follows its step. A receive is issued `lookahead` steps before its step, or earlier before a later message of
-the
-global order.
+A receive is issued `lookahead` steps early, or before a later message of the global order.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from .costs import uniform
 from .simulate import simulate
 from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, input_message, output_message, steps_of
 
-# What one call may carry: all neighbours' messages, one ring direction's, or a single one.
+# All neighbours' messages, one ring direction's, or a single one.
 Joining = Literal["all", "one way", "none"]
 
 
 class Transfer(NamedTuple):
-    """Messages of one call."""
-
     to_next: Message | None = None
     to_prev: Message | None = None
     from_prev: Message | None = None
@@ -34,7 +30,7 @@ class Transfer(NamedTuple):
 
 
 class BoundStep(NamedTuple):
-    """Step with its input and output, which may be messages to the rank itself."""
+    """Input and output may be messages to the rank itself."""
 
     step: Step
     takes: Message | None
@@ -43,9 +39,8 @@ class BoundStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank executes.
+    """transfers: `transfers[i]` are the calls before step i; the last entry follows the last step.
 
-    transfers: `transfers[i]` are the calls before step i; the last entry follows the last step.
     paired: indices of forwards that run in one call with the next backward.
     """
 
@@ -61,9 +56,8 @@ class RankProgram:
 def compile_program(
     schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
 ) -> RankProgram:
-    """Program of a rank.
+    """lookahead: steps by which receives are early, if the order allows it.
 
-    lookahead: steps by which receives are issued early, if the global order allows it.
     joining: what one call may carry; "none" if calls first exchange something else, such as lengths.
     pairs: run overlapped pairs in one call.
 
@@ -84,7 +78,7 @@ def compile_program(
 
 
 def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
-    """Indices of forwards paired with a full backward."""
+    """Indices of forwards."""
     place = 0
     for entry in entries:
         if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
@@ -93,7 +87,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def _global_order(schedule: Schedule) -> list[Message]:
-    """All messages between ranks, by the end of their sender's step."""
+    """By the end of their sender's step."""
     found: list[tuple[float, int, Message]] = []
     for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
         for timed in entries:
@@ -108,7 +102,7 @@ def _global_order(schedule: Schedule) -> list[Message]:
 def _places(
     works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int, paired: frozenset[int]
 ) -> list[int]:
-    """Step before which each message of `order` is issued; never inside a pair."""
+    """Step before which each message is issued; never inside a pair."""
     own: dict[Message, int] = {}
     for index, work in enumerate(works):
         if work.takes is not None:
@@ -127,7 +121,7 @@ def _places(
 
 
 def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) -> Iterator[Transfer]:
-    """Fewest calls in order: a call takes the next message if its slot is free."""
+    """A call takes the next message if its slot is free."""
     call: dict[str, Message] = {}
     for message in messages:
         slot = _slot(message, rank, ranks)

@@ -32,7 +32,7 @@ def in_advance(schedule: Schedule) -> Schedule:
 def in_bubble(schedule: Schedule, max_live: int | None = None, costs: Costs | None = None) -> Schedule:
     """Fewest recomputations that keep every rank within a bound: `--recompute-in-bubble`.
 
-    max_live: maximum chunk activations per rank; ranks times chunks by default.
+    max_live: chunk activations per rank; default ranks times chunks.
     costs: if given, recomputations move earlier where that shortens the step.
     """
     bound = schedule.num_ranks * schedule.num_chunks if max_live is None else max_live
@@ -52,9 +52,9 @@ def in_bubble(schedule: Schedule, max_live: int | None = None, costs: Costs | No
 
 
 def to_recompute(schedule: Schedule, rank: int, max_live: int) -> list[Unit]:
-    """(chunk, micro-batch) units to recompute so that a rank never holds more than `max_live`.
+    """(chunk, micro-batch) units, so that a rank never holds more than `max_live`.
 
-    When a forward exceeds the bound, recomputing the unit with the latest backward gives the fewest.
+    Recomputing the unit with the latest backward gives the fewest.
     """
     steps = list(schedule.steps(rank))
     ends = {(step.chunk, step.microbatch): place for place, step in enumerate(steps) if step.kind in BACKWARDS}
@@ -94,7 +94,7 @@ def _with_recomputes(schedule: Schedule, name: str, is_recomputed: Callable[[int
 def _in_gaps(
     schedule: Schedule, marked: Sequence[Collection[Unit]], bound: int, costs: Costs
 ) -> tuple[tuple[Entry, ...], ...]:
-    """Entries of all ranks, with each recomputation in the latest gap that fits."""
+    """Each recomputation goes into the latest gap that fits."""
     simulation = simulate(schedule, costs)
     ranks = []
     for rank, units in enumerate(marked):

@@ -1,4 +1,4 @@
-"""Executes a rank's program: steps, tensors and messages.
+"""Executes a rank's program.
 
 The consuming step waits for a tensor. A send is waited for after the next one; then its storage may be released.
 """
@@ -32,22 +32,20 @@ class Passes(Protocol):
 
     Tensors are whatever `Transport` carries, or None.
 
-    A program with pairs also needs `pair(ahead, back)`, which returns a function of (micro-batch, input, other
-    micro-batch, its input, output, output gradient). It runs the forward of chunk `ahead` for the first micro-batch
-    and
-    the backward of chunk `back` for the second, and returns output and gradient.
+    Programs with pairs also need `pair(ahead, back)`, a function of (micro-batch, input, other micro-batch, its input,
+    output, output gradient). It runs the forward of chunk `ahead` and the other's backward of chunk `back`, and
+    returns
+    output and gradient.
     """
 
     @property
-    def releases(self) -> bool:
-        """Whether `release` has an effect."""
-        ...
+    def releases(self) -> bool: ...
 
     def forward(self, chunk: int) -> Callable[[int, Any], Any]:
         """(micro-batch, input) -> output; input is None at the model's first stage."""
 
     def recompute(self, chunk: int) -> Callable[[int], object]:
-        """(micro-batch): recompute activations."""
+        pass
 
     def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
         """(micro-batch, input, output, output gradient) -> input gradient."""
@@ -56,7 +54,7 @@ class Passes(Protocol):
         """The same, with deferred weight gradients."""
 
     def weight_grad(self, chunk: int) -> Callable[[int], object]:
-        """(micro-batch): compute `input_grad`'s deferred gradients."""
+        pass
 
     def hand_over(self, output: Any) -> Any:
         """Output as the next stage's input on this rank."""
@@ -70,8 +68,9 @@ class Transport(Protocol):
 
     `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None, receives where True, and returns what
     came
-    from the previous and the next rank. With `is_async` it starts one direction, and also returns two functions, or
-    None, that wait for the receive and the send.
+    from the previous and the next rank. With `is_async` it starts one direction and adds two functions, or None, to
+    wait
+    for receive and send.
     """
 
     @property
@@ -90,7 +89,6 @@ class Trace:
     done: list[tuple[Step, float, float]] = field(default_factory=list)
 
     def write(self) -> None:
-        """Append new records."""
         with self.path.open("a") as file:
             for (kind, chunk, microbatch), begin, end in self.done:
                 line = {"rank": self.rank, "kind": kind.value, "chunk": chunk, "microbatch": microbatch}
@@ -107,9 +105,8 @@ def run(
     before: Mapping[int, Hook] = {},
     after: Mapping[int, Hook] = {},
 ) -> None:
-    """Execute a program.
+    """keep: hold inputs and outputs for backward passes, and release sent outputs.
 
-    keep: hold inputs and outputs for backward passes, and release sent outputs.
     before, after: hooks by index in the program.
     """
     executor = _Executor(program, passes, transport, keep, trace, before, after)
@@ -124,9 +121,8 @@ def run(
 
 
 class _Executor:
-    """Tensors of one run of a program.
+    """tensors: message -> tensor. waits: message -> waits for its arrival.
 
-    tensors: message -> tensor. waits: message -> waits for its arrival.
     held: (chunk, micro-batch) -> (input, output) for its backward.
     sending: messages of the last send, and its wait.
     """
@@ -177,7 +173,7 @@ class _Executor:
         self._let_go(sent)
 
     def _let_go(self, sent: Sequence[Message]) -> None:
-        """Drop sent tensors; outputs that a backward needs are released, keeping their graph."""
+        """Outputs needed by a backward are released, keeping their graph."""
         for message in sent:
             tensor = self.tensors.pop(message)
             if self.releases and message.payload is Payload.ACTIVATION:
@@ -200,7 +196,6 @@ class _Executor:
         self._end(place, made)
 
     def run_pair(self, place: int) -> None:
-        """Run a forward and the following backward in one call."""
         steps = ahead, back = self.works[place].step, self.works[place + 1].step
         run = self.pair_of[ahead.chunk, back.chunk]
         self._begin(place)
@@ -224,7 +219,7 @@ class _Executor:
         return self.tensors.pop(self.works[place].takes, None)
 
     def _of_forward(self, step: Step) -> tuple[Any, Any]:
-        """Input and output of a backward's forward, after the output was sent."""
+        """Of a backward's forward, after the output was sent."""
         received, output = self.held.pop(step[1:])
         if any(self.tensors[message] is output for message in self.sending[0]):
             self.finish_sending()

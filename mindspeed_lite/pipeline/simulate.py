@@ -1,8 +1,8 @@
 """Simulates a pipeline schedule: timing, waits, deadlocks.
 
-An entry begins when the previous one has ended and its inputs have arrived. Messages leave at the end of an entry and
-overlap with computation; a link carries one at a time. With `Costs.one_queue`, both directions between two ranks share
-a queue, like a communicator that runs operations in issue order.
+An entry begins when the previous one has ended and its inputs have arrived. Messages leave at its end and overlap with
+computation; a link carries one at a time. With `Costs.one_queue`, both directions share a queue, like a communicator
+with issue order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True)
 class TimedEntry:
-    """Entry with its times in seconds; exposed: preceding wait for a message in flight."""
+    """Seconds; exposed: preceding wait for a message in flight."""
 
     entry: Entry
     begin: float
@@ -38,14 +38,12 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the first entry's begin to the last one's end."""
         return max((entries[-1].end for entries in self.ranks if entries), default=0.0)
 
     def busy(self, rank: int) -> float:
         return sum(each.end - each.begin for each in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
-        """Idle seconds of a rank."""
         return self.makespan - self.busy(rank)
 
     def exposed(self, rank: int) -> float:
@@ -54,13 +52,13 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time, including waits for messages."""
+        """Idle share, including waits for messages."""
         whole = self.makespan * len(self.ranks)
         return sum(self.idle(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
 
     @property
     def exposed_share(self) -> float:
-        """Share of all ranks' time spent waiting for messages in flight."""
+        """Share of time spent waiting for messages in flight."""
         whole = self.makespan * len(self.ranks)
         return sum(self.exposed(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
 
@@ -86,7 +84,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 class _Links:
-    """Arrival times; queues: by pair of ranks, the (rank, step) whose messages run in sequence."""
+    """queues: by pair of ranks, the (rank, step) with messages in sequence."""
 
     def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[tuple[int, Step]]] | None = None) -> None:
         self._seconds, self._queues = seconds, queues
@@ -96,7 +94,7 @@ class _Links:
     def send(
         self, rank: int, step: Step, target: int, now: float
     ) -> Iterator[tuple[tuple[int, int, Step], float, float]]:
-        """Messages with newly known arrival: ((target, source, step), sent, arrived)."""
+        """Newly known arrivals: ((target, source, step), sent, arrived)."""
         if self._queues is None:
             yield (target, rank, step), now, self._carry((rank, target), now)
             return

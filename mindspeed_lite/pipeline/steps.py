@@ -1,10 +1,8 @@
 """Pipeline schedules as data: the ordered entries (`Step` or `OverlappedPair`) of each rank.
 
-Dependencies and messages are derived from them:
-
-- `Schedule.predecessors(rank, step)`: a step runs after these and after the previous entry.
-- `input_message`, `output_message`: a forward of stage s needs the activation of stage s-1, a backward the gradient of
-  stage s+1. Tensors between stages on one rank stay there.
+Dependencies and messages are derived. A forward of stage s needs the activation of stage s-1, a backward the
+gradient of
+stage s+1; tensors between stages on one rank stay there.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 class Kind(str, enum.Enum):
-    """Computation of one model chunk for one micro-batch."""
-
     FORWARD = "F"
     BACKWARD = "B"
     # Gradient of the chunk's input; weight gradients are queued.
@@ -77,17 +73,17 @@ def forward(chunk: int, microbatch: int) -> Step:
 
 
 def backward(chunk: int, microbatch: int) -> Step:
-    """Backward pass with weight gradients."""
+    """With weight gradients."""
     return Step(Kind.BACKWARD, chunk, microbatch)
 
 
 def input_grad(chunk: int, microbatch: int) -> Step:
-    """Backward pass that queues its weight gradients."""
+    """Queues its weight gradients."""
     return Step(Kind.INPUT_GRAD, chunk, microbatch)
 
 
 def weight_grad(chunk: int, microbatch: int) -> Step:
-    """Weight gradients queued by `input_grad`."""
+    """As queued by `input_grad`."""
     return Step(Kind.WEIGHT_GRAD, chunk, microbatch)
 
 
@@ -118,7 +114,7 @@ class Payload(str, enum.Enum):
 
 
 class Message(NamedTuple):
-    """Tensor between two stages, for a step of `stage`."""
+    """For a step of `stage`."""
 
     source: int
     target: int
@@ -138,7 +134,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Entries of every rank in order, and stage placement; see `check.problems`."""
+    """See `check.problems`."""
 
     name: str
     microbatches: int
@@ -173,12 +169,12 @@ class Schedule:
             yield from steps_of(entry)
 
     def one_by_one(self) -> Schedule:
-        """The schedule with pairs run in sequence."""
+        """With pairs in sequence."""
         return replace(self, ranks=tuple(tuple(self.steps(rank)) for rank in range(self.num_ranks)))
 
     @cached_property
     def units(self) -> Mapping[Kind, frozenset[tuple[int, int]]]:
-        """Kind -> (stage, micro-batch) with such a step."""
+        """Kind -> (stage, micro-batch)."""
         found: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
         for rank in range(self.num_ranks):
             for step in self.steps(rank):
@@ -191,12 +187,11 @@ class Schedule:
 
     @property
     def has_weight_grads(self) -> bool:
-        """Whether weight gradients are separate steps anywhere."""
         return bool(self.units[Kind.WEIGHT_GRAD])
 
     @property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """Recomputed (stage, micro-batch): their forward keeps only its input."""
+        """(stage, micro-batch) whose forward keeps only its input."""
         return self.units[Kind.RECOMPUTE]
 
     def input_source(self, rank: int, step: Step) -> tuple[int, Step] | None:
@@ -213,7 +208,6 @@ class Schedule:
         return None
 
     def output_target(self, rank: int, step: Step) -> int | None:
-        """Rank that takes a step's output."""
         stage = self.stage(rank, step.chunk)
         if step.kind is Kind.FORWARD and stage < self.num_stages - 1:
             return self.locations[stage + 1][0]
@@ -239,14 +233,14 @@ class Schedule:
 
 
 def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """Message with a step's output, maybe to the rank itself; None if no stage takes it."""
+    """May go to the rank itself; None if no stage takes it."""
     target = schedule.output_target(rank, step)
     stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
     return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
 
 
 def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """Message with a step's input, maybe from the rank itself; None if it has none."""
+    """May come from the rank itself; None if there is none."""
     source = schedule.input_source(rank, step)
     stage = schedule.stage(rank, step.chunk)
     return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)

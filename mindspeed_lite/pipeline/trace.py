@@ -1,6 +1,6 @@
 """Reads recorded executions and compares them with a schedule.
 
-A JSON line holds rank, kind (a `Kind`), chunk, microbatch, and begin and end in seconds of one clock.
+JSON lines: rank, kind (a `Kind`), chunk, microbatch, begin and end in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class ExecutedStep:
-    """Executed step, in seconds."""
+    """Times in seconds."""
 
     rank: int
     step: Step
@@ -35,7 +35,7 @@ class ExecutedStep:
 
 
 def read(path: str | Path) -> list[ExecutedStep]:
-    """Read a file, or each pipeline rank's first `*.jsonl` in a folder. Raises JsonFileError."""
+    """A file, or each pipeline rank's first `*.jsonl` in a folder. Raises JsonFileError."""
     if not Path(path).is_dir():
         return _read_file(path)
     found: dict[int, list[ExecutedStep]] = {}
@@ -75,7 +75,7 @@ _RECORD = json_file.fields(
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
-    """Records of each whole training step. Raises TraceError if they do not match the schedule."""
+    """Whole training steps. Raises TraceError if they do not match the schedule."""
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):
@@ -117,7 +117,6 @@ def bubble(records: Sequence[ExecutedStep]) -> float:
 
 
 def _covered(records: Sequence[ExecutedStep]) -> float:
-    """Seconds in which at least one step runs."""
     total, until = 0.0, float("-inf")
     for each in sorted(records, key=lambda record: record.begin):
         total += max(0.0, each.end - max(each.begin, until))
@@ -137,7 +136,7 @@ def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule
 
 
 class Overheads(NamedTuple):
-    """Seconds of a message, and after a step of each kind."""
+    """Seconds of a message, and after each kind of step."""
 
     message: float
     between: Mapping[Kind, float]
@@ -185,8 +184,6 @@ def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Sch
 
 @dataclass(frozen=True)
 class RecordedCosts(Costs):
-    """Each entry takes its recorded time."""
-
     recorded: Mapping[tuple[int, Step], ExecutedStep] = field(default_factory=dict)
 
     def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
@@ -199,7 +196,7 @@ def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = 
 
 
 def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """(kind, stage) -> median seconds of a step, for `costs.from_measured`."""
+    """By (kind, stage), for `costs.from_measured`."""
     found: dict[tuple[Kind, int], list[float]] = {}
     for each in records:
         stage = schedule.stage(each.rank, each.step.chunk)

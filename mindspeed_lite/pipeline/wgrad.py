@@ -29,7 +29,7 @@ class WgradQueue:
         return tuple(self._hooks)
 
     def call_when_done(self, hook: Callable[[], object]) -> None:
-        """Register a hook to run after deferred gradients are computed, e.g. to reduce them."""
+        """Register a hook, e.g. to reduce the gradients."""
         self._hooks.append(hook)
 
     def drain(self, announce: bool = True, most: int | None = None) -> int:
@@ -44,7 +44,7 @@ class WgradQueue:
 
 
 class WgradBatches:
-    """Deferred weight gradients of several layers, one batch per backward pass."""
+    """One batch of several layers' weight gradients per backward pass."""
 
     def __init__(self, queues: Sequence[WgradQueue]) -> None:
         self._queues = tuple(queues)
@@ -55,7 +55,6 @@ class WgradBatches:
         return len(self._batches)
 
     def seal(self) -> None:
-        """End a batch: everything queued since the last call."""
         lengths = list(map(len, self._queues))
         self._batches.append([length - before for length, before in zip(lengths, self._sealed, strict=True)])
         self._sealed = lengths

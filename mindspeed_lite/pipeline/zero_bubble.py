@@ -1,8 +1,7 @@
 """Finds an order with separate weight gradients for given costs and memory.
 
 List scheduler with the heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241, section
-3.1): forwards and backwards alternate, weight gradients fill gaps and free memory. Keeps the shortest of a few
-settings.
+3.1): weight gradients fill gaps and free memory. Keeps the shortest of a few settings.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .orders import OrderError, PipelineShape
 from .simulate import simulate
 from .steps import Kind, Placement, Schedule, Step
 
-# Micro-batches per rank in trials of settings.
+# Per rank, to try settings.
 _TRIED_ROUNDS = 6
 
 
@@ -65,10 +64,10 @@ def automatic(
 
 @dataclass(frozen=True)
 class _Settings:
-    """One setting of the heuristic.
+    """Setting of the heuristic.
 
     bound: maximum chunk activations of a rank.
-    taper: decrease of warm-up forwards per later rank; 1 as in 1F1B, 0 as many as memory allows.
+    taper: fewer warm-up forwards per later rank; 1 as in 1F1B, 0 as many as memory allows.
     patience: share of a weight gradient's time by which it may delay a step whose input arrives meanwhile.
     alternates: prefer a forward after a backward; else always backwards.
     """
@@ -81,8 +80,6 @@ class _Settings:
 
 @dataclass
 class _Rank:
-    """Progress of a rank, and arrival of its next inputs."""
-
     entries: list[Step]
     next_forward: list[int]
     next_backward: list[int]
@@ -140,7 +137,7 @@ class _Run:
         return None
 
     def _next(self, kind: Kind, counts: list[int]) -> list[Step]:
-        """Next step of each chunk; the last chunk first ends a micro-batch soonest."""
+        """The last chunk first: ends a micro-batch soonest."""
         return [
             Step(kind, chunk, counts[chunk])
             for chunk in sorted(range(self._shape.chunks), reverse=True)
@@ -149,7 +146,7 @@ class _Run:
 
     def _has_room(self, number: int, step: Step) -> bool:
         rank, shape, settings = self._ranks[number], self._shape, self._settings
-        # Reserve memory for each later chunk, so that the oldest micro-batch can always continue.
+        # Memory for later chunks, so that the oldest micro-batch can continue.
         kept_free = shape.chunks - 1 - step.chunk
         ahead = sum(rank.next_forward) - sum(rank.next_backward)
         limit = max(round(settings.bound * (1 - settings.taper * number / shape.ranks)), shape.chunks)

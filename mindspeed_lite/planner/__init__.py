@@ -1,17 +1,15 @@
 """Predicts memory and time of a training from its arguments, and searches layouts. Runs nothing.
 
-arguments, flags    command line parsing
-training            TrainingConfig
-layers, layout      layers of each pipeline stage
+arguments, flags, training   command line -> TrainingConfig
+layers, layout      layers of each stage
 parameters, optimizer   parameters, gradients, optimizer states
 activations, pieces, context, latent, further_tokens, experts   saved tensors
 schedule, orders, pipeline_costs   pipeline schedule
 changes, swapped    memory features
 estimate            memory of each rank
-
 work, layer_work    operators and messages
-devices, published, calibrated, choose_device   their prices
-seconds, step_time  time of a step
+devices, published, calibrated, choose_device   prices
+seconds, step_time  step time
 layouts, candidates, search, why   layout search
 """
 

@@ -1,8 +1,7 @@
 """Lists the tensors one micro-batch saves for backward on one rank.
 
-An entry is a storage held by autograd; views count once, as the whole storage. It models Megatron's local
-implementation, torch's operators, and features' operators. Sequence parallelism divides tokens outside linear layers
-by TP.
+An entry is a storage held by autograd, counted once and whole. Models Megatron's local implementation, torch's
+operators, and features' operators. Sequence parallelism divides tokens outside linear layers by TP.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from .training import TrainingConfig
 def layer(
     training: TrainingConfig, number: int, place: int, chunk: int, *, attention: int | None = None
 ) -> list[MemoryEntry]:
-    """Entries of transformer layer `number` of the model, at a place of a chunk; all from 0.
-
-    attention: layer number for attention, if different.
-    """
+    """Layer `number` at a place of a chunk, from 0; attention: its number for attention, if different."""
     has_experts = training.is_moe(number)
     gives_up, hidden = norm_is_recomputed(training, place, chunk), hidden_bytes(training)
     part = "experts" if has_experts else "mlp"
@@ -96,12 +92,10 @@ def final_norm(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def loss(training: TrainingConfig) -> list[MemoryEntry]:
-    """Entries of output layer, cross-entropy and mask."""
     return [*logits(training), MemoryEntry("output", "mask of the loss", 4 * tokens(training))]
 
 
 def logits(training: TrainingConfig) -> list[MemoryEntry]:
-    """Entries of output layer and cross-entropy."""
     rows, hidden = tokens(training), hidden_bytes(training)
     logits, found = rows * (training.padded_vocab_size // training.tp), []
     if training.use_fused_linear_cross_entropy:
@@ -123,7 +117,7 @@ def logits(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEntry]:
-    """Entries shared by all layers and micro-batches of a chunk."""
+    """Shared by all layers and micro-batches of a chunk."""
     found = []
     angles = 8 * training.seq_length // training.cp * training.kv_channels
     if training.multi_latent_attention:
@@ -141,7 +135,6 @@ def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEn
 
 
 def mask(training: TrainingConfig) -> list[MemoryEntry]:
-    """A micro-batch's mask, shared by all layers."""
     return (
         [] if training.flash else [MemoryEntry("attention", "mask", training.micro_batch_size * training.seq_length**2)]
     )
@@ -184,7 +177,7 @@ def _attention(training: TrainingConfig, number: int) -> list[MemoryEntry]:
     is_seen = is_normed and keeps_norm_input(training)
     if is_normed:
         both = norm_bytes(training, rows * heads, size) + norm_bytes(training, rows * groups, size)
-        # Inputs are views of the projection, except a query joined from several groups.
+        # Inputs are projection views, except a query joined from several groups.
         both -= (key if heads > groups > 1 else query + key) if is_seen else 0
         found.append(MemoryEntry("attention", "norms of query and key", both))
     scores = _scores(training, heads, number)

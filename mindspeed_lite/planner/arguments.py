@@ -1,6 +1,6 @@
 """Parses a training command line into a TrainingConfig, without Megatron.
 
-Uses Megatron's flags and defaults. Ignores flags not known to affect memory.
+Uses Megatron's defaults. Ignores flags not known to affect memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
 def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """Parse and check a command line, which may include script and launcher.
-
-    vocabulary: unpadded size, if the command leaves it to a tokenizer.
-    """
+    """Parse and check; vocabulary: unpadded size, if the command leaves it to a tokenizer."""
     return check(describe(words, world_size, device, vocabulary))
 
 
 def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """`read` without the checks."""
+    """Unchecked `read`."""
     given = _parse(words)
     for name in flags.REQUIRED:
         if name not in given:
@@ -216,7 +213,6 @@ def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
 
 
 def _parse(words: Sequence[str]) -> dict[str, object]:
-    """Name -> value of known flags."""
     found: dict[str, object] = {}
     place = 0
     while place < len(words):
@@ -254,7 +250,7 @@ def _one(flag: str, values: Sequence[str]) -> str:
 
 
 def _window(text: str) -> tuple[int, int]:
-    """Two numbers, with or without parentheses, as in Megatron."""
+    """With or without parentheses, as in Megatron."""
     try:
         before, after = (int(each) for each in text.strip("()").split(","))
     except ValueError:
@@ -285,13 +281,13 @@ def _refuse(flag: str, values: Sequence[str]) -> None:
 
 
 def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Flags without predicted effect on time, and what is predicted instead."""
+    """Flags without predicted time, and what is predicted instead."""
     asked = {word.partition("=")[0] for word in words}
     return [(flag, reason) for flag, reason in flags.NOT_TIMED.items() if flag in asked]
 
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Unknown flags and the known flag they resemble."""
+    """Unknown flags and similar known ones."""
     tables = (
         flags.ON,
         flags.TIMED,

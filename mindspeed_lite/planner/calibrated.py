@@ -24,8 +24,6 @@ Sample = tuple[tuple[str, ...], Sequence[float], float, float]
 
 @dataclass(frozen=True)
 class Surface:
-    """Measured rates, weighted by distance in between; nearest outside."""
-
     points: Sequence[tuple[tuple[float, ...], float]]
 
     def rate(self, *where: float) -> float:
@@ -47,7 +45,7 @@ def surface(samples: Sequence[tuple[Sequence[float], float, float]]) -> Surface:
 
 @dataclass(frozen=True)
 class CalibratedDevice:
-    """Calibrated device, for nodes with a given number of processes.
+    """Calibrated device.
 
     Attributes:
         overlap: share of a message that overlaps with computation; 0 if a rank has one core.
@@ -84,7 +82,7 @@ class CalibratedDevice:
         return 0.0 if found is None else work.numbers / found.rate(work.numbers)
 
     def message(self, work: CollectiveCall) -> float:
-        """Interpolated over bytes for the group size; unmeasured sizes scale by message count."""
+        """Interpolated over bytes; unmeasured group sizes scale by message count."""
         size = work.group.size
         if size == 1:
             return 0.0
@@ -124,7 +122,7 @@ class CalibratedDevice:
 
 
 def read(path: Path, ranks: int = 1) -> CalibratedDevice:
-    """Load a calibration for this number of processes; raises ArgumentError for other files."""
+    """For `ranks` processes; raises ArgumentError for other files."""
     try:
         return _device(json_file.read(path, _FILE), ranks)
     except json_file.JsonFileError as error:
@@ -208,7 +206,7 @@ def _pass(is_backward: bool) -> str:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds of a message: linear between measured sizes, at the last rate beyond."""
+    """Linear between measured sizes, at the last rate beyond."""
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
     for (small, fast), (large, slow) in itertools.pairwise(points):

@@ -64,7 +64,7 @@ class LayoutCandidate:
         return " ".join(shown)
 
     def applied(self, base: TrainingConfig) -> TrainingConfig:
-        """The command's training with this choice, unchecked."""
+        """Unchecked."""
         changed: dict[str, object] = {
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.tp > 1,
@@ -130,21 +130,21 @@ def without_chosen(words: Sequence[str]) -> list[str]:
 def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
     """Candidates with dividing sizes, TP within a node, and at least 512 tokens per rank.
 
-    Others cannot run, or send every layer's activations between nodes.
+    Others cannot run, or send activations between nodes.
     """
     for layout in layouts(base, world_size, node):
         yield from variants(base, layout)
 
 
 def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCandidate]:
-    """A layout with all memory options, largest memory first."""
+    """All memory options, largest memory first."""
     for recompute in RECOMPUTE:
         for states in STATES if base.bf16 else STATES[:1]:
             yield replace(layout, recompute=recompute, states=states)
 
 
 def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
-    """Candidates without recomputation, all states on the device."""
+    """Without recomputation, all states on the device."""
     for tp in _divisors(world_size, min(node, base.num_attention_heads)):
         if base.num_attention_heads % tp or (base.groups % tp and tp % base.groups):
             continue

@@ -1,7 +1,4 @@
-"""Predicts each memory feature's effect on the peak rank: the training with and without it.
-
-The peak rank may differ between the two.
-"""
+"""Predicts each memory feature's effect on the peak rank, which may change."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class _Toggle:
 def _switch(
     flag: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, name: str = "", **off: object
 ) -> _Toggle:
-    """Single-switch feature, stored under the flag's own name or another."""
+    """Stored under the flag's own name or another."""
     name = name or flag.removeprefix("--").replace("-", "_")
     return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False, **off}, applies)
 
@@ -206,7 +203,7 @@ _TOGGLES = (
 
 
 def changes(training: TrainingConfig) -> Iterator[Change]:
-    """Applicable features that make a difference."""
+    """Only features that make a difference."""
     here = ranks(training)
     for toggle in _TOGGLES:
         if not toggle.applies(training):

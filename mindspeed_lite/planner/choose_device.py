@@ -11,13 +11,11 @@ from .training import ArgumentError
 
 
 def pricer_of(name: str, calibration: Path | None, ranks: int = 1) -> tuple[Pricer, str]:
-    """Pricer and kind (cpu, cuda or npu) of a device.
+    """Pricer and kind (cpu, cuda or npu). Raises ArgumentError.
 
     Args:
         name: of the table, or `here` for the `mindspeed-lite calibrate` file.
         ranks: processes per node, where they affect rates.
-    Raises:
-        ArgumentError: there is no such device or file.
     """
     if name == "here":
         if calibration is None or not calibration.is_file():

@@ -1,7 +1,7 @@
-"""Predicts attention tensors saved under context parallelism, by algorithm and layer.
+"""Predicts attention tensors saved under context parallelism.
 
-Ring and gathered keys keep the rank's own rows as on a single rank; a ring's cache adds received blocks within the
-window. Ulysses keeps exchanged queries, keys, values and output, and the returned output.
+Ring and gathered keys keep the rank's own rows; a ring's cache adds received blocks within the window. Ulysses keeps
+exchanged queries, keys, values and output, and the returned output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMM_TYPES: dict[str, Algorithm] = {
 
 
 def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
-    """Algorithm of layer `layer`, from 0."""
+    """Layers count from 0."""
     if training.context_parallel_algo:
         return ALGORITHMS[training.context_parallel_algo]
     types = training.cp_comm_type
@@ -73,7 +73,7 @@ def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
 
 
 def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
-    """Keys and values of other ranks that a ring keeps."""
+    """Kept by a ring's cache."""
     policy, ranks = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer)
     if not policy or algorithm(training, layer) not in ("ring", "hybrid"):
         return []
@@ -88,9 +88,9 @@ def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
 
 @functools.lru_cache(maxsize=64)
 def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
-    """Most blocks of other ranks that any ring rank computes with.
+    """Most blocks of other ranks that any rank computes with.
 
-    Rank r holds chunks r and 2P - 1 - r, of `chunk` rows each. A sliding window excludes chunks beyond it.
+    Rank r holds chunks r and 2P - 1 - r, of `chunk` rows each; a sliding window excludes some.
     """
     if window is None:
         return ranks - 1
@@ -110,14 +110,14 @@ def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
 
 
 def _heads(training: TrainingConfig, layer: int, size: int) -> int:
-    """Bytes of a rank's keys or values of this head size, after the head exchange."""
+    """Bytes of keys or values of this head size, after the exchange."""
     ranks = sharing(training, layer)
     groups = max(1, training.local_groups // ranks)
     return tokens(training) * ranks * groups * size * training.width
 
 
 def check(training: TrainingConfig) -> None:
-    """Raise ArgumentError for conflicting or unsupported flags."""
+    """Raises ArgumentError for conflicting or unsupported flags."""
     size, degree = training.cp, training.ulysses_degree_in_cp
     if size == 1:
         return
@@ -181,7 +181,6 @@ def _check_heads(training: TrainingConfig, layer: int) -> None:
 
 
 def _least_exposed(training: TrainingConfig) -> Algorithm:
-    """Default algorithm without a flag."""
     try:
         from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
     except (ImportError, OSError) as error:

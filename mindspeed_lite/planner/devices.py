@@ -69,14 +69,13 @@ ALIASES = {"h100": "h100-sxm", "910b": "ascend-910b", "a100-sxm": "a100"}
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Efficiencies relative to published figures, assumed for all devices, not measured.
+    """Assumed efficiencies relative to published figures; not measured.
 
     Attributes:
-        product: share of FLOPS of a large GEMM; smaller ones less, by `half_rows`.
+        product: share of FLOPS of a large GEMM.
         half_rows: rows, columns or inner size at which a GEMM reaches half of that.
         attention, attention_backward: share of FLOPS of fused attention.
-        bandwidth: share of memory bandwidth.
-        link: share of link bandwidth.
+        bandwidth, link: shares of memory and link bandwidth.
         latency, network_latency: seconds of a message within a node, between nodes.
         launch: size-independent seconds of an operator.
     """
@@ -93,6 +92,6 @@ class Assumptions:
 
 
 def named(name: str) -> tuple[str, Figures]:
-    """Full name and figures of a device; raises KeyError."""
+    """Raises KeyError."""
     full = ALIASES.get(name.lower(), name.lower())
     return full, FIGURES[full]

@@ -65,7 +65,6 @@ def ranks(training: TrainingConfig) -> list[Rank]:
 
 
 def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
-    """Ranks of one pipeline stage with these chunks."""
     per_stage = training.world_size // training.pp
     held = parameters.of_stage(training, chunks)
     kept, lines = peak(training, stage, chunks)
@@ -114,20 +113,16 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
 
 
 def sizes(training: TrainingConfig, chunk: Chunk, number: int) -> tuple[int, int]:
-    """Bytes a micro-batch keeps in a chunk after forward, and at the backward peak.
-
-    number: chunk index on its rank.
-    """
+    """Bytes kept after forward, and at the backward peak; number: chunk index on its rank."""
     return _bytes(_after_forward(training, chunk, number)), _bytes(_in_backward(training, chunk, number))
 
 
 def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
-    """Bytes shared by all micro-batches of a chunk."""
+    """Shared by all micro-batches."""
     return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
 
 
 def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
-    """Entries a micro-batch keeps in a chunk between forward and backward."""
     found = [entry for group in _groups(training, chunk, number) for entry in group]
     found += activations.mask(training) if _has_mask(training, chunk) else []
     found += activations.embedding(training) if chunk.embeds else []
@@ -137,7 +132,7 @@ def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[
 
 
 def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
-    """Peak of a forward that overlaps, layer by layer, with another micro-batch's backward."""
+    """Peak of a forward that overlaps, layer by layer, with another's backward."""
     halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
     moments: list[list[MemoryEntry]] = []
     for number in (forward, backward):
@@ -177,7 +172,7 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
 
 
 def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    """A chunk's entries in groups restored together, in layer order."""
+    """Groups restored together, in layer order."""
     found = _own_groups(training, chunk, number)
     found += [activations.final_norm(training)] if chunk.normalizes else []
     for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):

@@ -22,20 +22,20 @@ from .training import TrainingConfig
 
 
 def routed(training: TrainingConfig) -> int:
-    """Token-expert pairs of a micro-batch on this rank's experts."""
+    """Token-expert pairs of a micro-batch."""
     # All ranks send equally many; an expert split over ranks gets each rank's tokens.
     count = norm_tokens(training) * training.moe_router_topk
     even = round(count * training.expert_load)
     factor = training.moe_expert_capacity_factor
     if factor is not None:
-        # Per-rank expert capacity: excess tokens are dropped, padding fills up.
+        # Capacity per rank and expert: drops excess tokens, padding fills up.
         most = math.ceil(count / training.num_experts * factor) * training.num_experts
         even = most if training.moe_pad_expert_input_to_capacity else min(even, most)
     return even * training.etp
 
 
 def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntry]:
-    """Entries of the layer at a place of a chunk, without the router's input."""
+    """Without the router's input."""
     gives_up, level = activation_is_recomputed(training, place, chunk), zero_memory_level(training, place, chunk)
     rows, chosen = norm_tokens(training), routed(training)
     found = [_router(training, rows), _order(training, rows)]

@@ -1,4 +1,4 @@
-"""Flags that affect memory, and flags with unsupported effects.
+"""Flags that affect memory, and unsupported ones.
 
 Names are Megatron's `dest`; defaults are Megatron's.
 """

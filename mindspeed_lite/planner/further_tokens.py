@@ -14,13 +14,13 @@ PART = "further tokens"
 
 
 def parameters(training: TrainingConfig) -> int:
-    """One layer's parameters per rank without the transformer layer: three norms, joining linear layer."""
+    """Per rank, without the transformer layer: three norms, joining linear layer."""
     hidden = training.hidden_size
     return 3 * norm_parameters(training, hidden) + 2 * hidden * hidden // training.tp
 
 
 def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[MemoryEntry]]:
-    """Entries of the first such layer, at a place of a chunk, in groups restored together."""
+    """First such layer at a place of a chunk, in groups restored together."""
     norm, hidden = norm_bytes(training, norm_tokens(training), training.hidden_size), hidden_bytes(training)
     indices = tokens(training) * (8 if training.tp == 1 else 9)
     embedding = [MemoryEntry("embedding", "word indices of further tokens", indices)]
@@ -45,7 +45,6 @@ def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[Memory
 
 
 def loss(training: TrainingConfig) -> list[MemoryEntry]:
-    """Entries of these layers' logits, read with the model's hidden states."""
     rows = tokens(training)
     own = [each for each in activations.logits(training) if each.name != activations.OUTPUT_INPUT]
     # Labels and the unmasked loss.
@@ -55,7 +54,7 @@ def loss(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def check(training: TrainingConfig) -> None:
-    """Raise ArgumentError for combinations Megatron or the prediction does not support."""
+    """Raises ArgumentError for unsupported combinations."""
     if training.use_fused_linear_cross_entropy:
         raise ArgumentError(
             "--use-fused-linear-cross-entropy: with --mtp-num-layers Megatron needs the logits: use "

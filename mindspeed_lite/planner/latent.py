@@ -11,7 +11,6 @@ from .training import ArgumentError, TrainingConfig
 
 
 def parameters(training: TrainingConfig) -> int:
-    """One layer's attention parameters per rank."""
     hidden, heads = training.hidden_size, training.num_attention_heads // training.tp
     narrow, rotary = training.kv_lora_rank, training.qk_pos_emb_head_dim
     found = hidden * (narrow + rotary) // training.tp + narrow * heads * (training.qk_head_dim + training.v_head_dim)
@@ -41,7 +40,7 @@ def projections(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def once(training: TrainingConfig, layers: int) -> list[MemoryEntry]:
-    """Entries kept once by these layers, each with its own angles."""
+    """Each layer has its own angles."""
     if not training.use_fused_rotary_pos_emb:
         return []
     # Yarn's are in the model's dtype, others in fp32.
@@ -50,7 +49,7 @@ def once(training: TrainingConfig, layers: int) -> list[MemoryEntry]:
 
 
 def check(training: TrainingConfig) -> None:
-    """Raise ArgumentError where Megatron's local implementation cannot train."""
+    """Raises ArgumentError where Megatron's local implementation cannot train."""
     if not training.flash:
         raise ArgumentError(
             "--multi-latent-attention: Megatron's own local attention does not take its head sizes: add "
@@ -68,7 +67,7 @@ def check(training: TrainingConfig) -> None:
 
 
 def _narrow(training: TrainingConfig, name: str, width: int, storage: int) -> list[MemoryEntry]:
-    """Entries of a latent projection whose output is part of a storage of `storage` elements."""
+    """Output is part of a storage of `storage` elements."""
     rows, kept = norm_tokens(training), storage * training.width
     if not training.qk_layernorm:
         return [MemoryEntry("attention", f"input of the up-projection of {name}", kept)]

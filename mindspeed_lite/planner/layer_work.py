@@ -1,4 +1,4 @@
-"""Lists one micro-batch's operators and messages in each part of the model, on one rank.
+"""Lists one micro-batch's operators and messages on one rank.
 
 Forward, input gradient and weight gradient of a GEMM have equal flops. Messages overlap with `products` of the same
 pass, `attention` in a ring, the other micro-batch of a `pair`, or nothing.
@@ -23,7 +23,7 @@ Beside = Literal["", "products", "attention", "pair"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Message, its forward and backward counts, and what overlaps with it."""
+    """Message, its counts by pass, and what overlaps with it."""
 
     category: str
     message: CollectiveCall
@@ -64,7 +64,7 @@ def total(parts: Iterable[PartWork]) -> PartWork:
 
 
 def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartWork:
-    """Work of transformer layer `number`, which selects its context-parallel algorithm."""
+    """`number` selects the context-parallel algorithm."""
     norms = Vector("norm", 2 * norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion)
     parts = [PartWork(vectors=(norms, residual), layers=1), attention(training, number)]
@@ -73,7 +73,6 @@ def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartW
 
 
 def attention(training: TrainingConfig, number: int) -> PartWork:
-    """Projections, scores and messages."""
     rows, hidden, tp = tokens(training), training.hidden_size, training.tp
     heads, groups = training.num_attention_heads / tp, training.local_groups
     query, value = training.query_size, training.value_size
@@ -155,7 +154,6 @@ def embedding(training: TrainingConfig) -> PartWork:
 
 
 def output(training: TrainingConfig) -> PartWork:
-    """Final norm, output layer and loss."""
     rows, columns = tokens(training), training.padded_vocab_size // training.tp
     norm = Vector("norm", norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     fused = training.use_fused_cross_entropy or training.use_fused_linear_cross_entropy
@@ -180,7 +178,6 @@ def further(training: TrainingConfig) -> PartWork:
 
 
 def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: int, chunk: int) -> PartWork:
-    """Backward recomputation of the layer at a place of a chunk."""
     granularity, count = training.recompute_granularity, training.recompute_num_layers or 1
     if granularity == "full" and (training.recompute_method != "block" or place < count):
         return layer(training, has_experts, number)
@@ -224,7 +221,7 @@ def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
 
 
 def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> PartWork:
-    """Both GEMMs and the activation; `grouped` experts together, negative: sequentially."""
+    """`grouped` experts together, negative: sequentially."""
     first = width * (2 if training.gated else 1)
     hidden, count = training.hidden_size, abs(grouped)
     if grouped < 0:
@@ -238,7 +235,6 @@ def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: in
 
 
 def _accumulated(training: TrainingConfig, work: PartWork) -> PartWork:
-    """With weight gradient accumulation into the buffers."""
     weights = sum(each.inner * each.columns * max(1, each.experts) for each in work.products)
     return work + PartWork(vectors=(Vector("accumulate", weights, training.fuses_accumulation),))
 
@@ -249,7 +245,7 @@ def _hidden(training: TrainingConfig) -> float:
 
 
 def _tensor_parallel(training: TrainingConfig, enters_only: bool = False) -> Iterator[Traffic]:
-    """Messages of a linear layer pair, or its first; Megatron overlaps some backward ones with GEMMs."""
+    """Of a linear layer pair, or its first; Megatron overlaps some backward ones with GEMMs."""
     if training.tp == 1:
         return
     size, group = _hidden(training), Group(training.tp)

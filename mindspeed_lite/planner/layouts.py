@@ -12,8 +12,8 @@ def balanced(layers: Sequence[float], further: float, count: int, output: float,
     """Layout with the fastest slowest stage; None if there are too few layers.
 
     Args:
-        layers: relative seconds of each layer.
-        further: of an MTP layer; `count` of them stay together, before the loss.
+        layers: relative seconds of each.
+        further: of an MTP layer; `count` of them stay together.
         output: of output layer and loss.
         stages: including virtual ones.
     """
@@ -40,7 +40,7 @@ def balanced(layers: Sequence[float], further: float, count: int, output: float,
 
 
 def _cut(units: Sequence[float], most: float) -> list[int]:
-    """Units per stage, filled from the end; the first stage embeds and gets the rest."""
+    """Filled from the end; the first stage embeds and gets the rest."""
     sizes: list[int] = []
     room = 0.0
     for unit in reversed(units):

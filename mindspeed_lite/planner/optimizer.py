@@ -38,7 +38,6 @@ class States:
 
 
 def states(training: TrainingConfig, parameters: Parameters, stage: int) -> States:
-    """States of a rank of this pipeline stage."""
     dense, experts = (
         _share(training, parameters.dense, training.dp * training.cp),
         _share(training, parameters.experts, training.edp),
@@ -59,12 +58,12 @@ def states(training: TrainingConfig, parameters: Parameters, stage: int) -> Stat
 
 
 def moves(training: TrainingConfig) -> bool:
-    """Whether `--swap-optimizer` applies; a CPU has no second memory."""
+    """A CPU has no second memory."""
     return training.swap_optimizer and training.device != "cpu"
 
 
 def gradient_width(training: TrainingConfig) -> int:
-    """Bytes per element of gradient buffers."""
+    """Bytes per element."""
     if training.bf16:  # Megatron's default is fp32
         return 2 if training.grad_reduce_in_bf16 else 4
     return 4 if training.accumulate_allreduce_grads_in_fp32 else training.width

@@ -28,8 +28,6 @@ _SWITCHES = (
 
 @dataclass(frozen=True)
 class OrderFlags:
-    """A command's order flags, and the other words."""
-
     rest: Sequence[str] = ()
     values: Mapping[str, str] = field(default_factory=dict)
     switches: frozenset[str] = frozenset()
@@ -55,7 +53,6 @@ class OrderFlags:
 
     @property
     def max_live(self) -> int | None:
-        """Bound of the command's own automatic order."""
         text = self.values.get("--pipeline-schedule-max-live")
         if text is None:
             return None
@@ -64,7 +61,6 @@ class OrderFlags:
         return int(text)
 
     def order(self, training: TrainingConfig) -> str:
-        """Name of the command's order."""
         name = self.values.get("--schedules-method") or self.values.get("--pipeline-schedule", "")
         if name == "dualpipev" and "--dualpipev-dw-detach" in self.switches:
             name = "dualpipev-dw-detach"
@@ -89,9 +85,8 @@ class OrderFlags:
 
 @dataclass(frozen=True)
 class OrderCandidate:
-    """A simulated order.
+    """constant_bytes: per rank, independent of micro-batches. activation_bytes: per rank, the rest at its peak.
 
-    constant_bytes: per rank, independent of micro-batches. activation_bytes: per rank, the rest at its peak.
     fits: every rank is within the limit; True without a limit.
     """
 
@@ -103,12 +98,10 @@ class OrderCandidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the peak rank."""
         return max(map(sum, zip(self.constant_bytes, self.activation_bytes, strict=True)))
 
     @property
     def peak_live(self) -> int:
-        """Peak chunk activations of a rank."""
         schedule = self.simulation.schedule
         return max(costs.peak_live(schedule, rank) for rank in range(schedule.num_ranks))
 
@@ -123,7 +116,6 @@ def fastest(found: Sequence[OrderCandidate]) -> OrderCandidate | None:
 class OrderBuilder:
     """Builds and simulates orders of one training.
 
-    flags: of the command; decide message queues.
     seconds: measured; None: relative. overlap: seconds of an overlapped pair over the sum of its steps.
     limit: GiB per rank. max_live: bound of automatic orders, by default from the limit.
     """
@@ -136,7 +128,7 @@ class OrderBuilder:
     max_live: int | None = None
 
     def compare(self, asked: str) -> tuple[list[OrderCandidate], dict[str, str]]:
-        """The command's own order and the requested ones, and why others of `all` do not apply.
+        """The command's and the requested orders, and why others of `all` do not apply.
 
         asked: comma-separated names; `all`.
         Raises OrderError, ScheduleError or ArgumentError if a named order does not apply.
@@ -197,10 +189,7 @@ class OrderBuilder:
         return PipelineShape(t.pp, t.microbatches, chunks, t.microbatch_group_size_per_vp_stage)
 
     def _automatic(self, name: str, chunks: int) -> Schedule:
-        """Zero-bubble order as in training: equal times of stages and steps.
-
-        Bounded by `max_live`, or the largest bound within the limit.
-        """
+        """Bounded by `max_live`, or the largest bound within the limit."""
         shape, ranks = self._shape(chunks), self.training.pp
         placement = steps.v_placement(ranks) if name == "zbv-auto" else steps.interleaved_placement(ranks, chunks)
         alike = costs.uniform(ranks * chunks)

@@ -17,7 +17,6 @@ LAYER_BY_LAYER = "overlapped experts"
 
 
 def name_of(training: TrainingConfig) -> str:
-    """Name in the pipeline's table."""
     if training.schedules_method == "dualpipev":
         return "dualpipev"
     if training.pipeline_schedule:
@@ -32,7 +31,7 @@ def chunks_of(training: TrainingConfig) -> int:
 
 
 def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
-    """Schedule for `microbatches`, 0 for a step's; raises ArgumentError."""
+    """`microbatches`: 0 for a step's; raises ArgumentError."""
     count = microbatches or training.microbatches
     group = training.microbatch_group_size_per_vp_stage or training.pp
     shape = PipelineShape(training.pp, count, chunks_of(training), min(group, count))
@@ -64,7 +63,6 @@ def placement(training: TrainingConfig) -> Placement:
 
 
 def chunks_of_ranks(training: TrainingConfig) -> list[list[Chunk]]:
-    """Chunks of each pipeline rank."""
     where = placement(training)
     if chunks_of(training) != training.vpp:
         training = training.replace(num_virtual_stages_per_pipeline_rank=chunks_of(training))

@@ -32,7 +32,6 @@ class Parameters:
 
 
 def of_stage(training: TrainingConfig, chunks: Iterable[Chunk]) -> Parameters:
-    """Parameters per rank of a stage with these chunks."""
     found = Parameters(0)
     for chunk in chunks:
         if chunk.has_embedding:

@@ -24,24 +24,24 @@ class MemoryEntry:
 
 
 def tokens(training: TrainingConfig) -> int:
-    """Tokens of a micro-batch inside attention and MLP."""
+    """Inside attention and MLP."""
     return training.seq_length // training.cp * training.micro_batch_size
 
 
 def norm_tokens(training: TrainingConfig) -> int:
-    """Tokens of a micro-batch on this rank between attention and MLP."""
+    """Between attention and MLP."""
     return tokens(training) // (training.tp if training.sequence_parallel else 1)
 
 
 def hidden_bytes(training: TrainingConfig) -> int:
-    """Bytes of a micro-batch's hidden states on this rank between attention and MLP."""
+    """Between attention and MLP, per micro-batch and rank."""
     return norm_tokens(training) * training.hidden_size * training.width
 
 
 def is_chosen(training: TrainingConfig, number: int | None, place: int, chunk: int) -> bool:
     """Whether a layer is among the first `number` of its rank; None is all.
 
-    Counts the first layer of every chunk, then the second ones, like the features that release outputs.
+    Counts the first layer of every chunk, then the second ones.
     """
     whole = training.recompute_granularity == "full"
     passed_over = training.recompute_num_layers if whole and training.recompute_method == "block" else 0
@@ -64,7 +64,7 @@ def activation_is_recomputed(training: TrainingConfig, place: int, chunk: int) -
 
 
 def zero_memory_level(training: TrainingConfig, place: int, chunk: int) -> str:
-    """What a layer's experts release: "level0", "level1" or nothing."""
+    """ "level0", "level1" or nothing."""
     level, number = training.moe_zero_memory, training.moe_zero_memory_num_layers
     serves = training.moe_grouped_gemm and training.moe_token_dispatcher_type == "alltoall"
     if level not in ("level0", "level1") or not serves:
@@ -83,7 +83,7 @@ def norm_parameters(training: TrainingConfig, width: int) -> int:
 
 
 def mlp_parameters(training: TrainingConfig, width: int, split: int) -> int:
-    """Of an MLP of this width, split over `split` ranks."""
+    """Split over `split` ranks."""
     local = width // split
     first = local * (2 if training.gated else 1)
     bias = training.add_bias_linear
@@ -99,7 +99,6 @@ def keeps_norm_input(training: TrainingConfig) -> bool:
 
 
 def norm_bytes(training: TrainingConfig, rows: int, width: int) -> int:
-    """Bytes a norm saves."""
     if not keeps_norm_input(training):
         return 8 * rows * width + 4 * rows
     # Mean and deviation; torch's CPU LayerNorm saves them in the model's dtype.
@@ -122,7 +121,7 @@ def mlp(
     of: str = "",
     gives_up_input: bool = False,
 ) -> list[MemoryEntry]:
-    """Entries of an MLP on `rows` tokens, without its input."""
+    """Without its input."""
     size = rows * width * training.width
     middle = 2 * size if training.gated else size
     found = [given_up(part, f"input of the activation{of}", middle, gives_up_input)]

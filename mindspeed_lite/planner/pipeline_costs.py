@@ -19,7 +19,7 @@ from .training import ArgumentError, TrainingConfig
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Measured seconds of a micro-batch on an average rank, all chunks, and of a message."""
+    """Of a micro-batch on an average rank, all chunks, and of a message."""
 
     forward: float
     input_grad: float
@@ -29,7 +29,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one micro-batch on one rank; both parts of backward."""
+    """One micro-batch on one rank."""
 
     forward: float = 0.0
     input_grad: float = 0.0
@@ -42,7 +42,7 @@ class Flops:
 
 
 def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
-    """Model chunks in order, `chunks` per rank. Raises ArgumentError if layers do not divide."""
+    """In order, `chunks` per rank. Raises ArgumentError if layers do not divide."""
     if training.pipeline_model_parallel_layout and chunks != training.vpp:
         raise ArgumentError(
             f"--pipeline-model-parallel-layout gives each rank {training.vpp} model chunks, not {chunks}"
@@ -56,10 +56,7 @@ def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
 def costs(
     training: TrainingConfig, chunks: int, seconds: StepSeconds | None = None, recompute_steps: bool = False
 ) -> Costs:
-    """Costs of every stage, with `chunks` model chunks per rank.
-
-    recompute_steps: recomputations are schedule steps that restore a whole chunk.
-    """
+    """recompute_steps: recomputations are schedule steps that restore a whole chunk."""
     held = model_stages(training, chunks)
     work = [flops(training, chunk) for chunk in held]
     unit = sum(each.forward for each in work) / training.pp
@@ -101,7 +98,7 @@ def costs(
 
 
 def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
-    """Bytes per rank independent of micro-batches: weights, gradients, optimizer, masks."""
+    """Weights, gradients, optimizer, masks."""
     held = model_stages(training, len(placement[0]))
     found = []
     for rank, row in enumerate(placement):
@@ -113,11 +110,10 @@ def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
 
 
 def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
-    """FLOPs of a chunk for one micro-batch on one rank: GEMMs only.
+    """GEMMs of a chunk for one micro-batch on one rank.
 
-    A linear layer takes 2 per weight and token, forward and for each gradient. Attention has no weights; its
-    backward takes
-    twice the forward.
+    A linear layer takes 2 per weight and token, forward and for each gradient; attention's backward takes twice its
+    forward.
     """
     rows = tokens(training)
     found = Flops()
@@ -128,7 +124,7 @@ def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
 
 
 def _active_parameters(training: TrainingConfig, number: int) -> float:
-    """Weights per token in a layer on a rank; experts evenly over ranks."""
+    """Per token on a rank; experts evenly over ranks."""
     held = parameters.of_layer(training, training.is_moe(number))
     if not training.is_moe(number):
         return held.dense

@@ -45,7 +45,7 @@ class PublishedDevice:
         return self._bytes(work.numbers * width * passes) + (self.assumed.launch if passes else 0.0)
 
     def message(self, work: CollectiveCall) -> float:
-        """Ring, or all pairs at once for an all-to-all; across nodes, ranks share all adapters of their node."""
+        """Ring, or all pairs at once for an all-to-all; across nodes it uses the adapters of the group's ranks."""
         size = work.group.size
         if size == 1:
             return 0.0
@@ -64,7 +64,7 @@ class PublishedDevice:
         return rounds * (latency * math.sqrt(size - 1) + moved / rate)
 
     def optimizer(self, parameters: float, is_fused: bool) -> float:
-        """Adam: reads gradient, reads and writes main parameter and moments, writes weight; gradient norm."""
+        """Adam with gradient norm: each state read and written."""
         return self._bytes(parameters * (4 + (30 if is_fused else 54)))
 
     def host_copy(self, size: float) -> float:

@@ -31,20 +31,19 @@ class Moment:
 
 
 def passes(training: TrainingConfig, stage: int) -> Iterator[Pass]:
-    """Passes of one step on a stage, in order."""
     for step in _schedule(training).steps(stage):
         if step.kind is Kind.FORWARD or step.kind in BACKWARDS:
             yield ("forward" if step.kind is Kind.FORWARD else "backward"), step.chunk
 
 
 def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """For each backward: its chunk, and micro-batches held by each chunk, including this one."""
+    """Chunk, and micro-batches held by each chunk, including this one."""
     for each in _moments(_schedule(training), stage):
         yield each.chunk, each.kept
 
 
 def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
-    """Distinct moments of a stage's backwards; ArgumentError if weight gradients wait for memory."""
+    """ArgumentError if weight gradients wait for memory."""
     schedule = _schedule(training)
     if _queues(schedule, stage):
         raise ArgumentError(
@@ -56,7 +55,7 @@ def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
 
 @functools.lru_cache(maxsize=4096)
 def _queues(schedule: Schedule, stage: int) -> bool:
-    """Whether weight gradients are deferred past another pass."""
+    """Whether weight gradients outlast another pass."""
     return any(
         sum(now.queued) > 0 and all(step.kind is not Kind.WEIGHT_GRAD for step in steps_of(entry))
         for entry, now in zip(schedule.ranks[stage], held(schedule, stage), strict=True)

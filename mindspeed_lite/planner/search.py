@@ -1,8 +1,8 @@
-"""Best-first search for the fastest layouts that fit, by a lower bound on time. Misses no better one.
+"""Best-first search for the fastest layouts that fit, by a lower bound on time.
 
-Layouts are visited in order of a quick bound. A visited layout is replaced by its memory variants with their own
-bounds; these are checked for memory, then simulated. The search ends when the next bound exceeds the slowest of the
-best.
+A visited layout is replaced by its memory variants with their own bounds; these are checked for memory, then
+simulated.
+The search ends when the next bound exceeds the slowest of the best, so it misses no better one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from .training import ArgumentError, TrainingConfig
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """Runnable candidate: training, step, bytes of the peak rank, whether it fits."""
-
     candidate: LayoutCandidate
     training: TrainingConfig
     step: StepTime
@@ -89,7 +87,7 @@ class Search:
         return candidates.space(self.base(1), self.world_size, self.pricer.device.ranks_per_node)
 
     def training(self, candidate: LayoutCandidate) -> tuple[LayoutCandidate, TrainingConfig]:
-        """The candidate, with a layout if needed, and its training; raises ArgumentError."""
+        """Adds a layout if needed; raises ArgumentError."""
         base = self.base(candidate.tp)
         stages = candidate.pp * candidate.vpp
         if candidate.pp > 1 and (base.num_layers % stages or base.mtp_num_layers):
@@ -136,13 +134,13 @@ class Search:
         return worst
 
     def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
-        """Evaluate a candidate, even if it does not fit; raises ArgumentError if it cannot run."""
+        """Also if it does not fit; raises ArgumentError if it cannot run."""
         candidate, training = self.training(candidate)
         size, stage = self.bytes(training)
         return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
 
     def quick(self, layout: LayoutCandidate) -> tuple[float, float]:
-        """Lower bounds on seconds and bytes of a layout with any memory options, without its stages.
+        """Lower bounds on seconds and bytes with any memory options, without stages.
 
         The peak stage has at least the average. Raises ArgumentError if no stage runs it.
         """
@@ -164,7 +162,7 @@ class Search:
         return busy / layout.pp * microbatches, size
 
     def run(self, count: int = 10, chosen: Callable[[LayoutCandidate], bool] = lambda candidate: True) -> Result:
-        """Fastest `count` that fit, among those that `chosen` accepts."""
+        """Among candidates that `chosen` accepts."""
         impossible: Counter[str] = Counter()
         queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
         considered = too_large = 0
@@ -228,7 +226,7 @@ class Search:
 
 
 def front(every: Iterable[FoundLayout]) -> list[FoundLayout]:
-    """Pareto front of time and memory, fastest first."""
+    """Pareto front, fastest first."""
     found: list[FoundLayout] = []
     for each in sorted(every, key=lambda one: (one.seconds, one.bytes)):
         if not found or each.bytes < found[-1].bytes:

@@ -12,7 +12,6 @@ Parts = Mapping[str, float]
 
 
 def add(*several: Parts) -> dict[str, float]:
-    """Sums by category."""
     found: dict[str, float] = {}
     for each in several:
         for name, value in each.items():
@@ -50,10 +49,7 @@ class PassSeconds:
 
 
 def price(work: PartWork, again: PartWork, device: DeviceCosts, width: int, overlap: float) -> PassSeconds:
-    """Seconds of a part and its recomputation.
-
-    overlap: share of a message that can overlap with computation, 0 to 1.
-    """
+    """overlap: share of a message that can overlap with computation, 0 to 1."""
     forward = _operators(work, device, width, False, ("forward",))
     backward = _operators(work, device, width, True, ("input_grad",))
     weight = _products(work.products, device, width, "weight_grad")

@@ -26,8 +26,7 @@ class StepTime:
 
     Attributes:
         parts: seconds by category; they sum to the total.
-        microbatches: of the step. rank: pipeline rank described.
-        bound: lower bound on the total from `lower_bound`.
+        rank: pipeline rank described.
     """
 
     parts: Parts
@@ -109,7 +108,7 @@ class Pricer:
 
     @staticmethod
     def _place(training: TrainingConfig, place: int, number: int) -> object:
-        """A chunk's layers differ only in recomputation."""
+        """Layers differ only in recomputation."""
         by_count = (
             training.recompute_method == "block"
             or training.recompute_norm_num_layers is not None
@@ -222,7 +221,7 @@ def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pr
 
 
 def _alone(training: TrainingConfig, row: Sequence[Chunk], pricer: Pricer) -> dict[str, float]:
-    """One micro-batch's exposed expert exchanges."""
+    """Expert exchange seconds exposed without another micro-batch."""
     bare = training.replace(overlap_moe_expert_parallel_comm=False)
     plain = Pricer(pricer.device, pricer.overlap)
     name = "expert parallel"
@@ -237,7 +236,7 @@ def _window(training: TrainingConfig, row: Sequence[PassSeconds]) -> float:
 
 
 def _groups(training: TrainingConfig, params: Parameters) -> list[tuple[float, Group]]:
-    """Parameters and their replica group: dense, then experts."""
+    """Dense, then experts."""
     dense = Group(training.dp * training.cp, training.tp)
     experts = Group(training.edp, training.ep * training.etp)
     return [(params.dense, dense), (params.experts, experts)]
@@ -254,7 +253,7 @@ def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) 
 
 
 def _gathered(training: TrainingConfig, params: Parameters, device: DeviceCosts, overlap: float) -> float:
-    """Parameter all-gather; all but the first bucket overlaps with the first forward."""
+    """All but the first bucket overlaps with the first forward."""
     if not training.use_distributed_optimizer:
         return 0.0
     whole = sum(
@@ -281,12 +280,11 @@ def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts
 
 
 def throughput(training: TrainingConfig, seconds_of_step: float) -> float:
-    """Tokens per second of all ranks."""
     return training.global_batch_size * training.seq_length / seconds_of_step
 
 
 def model_flops(training: TrainingConfig) -> float:
-    """Flops of a step without recomputation, all ranks, as in MFU."""
+    """Without recomputation, all ranks, as in MFU."""
     found = 0.0
     single = training.replace(
         tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,

@@ -23,7 +23,7 @@ def moves(training: TrainingConfig) -> bool:
 
 
 def chosen(training: TrainingConfig) -> frozenset[str]:
-    """Megatron's module names; ArgumentError for unsupported ones."""
+    """Raises ArgumentError for unsupported modules."""
     names = [each.strip() for each in training.swap_modules.split(",") if each.strip()]
     found = frozenset(_ALSO.get(name, name) for name in names)
     for name in sorted(found - set(MODULES)):
@@ -32,7 +32,7 @@ def chosen(training: TrainingConfig) -> frozenset[str]:
 
 
 def layers(training: TrainingConfig, kept: list[list[MemoryEntry]]) -> list[list[MemoryEntry]]:
-    """Entries of a chunk's layers after forward; swapped bytes are restored later."""
+    """After forward; swapped bytes are restored later."""
     if not moves(training):
         return kept
     names = chosen(training)

@@ -31,7 +31,7 @@ class Answer:
 
 
 def condition(text: str) -> Callable[[LayoutCandidate], bool]:
-    """Predicate for text such as `PP8 TP4 recompute full`; raises ArgumentError."""
+    """Predicate for `PP8 TP4 recompute full`; raises ArgumentError."""
     words = text.replace(",", " ").split()
     tests: list[Callable[[LayoutCandidate], bool]] = []
     place = 0
