@@ -1,7 +1,6 @@
 """Vocabulary-parallel cross-entropy.
 
-One all-gather of three values per row, merged in the same order on all ranks: losses are bitwise equal. The backward
-pass does not communicate.
+One all-gather of three values per row, merged in the same order: bitwise equal losses on all ranks.
 """
 
 from __future__ import annotations

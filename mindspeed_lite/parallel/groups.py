@@ -14,8 +14,9 @@ from torch.distributed import distributed_c10d
 def new_groups(group: dist.ProcessGroup, *rank_lists: Sequence[int]) -> list[dist.ProcessGroup]:
     """A new group for each list of global ranks that includes this rank; a collective of `group`.
 
-    torch names such groups by ranks and the process's group count. That count repeats after groups are destroyed and
-    differs between ranks: ranks hang or find stale addresses. Here the ranks agree on a unique name.
+    torch names such groups by ranks and a group count that repeats after groups are destroyed and differs between
+    ranks:
+    ranks hang or find stale addresses. Here the ranks agree on a unique name.
     """
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, dist.get_global_rank(group, 0), group)

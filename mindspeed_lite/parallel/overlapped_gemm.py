@@ -126,11 +126,11 @@ class FusedGemmCollective(ABC):
     def _gather(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(GEMM of all rows, these rows if `keep`) for a contiguous x."""
+        """(GEMM of all rows, these rows if `keep`)."""
 
     @abstractmethod
     def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """This rank's rows of the sum over ranks, for a contiguous x."""
+        """This rank's rows of the sum over ranks."""
 
     def gather_matmul(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False

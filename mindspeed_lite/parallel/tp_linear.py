@@ -31,12 +31,10 @@ class WgradHandler(Protocol):
     """Computes or defers the weight gradient dy^T x."""
 
     def defer(self, dy: torch.Tensor) -> bool:
-        """Queue dy in the layer's own shape and return True, or return False."""
+        """Queue dy in the layer's shape and return True, or return False."""
         ...
 
-    def deferred(self) -> torch.Tensor | None:
-        """The gradient autograd gets for a deferred one."""
-        ...
+    def deferred(self) -> torch.Tensor | None: ...
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """Compute from dy [M, N] and x [M, K]; returns the gradient for autograd."""
@@ -44,8 +42,6 @@ class WgradHandler(Protocol):
 
 
 class AutogradWgrad:
-    """Computes the weight gradient immediately and returns it to autograd."""
-
     def defer(self, dy: torch.Tensor) -> bool:
         return False
 

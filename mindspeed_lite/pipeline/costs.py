@@ -142,7 +142,7 @@ def from_measured(
     message: float = 0.0,
     between: Mapping[Kind, float] | None = None,
 ) -> Costs:
-    """seconds: by kind and stage (`trace.median_seconds`); a full backward splits in half."""
+    """Costs from seconds by kind and stage (`trace.median_seconds`); full backwards split in half."""
 
     def of(kind: Kind, stage: int) -> float:
         return seconds.get((kind, stage), 0.0)

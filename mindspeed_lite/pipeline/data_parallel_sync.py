@@ -41,9 +41,11 @@ class SyncPlan:
 
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
-    """As in Megatron, ranks start together, since earlier ranks complete chunks later.
+    """Plan of a rank.
 
-    A reduction starts `rank` steps after the chunk is complete, a gather as many steps earlier.
+    A reduction starts `rank` steps after its chunk is complete, a gather as many steps earlier: as in Megatron,
+    ranks then
+    start together.
     """
     adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
     complete = {step.chunk: index for index, step in enumerate(adding)}

@@ -39,8 +39,9 @@ class BoundStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProgram:
-    """transfers: `transfers[i]` are the calls before step i; the last entry follows the last step.
+    """Steps and calls of a rank.
 
+    transfers: `transfers[i]` are the calls before step i; the last entry follows the last step.
     paired: indices of forwards that run in one call with the next backward.
     """
 
@@ -56,8 +57,9 @@ class RankProgram:
 def compile_program(
     schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
 ) -> RankProgram:
-    """lookahead: steps by which receives are early, if the order allows it.
+    """Compile a rank's program.
 
+    lookahead: steps by which receives are early, if the order allows it.
     joining: what one call may carry; "none" if calls first exchange something else, such as lengths.
     pairs: run overlapped pairs in one call.
 

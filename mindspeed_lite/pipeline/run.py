@@ -105,8 +105,9 @@ def run(
     before: Mapping[int, Hook] = {},
     after: Mapping[int, Hook] = {},
 ) -> None:
-    """keep: hold inputs and outputs for backward passes, and release sent outputs.
+    """Execute a program.
 
+    keep: hold inputs and outputs for backward passes, and release sent outputs.
     before, after: hooks by index in the program.
     """
     executor = _Executor(program, passes, transport, keep, trace, before, after)
@@ -121,8 +122,9 @@ def run(
 
 
 class _Executor:
-    """tensors: message -> tensor. waits: message -> waits for its arrival.
+    """Tensors of one run.
 
+    tensors: message -> tensor. waits: message -> waits for its arrival.
     held: (chunk, micro-batch) -> (input, output) for its backward.
     sending: messages of the last send, and its wait.
     """

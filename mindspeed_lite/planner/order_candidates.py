@@ -85,8 +85,9 @@ class OrderFlags:
 
 @dataclass(frozen=True)
 class OrderCandidate:
-    """constant_bytes: per rank, independent of micro-batches. activation_bytes: per rank, the rest at its peak.
+    """A simulated order.
 
+    constant_bytes: per rank, independent of micro-batches. activation_bytes: per rank, the rest at its peak.
     fits: every rank is within the limit; True without a limit.
     """
 

@@ -64,7 +64,7 @@ class PublishedDevice:
         return rounds * (latency * math.sqrt(size - 1) + moved / rate)
 
     def optimizer(self, parameters: float, is_fused: bool) -> float:
-        """Adam with gradient norm: each state read and written."""
+        """Adam: reads gradient, reads and writes main parameter and moments, writes weight; gradient norm."""
         return self._bytes(parameters * (4 + (30 if is_fused else 54)))
 
     def host_copy(self, size: float) -> float:

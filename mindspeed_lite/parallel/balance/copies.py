@@ -53,7 +53,7 @@ class Slots(NamedTuple):
         return found
 
     def route(self, routing_map: torch.Tensor, probs: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """routing_map and probs [T, experts] -> both as [T, places]; closed places have no token."""
+        """[T, experts] -> [T, places]; closed places have no token."""
         index = torch.tensor(self.experts(), device=probs.device)
         is_open = torch.tensor(self.open(rank), device=probs.device)
         return routing_map.index_select(1, index) & is_open, probs.index_select(1, index)
@@ -77,7 +77,7 @@ def gather_counts(
 
 
 class PendingGradients:
-    """Gradient reductions of copies in flight, at most one layer's."""
+    """Gradient reductions in flight, at most one layer's."""
 
     def __init__(self) -> None:
         self._works: list[Any] = []
@@ -124,14 +124,14 @@ class CopyPlan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[experts, elements] of the flat copies."""
+        """[experts, elements]."""
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
         """own: parameters of each copied expert of this rank, None for others."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
-        # Ranks that own none also run backward.
+        # Every rank runs backward.
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
@@ -154,7 +154,7 @@ class CopyPlan(NamedTuple):
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: torch.Tensor) -> list[Any]:
-        """Start reductions to the owners; values on other ranks are lost."""
+        """Values on other ranks are lost."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 

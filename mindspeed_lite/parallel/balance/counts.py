@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .record import LoadStep
 
-# Fixed-point unit (1 / 1024 token): integer sums are equal on every rank.
+# Fixed-point unit (1 / 1024 token): equal sums on every rank.
 _PARTS = 1024
 # Weight of the past.
 _DECAY = 0.9
@@ -26,9 +26,8 @@ class ExpertPlace:
 class LoadCounter:
     """One rank's counts by step, layer and expert.
 
-    Args:
-        layers: of the whole model. experts: over all ranks.
-        interval: maximum steps between two messages.
+    layers, experts: of the whole model.
+    interval: maximum steps between two messages.
     """
 
     def __init__(self, layers: int, experts: int, interval: int, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class LoadCounter:
         self._counts = torch.zeros(interval, layers, experts, dtype=torch.int32, device=device)
         self._tokens = [[0] * layers for _ in range(interval)]
         self._steps: list[int] = []
-        # (step index, row) -> expert at each place, where experts have moved.
+        # (step index, row) -> expert at each place.
         self._experts_at: dict[tuple[int, int], Sequence[int]] = {}
 
     @property
@@ -55,12 +54,12 @@ class LoadCounter:
         self._tokens[place][row] += routing_map.shape[0]
 
     def end_step(self, step: int, experts_at: Mapping[int, Sequence[int]] | None = None) -> None:
-        """experts_at: row -> expert at each place, for layers whose experts moved."""
+        """experts_at: row -> expert at each place, where experts moved."""
         self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
     def take(self, place: ExpertPlace, group: dist.ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
-        """Sum the counts over all ranks and reset. A collective after the same step on every rank.
+        """Sum over all ranks and reset. A collective after the same step on every rank.
 
         Returns:
             On the group's first rank, rows with tokens and the steps with these rows; else nothing.
@@ -100,7 +99,7 @@ class LoadCounter:
 
 
 class LoadAverage:
-    """Exponential average of one layer's tokens by expert on this rank."""
+    """Exponential average of one layer's tokens by expert."""
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self._counts = torch.zeros(experts, dtype=torch.int64, device=device)
@@ -130,7 +129,7 @@ def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -
 
 
 def same_on_all_ranks(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Whether each value is equal on all ranks. A collective."""
+    """Per value. A collective."""
     sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return [largest == -smallest for largest, smallest in sent.tolist()]

@@ -83,7 +83,7 @@ def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list
 
 
 def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """Least cost of the slowest rank: the mean, or the most expensive unit with the cheapest others."""
+    """The mean, or the most expensive unit with the cheapest others."""
     each = len(costs) // ranks
     ordered = sorted(costs)
     return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))
@@ -91,10 +91,10 @@ def lower_bound(costs: Sequence[float], ranks: int) -> float:
 
 @dataclass(frozen=True)
 class LengthOutcome:
-    """Attention cost of the slowest rank over the mean.
+    """Cost of the slowest rank over the mean.
 
     name: "in order", "balanced", "balanced for waits" (experts over several ranks) or "lower bound".
-    step: ranks synchronise per step. micro_batch: per micro-batch (expert parallelism).
+    step, micro_batch: where ranks synchronise; the latter with expert parallelism.
     """
 
     name: str
@@ -114,11 +114,7 @@ def _groups(items: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def simulate(costs: Sequence[int], ranks: int, step: int, micro_batch: int = 1) -> list[LengthOutcome]:
-    """Outcomes over whole steps of `step` samples.
-
-    Raises:
-        ValueError: no step, or one without equal numbers of micro-batches.
-    """
+    """Outcomes over whole steps of `step` samples. Raises ValueError without equal micro-batches."""
     if step % (micro_batch * ranks):
         raise ValueError(f"{step} samples are no micro-batches of {micro_batch} for each of {ranks} ranks")
     steps = [

@@ -1,7 +1,6 @@
 """Orders a step's micro-batches for equal attention cost on data-parallel ranks.
 
-Attention cost is quadratic in document length. Micro-batches are unchanged; only their ranks differ. Standard library
-only.
+Attention cost is quadratic in document length. Only the ranks of micro-batches change. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,12 +20,9 @@ def attention_pairs(lengths: Iterable[int]) -> int:
 def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -> list[int]:
     """[units], the unit at each place; place p belongs to rank p mod ranks.
 
-    Args:
-        waits: ranks synchronise in every micro-batch (expert parallelism), so simultaneous units get similar costs.
-            Otherwise rank sums are balanced, the most expensive units first.
-
-    Raises:
-        ValueError: the ranks do not divide the units.
+    waits: ranks synchronise in every micro-batch (expert parallelism): simultaneous units get similar costs.
+        Otherwise rank
+    sums are balanced, the most expensive units first. Raises ValueError if ranks do not divide the units.
     """
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"{len(costs)} micro-batches are not equally many for each of {ranks} ranks")
@@ -97,12 +93,9 @@ class StepOrder:
     keeps
     its order.
 
-    Args:
-        first: first sample of the first step.
-        total: samples of the data set.
-        step: samples per step, all ranks.
-        micro_batch: samples per micro-batch.
-        cost_of: cost of a sample by its index.
+    first, total: first sample, samples of the data set.
+    step, micro_batch: samples, the former over all ranks.
+    cost_of: cost of a sample by its index.
 
     Raises:
         ValueError: a step has no equal numbers of micro-batches.

@@ -30,7 +30,7 @@ class CopyCosts(NamedTuple):
         return self.copy / saved if saved else float("inf")
 
     def break_even_of_move(self, share: float, steps: int) -> float:
-        """Tokens per step a move must take off the fullest rank to pay.
+        """The same for a move, in tokens per step.
 
         share: bytes of a move over those of a copy. steps: until the next placement.
         """
@@ -48,11 +48,8 @@ def measure(
 ) -> CopyCosts:
     """Time copies and GEMMs; returns the slowest rank's times.
 
-    Args:
-        parameters: of one expert; matrices are [N, K].
-        rows: approximate tokens of an expert in a micro-batch.
-        sharers: ranks that copies go to.
-        all_sharers: ranks that must decide alike.
+    parameters: of one expert, [N, K]. rows: approximate tokens per expert and micro-batch.
+    sharers, all_sharers: ranks that copies go to, that must decide alike.
     """
     matrices = [each.detach() for each in parameters if each.dim() == 2]
     inputs = [torch.ones(max(1, rows), each.shape[1], dtype=each.dtype, device=each.device) for each in matrices]

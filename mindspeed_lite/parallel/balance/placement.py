@@ -54,10 +54,7 @@ def greedy(loads: Sequence[float], ranks: int) -> list[int]:
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange the fullest rank's experts within their slot, while the larger sum falls.
-
-    Each exchange minimises the larger sum, so few experts move.
-    """
+    """Exchange the fullest rank's experts within their slot, while the larger sum falls."""
     placement, local = list(before), len(loads) // ranks
     sums = rank_loads(loads, before, ranks)
     held = [[0] * local for _ in range(ranks)]
@@ -84,7 +81,7 @@ def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[
 
 
 def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
-    """Assign groups to the ranks that already hold most of them."""
+    """Keep groups; each goes to the rank that holds most of it."""
     shared = [[0] * ranks for _ in range(ranks)]
     for new, old in zip(placement, before, strict=True):
         shared[new][old] += 1
@@ -97,10 +94,7 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """Placement for predicted loads, or `before` if none pays.
-
-    price: tokens per step the fullest rank must lose for each moved slot.
-    """
+    """Placement, or `before` if none pays; price: tokens per step to gain per moved slot."""
 
     def cost(placement: Sequence[int]) -> tuple[float, int]:
         moves = len(slot_moves(placement, before, ranks))
@@ -126,7 +120,7 @@ def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[
 
 
 def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
-    """[experts], the expert at each place: rank by rank, in slot order."""
+    """[experts]: rank by rank, in slot order."""
     local = len(placement) // ranks
     found = [0] * len(placement)
     for expert, rank in enumerate(placement):
@@ -163,7 +157,7 @@ class SentTokens:
 
 
 def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collection[int]) -> list[float]:
-    """[ranks], tokens computed; those of a copied expert stay on their source."""
+    """[ranks]; tokens of a copied expert stay on their source."""
     found = rank_loads(sent.totals, placement, sent.ranks)
     for expert in copied:
         found[placement[expert]] -= sent.totals[expert]

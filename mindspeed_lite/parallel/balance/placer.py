@@ -1,4 +1,4 @@
-"""Moves experts between ranks during training; restores the home placement for checkpoints."""
+"""Moves experts between ranks during training; checkpoints use the home placement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 
 @torch.no_grad()
 def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
-    """Exchange an expert's tensors in place; returns the bytes sent. A collective.
+    """Exchange tensors in place; returns the bytes sent. A collective.
 
     tensors: equal in number, shapes and dtypes on every rank of `group`.
     """
@@ -96,7 +96,7 @@ class PlacedExperts:
         return after, now, then
 
     def move(self, after: list[int], state_of: StateOfSlot) -> int:
-        """Exchange experts to reach `after`; returns the bytes sent. A collective."""
+        """Returns the bytes sent. A collective."""
         sent = 0
         for each in placements.slot_moves(after, self.placement, self.ranks):
             with state_of(each.slot) as tensors:
@@ -106,8 +106,6 @@ class PlacedExperts:
 
 
 class PlacementGroup(NamedTuple):
-    """Ranks with experts of the same layers, and replicas of each."""
-
     group: dist.ProcessGroup
     replicas: int
 
@@ -115,13 +113,8 @@ class PlacementGroup(NamedTuple):
 class Placer(abc.ABC):
     """Places the experts of every layer; subclasses access the model and its optimizers.
 
-    Args:
-        interval: steps between two placements.
-        break_even: tokens per step the fullest rank must lose per moved slot; None to measure it.
-
-    Attributes:
-        layers: in the order of the first forward pass.
-        prices: break-even by the sizes of an expert's parameters.
+    interval: steps between two placements. break_even: tokens per step to gain per moved slot; None to measure it.
+    layers: in the order of the first forward pass. prices: break-even by the sizes of an expert's parameters.
     """
 
     def __init__(self, interval: int, break_even: float | None) -> None:
@@ -217,7 +210,7 @@ class Placer(abc.ABC):
         return [each for each in self.layers if self._served[each]]
 
     def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
-        """Break-even in tokens per step; tokens: approximate, of an expert."""
+        """In tokens per step; tokens: approximate, of an expert."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
@@ -236,7 +229,7 @@ class Placer(abc.ABC):
         return self.prices[shapes]
 
     def _move(self, plans: Mapping[Any, list[int]]) -> int:
-        """Returns the bytes this rank sent. A collective."""
+        """Returns the bytes sent. A collective."""
         moving = {layer: after for layer, after in plans.items() if after != self.layers[layer].placement}
         for layer in plans:
             self.layers[layer].wanted = None
@@ -257,7 +250,7 @@ def _state_of_slot(
 
 
 def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
-    """Hash of what experts must share to be exchangeable."""
+    """Hash of what exchangeable experts share."""
     text = [
         [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
     ]

@@ -1,7 +1,6 @@
 """Expert load record: JSON lines, a header and a line per step.
 
-Repeated steps of a resumed training override earlier ones. An unfinished line is skipped if it is the last or a header
-follows. Standard library only.
+Later lines for a step win (resumed trainings). An unfinished line is skipped if it is the last or a header follows.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ FORMAT, VERSION = "mindspeed_lite expert load", 1
 class LoadHeader:
     """Header of a training.
 
-    experts: per layer, over all ranks.
-    expert_parallel: ranks that share a layer's experts.
-    replicas: groups of ranks with the same experts.
-    decoder_layers: layers of the model; MTP layers are numbered after them.
-    layers: numbers of the layers with experts, from 1.
+    experts: per layer. expert_parallel: ranks that share them. replicas: groups of ranks with the same experts.
+    decoder_layers: MTP layers are numbered after them. layers: numbers of MoE layers, from 1.
     """
 
     experts: int
@@ -44,8 +40,7 @@ class LoadHeader:
 class LoadStep:
     """One step, numbered from 1; rows in the order of `LoadHeader.layers`.
 
-    tokens: [layers], routed tokens over all ranks.
-    experts: [layers][experts], over all replicas.
+    tokens: [layers], routed. experts: [layers][experts], over all replicas.
     ranks: [layers][replicas * expert_parallel]; ranks of a replica are adjacent.
     """
 
@@ -127,7 +122,7 @@ def variation(loads: Sequence[int]) -> float:
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """Why this file cannot be appended to, or None; leaves it unchanged."""
+    """Reason, or None; leaves the file unchanged."""
     place = Path(path)
     if place.is_dir():
         return "it is a folder; give a file"

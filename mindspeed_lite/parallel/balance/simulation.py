@@ -16,12 +16,9 @@ from .record import LoadHeader, LoadRecord, LoadStep
 
 @dataclass(frozen=True)
 class BalancingOptions:
-    """Policy settings.
+    """copies: maximum per micro-batch. interval: steps between two placements.
 
-    copies: maximum per micro-batch.
-    interval: steps between two placements.
-    decay: weight of the past, below 1.
-    break_even: tokens per step a copy must take off the fullest rank.
+    decay: weight of the past, below 1. break_even: tokens per step a copy must take off the fullest rank.
     """
 
     copies: int = 3
@@ -58,12 +55,9 @@ class PolicyOutcome:
     """Result of one policy over all steps and layers.
 
     name: "none", "copies", "placement" or "both".
-    fullest: tokens of the fullest rank, summed over layers and steps.
-    known: the same with perfect prediction.
-    even: tokens of a rank at equal load.
+    fullest: tokens of the fullest rank, summed; known: with perfect prediction; even: at equal load.
     by_step: fullest / even of each step.
-    copied: copies made. moved: experts that changed rank.
-    stayed: tokens of copied experts that stayed.
+    copied: copies made. moved: experts that changed rank. stayed: tokens of copied experts that stayed.
     """
 
     name: str
@@ -77,7 +71,6 @@ class PolicyOutcome:
 
     @property
     def imbalance(self) -> float:
-        """Expert time relative to even load."""
         return self.fullest / self.even if self.even else 1.0
 
     @property
@@ -86,7 +79,7 @@ class PolicyOutcome:
 
 
 def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
-    """ranks: of the expert-parallel group. Raises ValueError if they do not divide the experts."""
+    """ranks: of the expert-parallel group; must divide the experts, else ValueError."""
     experts = record.header.experts
     home = placements.contiguous(experts, ranks)
     outcomes = [PolicyOutcome(name) for name in ("none", "copies", "placement", "both")]
@@ -170,7 +163,7 @@ class GeneratedLoad:
 
 
 def _power(experts: int, skew: float) -> float:
-    """The power p at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean."""
+    """Power p at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean."""
     low, high = 0.0, 64.0
     for _ in range(80):
         power = (low + high) / 2

@@ -1,13 +1,11 @@
 """Context-parallel attention: ring, Ulysses, both, or gathered keys.
 
 layout          rows of each rank, blocks left by a positional mask
-blocks          attention over one rank's keys at a time, merged in fp32
+blocks          attention over one rank's keys at a time
 schedule, ring  ring steps, and their execution
-gathered_keys   keys and values from one all-gather
+gathered_keys   all-gathered keys and values
 ulysses         all-to-alls between rows and heads
-cost            predicted exposed communication
-
-All algorithms take and return the rows of `Layout`.
+cost            exposed communication
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def zero_sum(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Partial:
-    """out [s, b, n, dv] and lse [b, n, s] over the keys merged so far."""
+    """out [s, b, n, dv] and lse [b, n, s] over merged keys."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -156,14 +156,12 @@ class RankBlocks:
 
 
 def _positions(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """[rows] int64, stream row of each row of a rank."""
+    """[rows] int64, stream rows."""
     runs = [torch.arange(run.start, run.start + run.length, device=device) for run in layout.shares[rank]]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
 class KeyExchange(Protocol):
-    """Brings the keys and values of all ranks to a rank's queries."""
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: RankBlocks, partial: Partial
     ) -> dict[int, torch.Tensor]:

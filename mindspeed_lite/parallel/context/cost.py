@@ -1,7 +1,8 @@
 """Chooses the algorithm with the least exposed communication.
 
-A ring overlaps a block's keys and values with the previous block's compute; all-to-alls and gathers overlap with
-nothing. The unit of time is a byte on the link.
+A ring overlaps messages with the previous block's compute; other collectives are exposed. The unit of time is a
+byte on
+the link.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def predict(work: AttentionWork, flops_per_byte: float) -> dict[str, Exposed]:
     keys, sums = elements * work.itemsize, elements * _SUM_BYTES
     flops = 2 * work.rows**2 * work.batch * work.heads * (work.size + work.value_size) / (2 if work.causal else 1)
     forward, backward = flops / flops_per_byte, 2.5 * flops / flops_per_byte
-    # Per backward block: the next block's keys, and from the third on the previous block's sums.
+    # Keys of the next block, and from the third on sums of the previous block.
     sent_back = [keys * (step < others) + sums * (step > 1) for step in range(work.ranks)]
     ring = others * max(0.0, keys - forward) + sum(max(0.0, each - backward) for each in sent_back)
     found = {

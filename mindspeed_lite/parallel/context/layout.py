@@ -1,7 +1,8 @@
 """Rows of each context-parallel rank, and attention blocks left by a positional mask.
 
-The stream is the sequence, or the sequences of a pack in order. Megatron's zigzag cuts each sequence into 2P chunks;
-rank r holds chunks r and 2P - 1 - r, which balances a causal mask.
+The stream is the sequence, or the sequences of a pack. Megatron's zigzag gives rank r the chunks r and 2P - 1 - r
+of 2P,
+which balances a causal mask.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ Share = tuple[RowRun, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """shares: runs of each rank, ascending in rows and stream.
+    """Rows of every rank.
 
-    documents: ascending stream spans that attend only to themselves; other rows are padding.
+    shares: runs of each rank, ascending. documents: stream spans that attend only to themselves; other rows are
+        padding.
     """
 
     shares: tuple[Share, ...]
@@ -52,21 +54,15 @@ class Layout:
 
 @functools.lru_cache(maxsize=64)
 def zigzag(length: int, ranks: int) -> Layout:
-    """Split one sequence like Megatron's get_batch_on_this_cp_rank.
-
-    Raises:
-        ValueError: the length is not divisible by 2 * ranks.
-    """
+    """Megatron's get_batch_on_this_cp_rank. Raises ValueError if 2 * ranks do not divide the length."""
     return packed_zigzag(((0, length),), ((0, length),), ranks)
 
 
 @functools.lru_cache(maxsize=64)
 def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
-    """Split each sequence of a pack like Transformer Engine's thd_get_partitioned_indices.
+    """Transformer Engine's thd_get_partitioned_indices.
 
-    Args:
-        documents: stream rows of each sequence.
-        padded: the same with trailing padding; these tile the stream.
+    documents, padded: stream rows of each sequence, without and with trailing padding.
 
     Raises:
         ValueError: a padded length is not divisible by 2 * ranks.
@@ -127,7 +123,6 @@ def gathered(layout: Layout, size: int) -> Gathered:
 
 
 def stream_rows(layout: Layout, rank: int) -> list[int]:
-    """Stream row of each row of a rank."""
     return [run.start + i for run in layout.shares[rank] for i in range(run.length)]
 
 
@@ -164,9 +159,9 @@ class _Product(NamedTuple):
 def pieces(queries: Share, keys: Share, documents: Spans, band: Band) -> tuple[Piece, ...]:
     """Attention calls that a positional mask leaves of one rank's queries and another's keys.
 
-    Between zigzag ranks, a causal mask leaves one unmasked half: all queries with the first half of an earlier
-        rank's keys,
-    or the second half of the queries with all keys of a later rank.
+    Between zigzag ranks, a causal mask leaves all queries with the first half of an earlier rank's keys, or the
+    second half
+    of the queries with all keys of a later rank.
     """
     slots: dict[tuple[int, Band], list[_Product]] = {}
     for document in documents:
@@ -232,7 +227,7 @@ def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
         q1, k0 = min(q1, k1 + left), max(k0, q0 - left)
     if q0 >= q1 or k0 >= k1:
         return None
-    # Relative to the last query aligned with the last key; limits that hide nothing are dropped.
+    # Relative to the last query aligned with the last key.
     shift = k1 - q1
     left = FREE[0] if left < 0 or left + shift >= k1 - k0 - 1 else left + shift
     right = FREE[1] if right < 0 or right - shift >= q1 - q0 - 1 else right - shift

@@ -125,7 +125,6 @@ class KVMessage(NamedTuple):
         return keys.view(self.keys), values.view(self.values)
 
     def zero_sums(self, like: torch.Tensor) -> torch.Tensor:
-        """Zero message in the accumulation dtype."""
         size = self.keys.numel() + self.values.numel()
         return torch.zeros(size, dtype=sum_dtype(like.dtype), device=like.device)
 
@@ -157,7 +156,7 @@ class RingP2P:
                 peer = dist.get_global_rank(group, move.peer)
                 operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, group))
             works = dist.batch_isend_irecv(operations)
-            # NCCL and HCCL return one handle for all.
+            # NCCL and HCCL return a single handle.
             works = works if len(works) == len(chosen) else works * len(chosen)
             for move, tensor, work in zip(chosen, tensors, works, strict=True):
                 if move.direction == "send":
@@ -166,7 +165,7 @@ class RingP2P:
                     self._coming[move.what, move.owner] = tensor, work
 
     def expects(self, what: str, owner: int) -> bool:
-        """Whether this receive was posted and not taken."""
+        """Whether a posted receive was not taken."""
         return (what, owner) in self._coming
 
     def take(self, what: str, owner: int) -> torch.Tensor:

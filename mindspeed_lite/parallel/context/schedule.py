@@ -88,7 +88,7 @@ def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again
 
 
 def _ring_order(ranks: int, window: int, rank: int, sign: int) -> list[int]:
-    """By step: owners of a rank's blocks (sign -1), or readers of an owner's block (sign 1)."""
+    """By step: owners of a rank's blocks (sign -1), readers of an owner's block (sign 1)."""
     windows = ranks // window
     outer, inner = divmod(rank, window)
     return [

@@ -63,10 +63,10 @@ def to_heads(
     *,
     gather_keys: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[rows, .., heads, size] of this rank -> [all rows, .., its heads, size], differentiable.
+    """[rows, .., heads, size] -> [all rows, .., its heads, size], differentiable.
 
     order: of the ranks' concatenated rows (see `layout.Gathered`).
-    gather_keys: gather all key heads instead of sending each rank its own.
+    gather_keys: gather all key heads instead.
     """
     split = split_heads(q.shape[-2], k.shape[-2], group.size())
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -164,7 +164,7 @@ def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 def _all_to_all(
     outgoing: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
 ) -> list[list[torch.Tensor]]:
-    """Send each rank a flat message; returns tensors of shapes[rank][tensor]."""
+    """Returns tensors of shapes[rank][tensor]."""
     sizes = [[math.prod(shape) for shape in its] for its in shapes]
     received = outgoing[0].new_empty(sum(map(sum, sizes)))
     sent = [each.numel() for each in outgoing]

@@ -21,7 +21,7 @@ from mindspeed_lite.ops.grouped_matmul import TakeGradients, grouped_matmul
 from mindspeed_lite.ops.permute import sort_chunks
 from mindspeed_lite.parallel.mc2 import communicator
 
-# Atlas A3 limits: group ranks, experts per rank and group, columns, message bytes.
+# Atlas A3: group ranks, experts per rank and group, columns, message bytes.
 RANKS = (8, 16, 32, 64, 128)
 MOST_EXPERTS_OF_RANK, MOST_EXPERTS = 32, 256
 WIDTH_LIMIT = 65536
@@ -29,7 +29,7 @@ LEAST_BYTES, MOST_BYTES = 2 << 20, 100 << 20
 
 
 class ExpertCounts(NamedTuple):
-    """Rows sent to each expert of the group, and received by rank and local expert."""
+    """Rows sent to each expert, and received by rank and local expert."""
 
     sent: list[int]
     received: list[int]

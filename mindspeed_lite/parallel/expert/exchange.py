@@ -29,7 +29,7 @@ class Collective(Protocol):
 
 
 class AllToAll(NamedTuple):
-    """Rows received and sent by rank; None for equal parts."""
+    """Rows by rank; None for equal parts."""
 
     received: Splits
     sent: Splits
@@ -73,9 +73,9 @@ class Messages:
         self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._jobs: list[Callable[[], None]] = []
         self.takes_jobs = False
-        # Autograd sequence number of the wait for the previous message's gradient.
+        # Autograd sequence number of the previous message's gradient wait.
         self._place: int | None = None
-        # The same for the dispatch's first message, and whether jobs will overlap with dispatch gradients.
+        # Of the dispatch's first message, and whether jobs overlap with dispatch gradients.
         self._first: int | None = None
         self._expects_jobs = False
 
@@ -94,11 +94,11 @@ class Messages:
             self._place = None
 
     def expect_jobs(self) -> None:
-        """Announce jobs between gradients that reach experts and those that leave them."""
+        """Jobs between gradients that reach experts and those that leave them."""
         self._expects_jobs = True
 
     def place(self, node: Any) -> None:
-        """Order a backward node after its group's message nodes."""
+        """Order a node after its group's messages."""
         self._place = node._sequence_nr() - 2 if self._place is None else self._place - 1
         if self._first is None:
             self._first = self._place

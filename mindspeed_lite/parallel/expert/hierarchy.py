@@ -235,7 +235,7 @@ def _counts(by_rank: torch.Tensor, nodes: int) -> torch.Tensor:
 class _Level(NamedTuple):
     rows: RowCopies
     pairs: RowCopies
-    # [sent rows, experts of a place]: the row's experts.
+    # [sent rows, experts of a place].
     wanted: torch.Tensor
 
 
