@@ -17,7 +17,7 @@ from mindspeed_lite.ops.linear_cross_entropy import Accumulate, linear_cross_ent
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """logits [..., V / size], target [...]; group: None for the whole vocabulary."""
+    """Loss from logits [..., V / size] and target [...]; group: None for the whole vocabulary."""
     start, size, gather = _place(logits.shape[-1], group)
     return cross_entropy(logits, target, start, size, gather)
 
@@ -29,7 +29,7 @@ def vocab_parallel_linear_cross_entropy(
     group: dist.ProcessGroup | None,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
-    """weight [V / size, H], hidden [..., H]; the caller sums hidden's gradient over the ranks."""
+    """Loss from weight [V / size, H] and hidden [..., H]; the caller sums hidden's gradient over the ranks."""
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
 

@@ -15,8 +15,7 @@ def new_groups(group: dist.ProcessGroup, *rank_lists: Sequence[int]) -> list[dis
     """A new group for each list of global ranks that includes this rank; a collective of `group`.
 
     torch names such groups by ranks and a group count that repeats after groups are destroyed and differs between
-    ranks:
-    ranks hang or find stale addresses. Here the ranks agree on a unique name.
+        ranks: ranks hang or find stale addresses. Here the ranks agree on a unique name.
     """
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, dist.get_global_rank(group, 0), group)

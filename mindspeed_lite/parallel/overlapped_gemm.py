@@ -1,9 +1,8 @@
 """Overlaps GEMMs with adjacent collectives, in chunks of rows.
 
-A gather multiplies the rank's own rows first; a GEMM follows the order in which its chunks are reduced. Summation
-order
+A gather multiplies the rank's own rows first; a GEMM follows the order in which its chunks are reduced. Summation order
 is unchanged: bits differ only where a library chooses kernels by row count, or a collective its rank order by message
-size.
+    size.
 
 Matrices are 2-D; of p m rows over p ranks, r m to (r + 1) m belong to rank r. `chunks`: messages.
 

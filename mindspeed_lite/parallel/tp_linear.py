@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers that overlap communication with their own GEMMs.
 
-    column parallel: y = X w^T. With sequence parallelism X is gathered and its gradient reduce-scattered; without, X
-        is replicated and its gradient all-reduced.
+    column parallel: y = X w^T. With sequence parallelism X is gathered and its gradient reduce-scattered; without, X is
+        replicated and its gradient all-reduced.
     row parallel: y = sum over ranks of x w^T. With sequence parallelism y is scattered and its gradient gathered;
         without, the backward pass does not communicate.
 

@@ -44,7 +44,7 @@ def check(schedule: Schedule, max_live: int | None = None) -> Schedule:
 
 
 def problems(schedule: Schedule, max_live: int | None = None) -> Iterator[str]:
-    """One line each; the first may cause the others."""
+    """Problems, one line each; the first may cause the others."""
     found = [*_problems_of_placement(schedule.placement)]
     if not found and len(schedule.ranks) != schedule.num_ranks:
         found = [f"it has entries for {len(schedule.ranks)} ranks, and its placement {schedule.num_ranks}"]

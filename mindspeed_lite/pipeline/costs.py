@@ -86,7 +86,7 @@ class Held:
 
     @property
     def live(self) -> int:
-        """Includes queued weight gradients'."""
+        """Chunk activations, including queued weight gradients'."""
         return sum(self.activations) + sum(self.queued)
 
     def bytes(self, costs: Costs, stages: Sequence[int]) -> float:
@@ -128,7 +128,7 @@ def held(schedule: Schedule, rank: int) -> list[Held]:
 
 
 def peak_live(schedule: Schedule, rank: int) -> int:
-    """Chunk activations."""
+    """Peak chunk activations."""
     return max((each.live for each in held(schedule, rank)), default=0)
 
 

@@ -43,9 +43,8 @@ class SyncPlan:
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
     """Plan of a rank.
 
-    A reduction starts `rank` steps after its chunk is complete, a gather as many steps earlier: as in Megatron,
-    ranks then
-    start together.
+    A reduction starts `rank` steps after its chunk is complete, a gather as many steps earlier: as in Megatron, ranks
+    then start together.
     """
     adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
     complete = {step.chunk: index for index, step in enumerate(adding)}
@@ -82,7 +81,7 @@ class DataParallelSync:
         return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
-        """Before and after steps, by index."""
+        """Hooks before and after steps, by index."""
         places = self._plan.places.items()
         return (
             {place: functools.partial(self.before, step) for place, step in places},

@@ -1,7 +1,7 @@
 """Published pipeline orders as functions of (rank, shape) that yield a rank's entries.
 
 Sources: 1F1B and interleaved as in Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473); ZB-H1 from "Zero Bubble
-Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241); DualPipeV from DeepSeek.
+    Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241); DualPipeV from DeepSeek.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class OrderError(ValueError):
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """group: consecutive micro-batches of a chunk, microbatch_group_size_per_vp_stage; 0 means ranks."""
+    """Sizes of a pipeline.
+
+    group: consecutive micro-batches of a chunk, microbatch_group_size_per_vp_stage; 0 means ranks.
+    """
 
     ranks: int
     microbatches: int
@@ -200,7 +203,7 @@ def _why_not_dualpipev(shape: PipelineShape) -> str | None:
 
 @dataclass(frozen=True)
 class NamedOrder:
-    """chunks: per rank, 0 for the shape's."""
+    """Published order; chunks: per rank, 0 for the shape's."""
 
     summary: str
     order: Order

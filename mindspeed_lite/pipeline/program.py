@@ -30,7 +30,7 @@ class Transfer(NamedTuple):
 
 
 class BoundStep(NamedTuple):
-    """Input and output may be messages to the rank itself."""
+    """Step whose input and output may be messages to the rank itself."""
 
     step: Step
     takes: Message | None
@@ -80,7 +80,7 @@ def compile_program(
 
 
 def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
-    """Indices of forwards."""
+    """Indices of paired forwards."""
     place = 0
     for entry in entries:
         if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
@@ -89,7 +89,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def _global_order(schedule: Schedule) -> list[Message]:
-    """By the end of their sender's step."""
+    """All messages, by the end of their sender's step."""
     found: list[tuple[float, int, Message]] = []
     for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
         for timed in entries:

@@ -33,8 +33,7 @@ class Passes(Protocol):
     Tensors are whatever `Transport` carries, or None.
 
     Programs with pairs also need `pair(ahead, back)`, a function of (micro-batch, input, other micro-batch, its input,
-    output, output gradient). It runs the forward of chunk `ahead` and the other's backward of chunk `back`, and
-    returns
+    output, output gradient). It runs the forward of chunk `ahead` and the other's backward of chunk `back`, and returns
     output and gradient.
     """
 
@@ -67,10 +66,8 @@ class Transport(Protocol):
     """Communication between neighbours.
 
     `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None, receives where True, and returns what
-    came
-    from the previous and the next rank. With `is_async` it starts one direction and adds two functions, or None, to
-    wait
-    for receive and send.
+    came from the previous and the next rank. With `is_async` it starts one direction and adds two functions, or None,
+    to wait for receive and send.
     """
 
     @property
@@ -221,7 +218,7 @@ class _Executor:
         return self.tensors.pop(self.works[place].takes, None)
 
     def _of_forward(self, step: Step) -> tuple[Any, Any]:
-        """Of a backward's forward, after the output was sent."""
+        """Tensors of a backward's forward, after the output was sent."""
         received, output = self.held.pop(step[1:])
         if any(self.tensors[message] is output for message in self.sending[0]):
             self.finish_sending()

@@ -22,7 +22,7 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True)
 class TimedEntry:
-    """Seconds; exposed: preceding wait for a message in flight."""
+    """Entry with times in seconds; exposed: preceding wait for a message in flight."""
 
     entry: Entry
     begin: float

@@ -1,8 +1,7 @@
 """Pipeline schedules as data: the ordered entries (`Step` or `OverlappedPair`) of each rank.
 
-Dependencies and messages are derived. A forward of stage s needs the activation of stage s-1, a backward the
-gradient of
-stage s+1; tensors between stages on one rank stay there.
+Dependencies and messages are derived. A forward of stage s needs the activation of stage s-1, a backward the gradient
+of stage s+1; tensors between stages on one rank stay there.
 """
 
 from __future__ import annotations
@@ -73,17 +72,17 @@ def forward(chunk: int, microbatch: int) -> Step:
 
 
 def backward(chunk: int, microbatch: int) -> Step:
-    """With weight gradients."""
+    """Backward pass with weight gradients."""
     return Step(Kind.BACKWARD, chunk, microbatch)
 
 
 def input_grad(chunk: int, microbatch: int) -> Step:
-    """Queues its weight gradients."""
+    """Backward pass that queues its weight gradients."""
     return Step(Kind.INPUT_GRAD, chunk, microbatch)
 
 
 def weight_grad(chunk: int, microbatch: int) -> Step:
-    """As queued by `input_grad`."""
+    """Weight gradients queued by `input_grad`."""
     return Step(Kind.WEIGHT_GRAD, chunk, microbatch)
 
 
@@ -114,7 +113,7 @@ class Payload(str, enum.Enum):
 
 
 class Message(NamedTuple):
-    """For a step of `stage`."""
+    """Tensor sent for a step of `stage`."""
 
     source: int
     target: int
@@ -134,7 +133,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """See `check.problems`."""
+    """Entries of every rank, and stage placement; see `check.problems`."""
 
     name: str
     microbatches: int
@@ -169,7 +168,7 @@ class Schedule:
             yield from steps_of(entry)
 
     def one_by_one(self) -> Schedule:
-        """With pairs in sequence."""
+        """The schedule with pairs in sequence."""
         return replace(self, ranks=tuple(tuple(self.steps(rank)) for rank in range(self.num_ranks)))
 
     @cached_property
@@ -233,14 +232,14 @@ class Schedule:
 
 
 def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """May go to the rank itself; None if no stage takes it."""
+    """Output message, maybe to the rank itself; None if no stage takes it."""
     target = schedule.output_target(rank, step)
     stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
     return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
 
 
 def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """May come from the rank itself; None if there is none."""
+    """Input message, maybe from the rank itself; None if there is none."""
     source = schedule.input_source(rank, step)
     stage = schedule.stage(rank, step.chunk)
     return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)

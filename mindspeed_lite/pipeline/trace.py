@@ -26,7 +26,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class ExecutedStep:
-    """Times in seconds."""
+    """Executed step; times in seconds."""
 
     rank: int
     step: Step
@@ -35,7 +35,7 @@ class ExecutedStep:
 
 
 def read(path: str | Path) -> list[ExecutedStep]:
-    """A file, or each pipeline rank's first `*.jsonl` in a folder. Raises JsonFileError."""
+    """Read a file, or each pipeline rank's first `*.jsonl` in a folder. Raises JsonFileError."""
     if not Path(path).is_dir():
         return _read_file(path)
     found: dict[int, list[ExecutedStep]] = {}
@@ -75,7 +75,7 @@ _RECORD = json_file.fields(
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
-    """Whole training steps. Raises TraceError if they do not match the schedule."""
+    """Group records by training step. Raises TraceError if they do not match the schedule."""
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):
@@ -145,9 +145,8 @@ class Overheads(NamedTuple):
 def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
     """Means over recorded training steps.
 
-    Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step:
-        the gap
-    to the next one if that waited neither for its input nor for the receivers of the last two messages.
+    Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step: the
+        gap to the next one if that waited neither for its input nor for the receivers of the last two messages.
     """
     messages: list[float] = []
     after: dict[Kind, list[float]] = {}
@@ -196,7 +195,7 @@ def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = 
 
 
 def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """By (kind, stage), for `costs.from_measured`."""
+    """Median seconds by (kind, stage), for `costs.from_measured`."""
     found: dict[tuple[Kind, int], list[float]] = {}
     for each in records:
         stage = schedule.stage(each.rank, each.step.chunk)

@@ -1,7 +1,7 @@
 """Finds an order with separate weight gradients for given costs and memory.
 
-List scheduler with the heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241, section
-3.1): weight gradients fill gaps and free memory. Keeps the shortest of a few settings.
+List scheduler with the heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241, section 3.1):
+weight gradients fill gaps and free memory. Keeps the shortest of a few settings.
 """
 
 from __future__ import annotations

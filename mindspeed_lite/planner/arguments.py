@@ -18,12 +18,12 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
 def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """Parse and check; vocabulary: unpadded size, if the command leaves it to a tokenizer."""
+    """Parse and check a command; vocabulary: unpadded size, if left to a tokenizer."""
     return check(describe(words, world_size, device, vocabulary))
 
 
 def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """Unchecked `read`."""
+    """Parse a command without checks."""
     given = _parse(words)
     for name in flags.REQUIRED:
         if name not in given:

@@ -45,7 +45,7 @@ def surface(samples: Sequence[tuple[Sequence[float], float, float]]) -> Surface:
 
 @dataclass(frozen=True)
 class CalibratedDevice:
-    """Calibrated device.
+    """Device priced from measurements.
 
     Attributes:
         overlap: share of a message that overlaps with computation; 0 if a rank has one core.
@@ -122,7 +122,7 @@ class CalibratedDevice:
 
 
 def read(path: Path, ranks: int = 1) -> CalibratedDevice:
-    """For `ranks` processes; raises ArgumentError for other files."""
+    """Load a device for `ranks` processes; raises ArgumentError for other files."""
     try:
         return _device(json_file.read(path, _FILE), ranks)
     except json_file.JsonFileError as error:

@@ -64,7 +64,7 @@ class LayoutCandidate:
         return " ".join(shown)
 
     def applied(self, base: TrainingConfig) -> TrainingConfig:
-        """Unchecked."""
+        """The chosen training, unchecked."""
         changed: dict[str, object] = {
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.tp > 1,
@@ -137,14 +137,14 @@ def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCa
 
 
 def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCandidate]:
-    """All memory options, largest memory first."""
+    """Layout with all memory options, largest memory first."""
     for recompute in RECOMPUTE:
         for states in STATES if base.bf16 else STATES[:1]:
             yield replace(layout, recompute=recompute, states=states)
 
 
 def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
-    """Without recomputation, all states on the device."""
+    """Layouts without recomputation, all states on the device."""
     for tp in _divisors(world_size, min(node, base.num_attention_heads)):
         if base.num_attention_heads % tp or (base.groups % tp and tp % base.groups):
             continue

@@ -203,7 +203,7 @@ _TOGGLES = (
 
 
 def changes(training: TrainingConfig) -> Iterator[Change]:
-    """Only features that make a difference."""
+    """Features that make a difference."""
     here = ranks(training)
     for toggle in _TOGGLES:
         if not toggle.applies(training):

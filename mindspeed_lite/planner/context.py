@@ -32,7 +32,7 @@ COMM_TYPES: dict[str, Algorithm] = {
 
 
 def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
-    """Layers count from 0."""
+    """Context-parallel algorithm of a layer, from 0."""
     if training.context_parallel_algo:
         return ALGORITHMS[training.context_parallel_algo]
     types = training.cp_comm_type
@@ -73,7 +73,7 @@ def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
 
 
 def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
-    """Kept by a ring's cache."""
+    """Tensors in a ring's cache."""
     policy, ranks = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer)
     if not policy or algorithm(training, layer) not in ("ring", "hybrid"):
         return []

@@ -92,6 +92,6 @@ class Assumptions:
 
 
 def named(name: str) -> tuple[str, Figures]:
-    """Raises KeyError."""
+    """Device by name; raises KeyError."""
     full = ALIASES.get(name.lower(), name.lower())
     return full, FIGURES[full]

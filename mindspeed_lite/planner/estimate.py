@@ -118,7 +118,7 @@ def sizes(training: TrainingConfig, chunk: Chunk, number: int) -> tuple[int, int
 
 
 def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
-    """Shared by all micro-batches."""
+    """Bytes shared by all micro-batches."""
     return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
 
 
@@ -172,7 +172,7 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
 
 
 def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    """Groups restored together, in layer order."""
+    """Entries in groups restored together, in layer order."""
     found = _own_groups(training, chunk, number)
     found += [activations.final_norm(training)] if chunk.normalizes else []
     for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):

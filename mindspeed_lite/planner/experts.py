@@ -35,7 +35,7 @@ def routed(training: TrainingConfig) -> int:
 
 
 def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntry]:
-    """Without the router's input."""
+    """Entries of a MoE layer without the router's input."""
     gives_up, level = activation_is_recomputed(training, place, chunk), zero_memory_level(training, place, chunk)
     rows, chosen = norm_tokens(training), routed(training)
     found = [_router(training, rows), _order(training, rows)]

@@ -14,7 +14,7 @@ PART = "further tokens"
 
 
 def parameters(training: TrainingConfig) -> int:
-    """Per rank, without the transformer layer: three norms, joining linear layer."""
+    """Parameters per rank without the transformer layer: three norms, joining linear layer."""
     hidden = training.hidden_size
     return 3 * norm_parameters(training, hidden) + 2 * hidden * hidden // training.tp
 

@@ -40,7 +40,7 @@ def projections(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def once(training: TrainingConfig, layers: int) -> list[MemoryEntry]:
-    """Each layer has its own angles."""
+    """Entries kept once; each layer has its own angles."""
     if not training.use_fused_rotary_pos_emb:
         return []
     # Yarn's are in the model's dtype, others in fp32.
@@ -67,7 +67,7 @@ def check(training: TrainingConfig) -> None:
 
 
 def _narrow(training: TrainingConfig, name: str, width: int, storage: int) -> list[MemoryEntry]:
-    """Output is part of a storage of `storage` elements."""
+    """Entries of a projection whose output is part of `storage` elements."""
     rows, kept = norm_tokens(training), storage * training.width
     if not training.qk_layernorm:
         return [MemoryEntry("attention", f"input of the up-projection of {name}", kept)]

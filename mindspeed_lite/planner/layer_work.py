@@ -64,7 +64,7 @@ def total(parts: Iterable[PartWork]) -> PartWork:
 
 
 def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartWork:
-    """`number` selects the context-parallel algorithm."""
+    """Transformer layer; `number` selects the context-parallel algorithm."""
     norms = Vector("norm", 2 * norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion)
     parts = [PartWork(vectors=(norms, residual), layers=1), attention(training, number)]
@@ -221,7 +221,7 @@ def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
 
 
 def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> PartWork:
-    """`grouped` experts together, negative: sequentially."""
+    """Two GEMMs; `grouped` experts together, negative: sequentially."""
     first = width * (2 if training.gated else 1)
     hidden, count = training.hidden_size, abs(grouped)
     if grouped < 0:
@@ -245,7 +245,7 @@ def _hidden(training: TrainingConfig) -> float:
 
 
 def _tensor_parallel(training: TrainingConfig, enters_only: bool = False) -> Iterator[Traffic]:
-    """Of a linear layer pair, or its first; Megatron overlaps some backward ones with GEMMs."""
+    """Messages of a linear layer pair, or its first; Megatron overlaps some with backward GEMMs."""
     if training.tp == 1:
         return
     size, group = _hidden(training), Group(training.tp)

@@ -33,7 +33,7 @@ class Chunk:
 
 
 def stages(training: TrainingConfig) -> list[list[Chunk]]:
-    """In execution order."""
+    """Chunks of each stage, in execution order."""
     if training.pipeline_model_parallel_layout:
         return _by_hand(training)
     pp, vpp = training.pp, training.vpp if training.pp > 1 else 1
@@ -68,7 +68,7 @@ def _by_hand(training: TrainingConfig) -> list[list[Chunk]]:
 
 
 def _counts(training: TrainingConfig, pp: int, vpp: int) -> list[int]:
-    """Including places counted for embedding and loss."""
+    """Layers per chunk, including places counted for embedding and loss."""
     first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
     rest = training.num_layers - (first or 0) - (last or 0)
     rest += training.account_for_embedding_in_pipeline_split + training.account_for_loss_in_pipeline_split

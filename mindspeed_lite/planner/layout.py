@@ -1,8 +1,7 @@
 """Reads `--pipeline-model-parallel-layout`.
 
 `E` is the embedding, `t` a transformer layer, `m` an MTP layer, `L` the loss; `|` ends a stage, commas are ignored,
-`*n`
-repeats a letter or parentheses.
+`*n` repeats a letter or parentheses.
 """
 
 from __future__ import annotations

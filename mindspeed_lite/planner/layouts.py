@@ -40,7 +40,7 @@ def balanced(layers: Sequence[float], further: float, count: int, output: float,
 
 
 def _cut(units: Sequence[float], most: float) -> list[int]:
-    """Filled from the end; the first stage embeds and gets the rest."""
+    """Units per stage, filled from the end; the first stage embeds and gets the rest."""
     sizes: list[int] = []
     room = 0.0
     for unit in reversed(units):

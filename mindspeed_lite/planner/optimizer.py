@@ -1,8 +1,7 @@
 """Bytes of weights, gradients and optimizer states by parameter count.
 
-16-bit training takes per parameter 2 bytes of weight, 4 of gradient (2 if summed in 16 bits), and with Adam 12 for
-fp32 main parameter and two moments. The distributed optimizer divides these 12 over data- and context-parallel
-ranks. In
+16-bit training takes per parameter 2 bytes of weight, 4 of gradient (2 if summed in 16 bits), and with Adam 12 for fp32
+main parameter and two moments. The distributed optimizer divides these 12 over data- and context-parallel ranks. In
 fp32 the weight is the main parameter.
 """
 
@@ -58,12 +57,12 @@ def states(training: TrainingConfig, parameters: Parameters, stage: int) -> Stat
 
 
 def moves(training: TrainingConfig) -> bool:
-    """A CPU has no second memory."""
+    """Whether states are swapped; a CPU has no second memory."""
     return training.swap_optimizer and training.device != "cpu"
 
 
 def gradient_width(training: TrainingConfig) -> int:
-    """Bytes per element."""
+    """Bytes per gradient element."""
     if training.bf16:  # Megatron's default is fp32
         return 2 if training.grad_reduce_in_bf16 else 4
     return 4 if training.accumulate_allreduce_grads_in_fp32 else training.width

@@ -190,7 +190,7 @@ class OrderBuilder:
         return PipelineShape(t.pp, t.microbatches, chunks, t.microbatch_group_size_per_vp_stage)
 
     def _automatic(self, name: str, chunks: int) -> Schedule:
-        """Bounded by `max_live`, or the largest bound within the limit."""
+        """Automatic order bounded by `max_live`, or the largest bound within the limit."""
         shape, ranks = self._shape(chunks), self.training.pp
         placement = steps.v_placement(ranks) if name == "zbv-auto" else steps.interleaved_placement(ranks, chunks)
         alike = costs.uniform(ranks * chunks)

@@ -31,7 +31,7 @@ def chunks_of(training: TrainingConfig) -> int:
 
 
 def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
-    """`microbatches`: 0 for a step's; raises ArgumentError."""
+    """Schedule of `microbatches`, 0 for a step's; raises ArgumentError."""
     count = microbatches or training.microbatches
     group = training.microbatch_group_size_per_vp_stage or training.pp
     shape = PipelineShape(training.pp, count, chunks_of(training), min(group, count))

@@ -24,17 +24,17 @@ class MemoryEntry:
 
 
 def tokens(training: TrainingConfig) -> int:
-    """Inside attention and MLP."""
+    """Tokens inside attention and MLP."""
     return training.seq_length // training.cp * training.micro_batch_size
 
 
 def norm_tokens(training: TrainingConfig) -> int:
-    """Between attention and MLP."""
+    """Tokens between attention and MLP."""
     return tokens(training) // (training.tp if training.sequence_parallel else 1)
 
 
 def hidden_bytes(training: TrainingConfig) -> int:
-    """Between attention and MLP, per micro-batch and rank."""
+    """Hidden-state bytes between attention and MLP, per micro-batch and rank."""
     return norm_tokens(training) * training.hidden_size * training.width
 
 
@@ -64,7 +64,7 @@ def activation_is_recomputed(training: TrainingConfig, place: int, chunk: int) -
 
 
 def zero_memory_level(training: TrainingConfig, place: int, chunk: int) -> str:
-    """ "level0", "level1" or nothing."""
+    """What experts release: "level0", "level1" or nothing."""
     level, number = training.moe_zero_memory, training.moe_zero_memory_num_layers
     serves = training.moe_grouped_gemm and training.moe_token_dispatcher_type == "alltoall"
     if level not in ("level0", "level1") or not serves:
@@ -83,7 +83,7 @@ def norm_parameters(training: TrainingConfig, width: int) -> int:
 
 
 def mlp_parameters(training: TrainingConfig, width: int, split: int) -> int:
-    """Split over `split` ranks."""
+    """Parameters of an MLP split over `split` ranks."""
     local = width // split
     first = local * (2 if training.gated else 1)
     bias = training.add_bias_linear
@@ -121,7 +121,7 @@ def mlp(
     of: str = "",
     gives_up_input: bool = False,
 ) -> list[MemoryEntry]:
-    """Without its input."""
+    """Entries of an MLP without its input."""
     size = rows * width * training.width
     middle = 2 * size if training.gated else size
     found = [given_up(part, f"input of the activation{of}", middle, gives_up_input)]

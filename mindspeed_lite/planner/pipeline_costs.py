@@ -19,7 +19,7 @@ from .training import ArgumentError, TrainingConfig
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of a micro-batch on an average rank, all chunks, and of a message."""
+    """Seconds of a micro-batch on an average rank, all chunks, and of a message."""
 
     forward: float
     input_grad: float
@@ -29,7 +29,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class Flops:
-    """One micro-batch on one rank."""
+    """FLOPs of one micro-batch on one rank."""
 
     forward: float = 0.0
     input_grad: float = 0.0
@@ -42,7 +42,7 @@ class Flops:
 
 
 def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
-    """In order, `chunks` per rank. Raises ArgumentError if layers do not divide."""
+    """Model chunks in order, `chunks` per rank. Raises ArgumentError if layers do not divide."""
     if training.pipeline_model_parallel_layout and chunks != training.vpp:
         raise ArgumentError(
             f"--pipeline-model-parallel-layout gives each rank {training.vpp} model chunks, not {chunks}"
@@ -56,7 +56,7 @@ def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
 def costs(
     training: TrainingConfig, chunks: int, seconds: StepSeconds | None = None, recompute_steps: bool = False
 ) -> Costs:
-    """recompute_steps: recomputations are schedule steps that restore a whole chunk."""
+    """Costs of every stage; recompute_steps: recomputations are schedule steps that restore a whole chunk."""
     held = model_stages(training, chunks)
     work = [flops(training, chunk) for chunk in held]
     unit = sum(each.forward for each in work) / training.pp
@@ -98,7 +98,7 @@ def costs(
 
 
 def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
-    """Weights, gradients, optimizer, masks."""
+    """Bytes of weights, gradients, optimizer, masks."""
     held = model_stages(training, len(placement[0]))
     found = []
     for rank, row in enumerate(placement):
@@ -110,7 +110,7 @@ def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
 
 
 def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
-    """GEMMs of a chunk for one micro-batch on one rank.
+    """FLOPs of GEMMs of a chunk for one micro-batch on one rank.
 
     A linear layer takes 2 per weight and token, forward and for each gradient; attention's backward takes twice its
     forward.
@@ -124,7 +124,7 @@ def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
 
 
 def _active_parameters(training: TrainingConfig, number: int) -> float:
-    """Per token on a rank; experts evenly over ranks."""
+    """Parameters a token meets on a rank; experts evenly over ranks."""
     held = parameters.of_layer(training, training.is_moe(number))
     if not training.is_moe(number):
         return held.dense

@@ -37,13 +37,13 @@ def passes(training: TrainingConfig, stage: int) -> Iterator[Pass]:
 
 
 def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Chunk, and micro-batches held by each chunk, including this one."""
+    """Chunk of each backward, and micro-batches held by each chunk, including this one."""
     for each in _moments(_schedule(training), stage):
         yield each.chunk, each.kept
 
 
 def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
-    """ArgumentError if weight gradients wait for memory."""
+    """Distinct moments; ArgumentError if weight gradients wait for memory."""
     schedule = _schedule(training)
     if _queues(schedule, stage):
         raise ArgumentError(

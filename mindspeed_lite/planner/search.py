@@ -1,7 +1,6 @@
 """Best-first search for the fastest layouts that fit, by a lower bound on time.
 
-A visited layout is replaced by its memory variants with their own bounds; these are checked for memory, then
-simulated.
+A visited layout is replaced by its memory variants with their own bounds; these are checked for memory, then simulated.
 The search ends when the next bound exceeds the slowest of the best, so it misses no better one.
 """
 
@@ -87,7 +86,7 @@ class Search:
         return candidates.space(self.base(1), self.world_size, self.pricer.device.ranks_per_node)
 
     def training(self, candidate: LayoutCandidate) -> tuple[LayoutCandidate, TrainingConfig]:
-        """Adds a layout if needed; raises ArgumentError."""
+        """Candidate and training, with a layout if needed; raises ArgumentError."""
         base = self.base(candidate.tp)
         stages = candidate.pp * candidate.vpp
         if candidate.pp > 1 and (base.num_layers % stages or base.mtp_num_layers):
@@ -134,7 +133,7 @@ class Search:
         return worst
 
     def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
-        """Also if it does not fit; raises ArgumentError if it cannot run."""
+        """Evaluate a candidate, even if it does not fit; raises ArgumentError if it cannot run."""
         candidate, training = self.training(candidate)
         size, stage = self.bytes(training)
         return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
@@ -162,7 +161,7 @@ class Search:
         return busy / layout.pp * microbatches, size
 
     def run(self, count: int = 10, chosen: Callable[[LayoutCandidate], bool] = lambda candidate: True) -> Result:
-        """Among candidates that `chosen` accepts."""
+        """Find the fastest `count` candidates that `chosen` accepts."""
         impossible: Counter[str] = Counter()
         queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
         considered = too_large = 0

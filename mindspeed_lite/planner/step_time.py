@@ -236,7 +236,7 @@ def _window(training: TrainingConfig, row: Sequence[PassSeconds]) -> float:
 
 
 def _groups(training: TrainingConfig, params: Parameters) -> list[tuple[float, Group]]:
-    """Dense, then experts."""
+    """Parameters and their replica group: dense, then experts."""
     dense = Group(training.dp * training.cp, training.tp)
     experts = Group(training.edp, training.ep * training.etp)
     return [(params.dense, dense), (params.experts, experts)]
@@ -253,7 +253,7 @@ def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) 
 
 
 def _gathered(training: TrainingConfig, params: Parameters, device: DeviceCosts, overlap: float) -> float:
-    """All but the first bucket overlaps with the first forward."""
+    """All-gather seconds; all but the first bucket overlaps with the first forward."""
     if not training.use_distributed_optimizer:
         return 0.0
     whole = sum(
@@ -284,7 +284,7 @@ def throughput(training: TrainingConfig, seconds_of_step: float) -> float:
 
 
 def model_flops(training: TrainingConfig) -> float:
-    """Without recomputation, all ranks, as in MFU."""
+    """Flops of a step without recomputation, all ranks, as in MFU."""
     found = 0.0
     single = training.replace(
         tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,

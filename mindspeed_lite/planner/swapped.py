@@ -1,7 +1,6 @@
 """Predicts `--swap-attention`: saved tensors of chosen modules move to host memory.
 
-Each pass keeps its last layer, which runs backward next; the previous layer is restored meanwhile. Storages under 1
-MiB
+Each pass keeps its last layer, which runs backward next; the previous layer is restored meanwhile. Storages under 1 MiB
 stay, and so does everything on a CPU.
 """
 
@@ -23,7 +22,7 @@ def moves(training: TrainingConfig) -> bool:
 
 
 def chosen(training: TrainingConfig) -> frozenset[str]:
-    """Raises ArgumentError for unsupported modules."""
+    """Megatron's module names; raises ArgumentError."""
     names = [each.strip() for each in training.swap_modules.split(",") if each.strip()]
     found = frozenset(_ALSO.get(name, name) for name in names)
     for name in sorted(found - set(MODULES)):
@@ -32,7 +31,7 @@ def chosen(training: TrainingConfig) -> frozenset[str]:
 
 
 def layers(training: TrainingConfig, kept: list[list[MemoryEntry]]) -> list[list[MemoryEntry]]:
-    """After forward; swapped bytes are restored later."""
+    """Entries after forward; swapped bytes are restored later."""
     if not moves(training):
         return kept
     names = chosen(training)

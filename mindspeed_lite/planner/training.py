@@ -278,7 +278,7 @@ class TrainingConfig:
         return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
     def window_of(self, layer: int) -> Window | None:
-        """Layers count from 0; None without a window."""
+        """Sliding window of a layer, from 0, or None."""
         skipped = pattern(self.window_attn_skip_freq) if self.window_attn_skip_freq else []
         if isinstance(skipped, int):
             return self.window_size if (layer + 1) % skipped else None

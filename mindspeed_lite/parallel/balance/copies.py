@@ -85,7 +85,7 @@ class PendingGradients:
         self._is_closed = False
 
     def put(self, works: Sequence[Any], sums: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """sums: (main gradient, addend)."""
+        """Track messages in flight; sums: (main gradient, addend)."""
         self.finish()
         self._works, self._sums = [*works], [*sums]
         if self._is_closed:
@@ -128,7 +128,7 @@ class CopyPlan(NamedTuple):
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
-        """own: parameters of each copied expert of this rank, None for others."""
+        """Start sending; own: parameters of each copied expert of this rank, None for others."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
         # Every rank runs backward.

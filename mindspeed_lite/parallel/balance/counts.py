@@ -129,7 +129,7 @@ def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -
 
 
 def same_on_all_ranks(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Per value. A collective."""
+    """Whether each value is equal on all ranks. A collective."""
     sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return [largest == -smallest for largest, smallest in sent.tolist()]

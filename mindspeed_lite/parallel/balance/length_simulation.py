@@ -83,7 +83,7 @@ def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list
 
 
 def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """The mean, or the most expensive unit with the cheapest others."""
+    """Least slowest rank: the mean, or the most expensive unit with the cheapest others."""
     each = len(costs) // ranks
     ordered = sorted(costs)
     return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))

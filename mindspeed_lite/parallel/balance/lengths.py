@@ -20,9 +20,8 @@ def attention_pairs(lengths: Iterable[int]) -> int:
 def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -> list[int]:
     """[units], the unit at each place; place p belongs to rank p mod ranks.
 
-    waits: ranks synchronise in every micro-batch (expert parallelism): simultaneous units get similar costs.
-        Otherwise rank
-    sums are balanced, the most expensive units first. Raises ValueError if ranks do not divide the units.
+    waits: ranks synchronise in every micro-batch (expert parallelism): simultaneous units get similar costs. Otherwise
+        rank sums are balanced, the most expensive units first. Raises ValueError if ranks do not divide the units.
     """
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"{len(costs)} micro-batches are not equally many for each of {ranks} ranks")
@@ -88,10 +87,9 @@ def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> No
 class StepOrder:
     """The sample at each place of a training, with each step's micro-batches reordered.
 
-    As in Megatron's sampler, place i of a step belongs to micro-batch i // (micro_batch * ranks) of rank
-    (i // micro_batch) mod ranks. Orders depend only on the step, so a training can resume. An incomplete last step
-    keeps
-    its order.
+    As in Megatron's sampler, place i of a step belongs to micro-batch i // (micro_batch * ranks) of rank (i //
+    micro_batch) mod ranks. Orders depend only on the step, so a training can resume. An incomplete last step keeps its
+    order.
 
     first, total: first sample, samples of the data set.
     step, micro_batch: samples, the former over all ranks.

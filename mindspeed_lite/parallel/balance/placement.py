@@ -1,7 +1,6 @@
 """Expert placement for equal load, and choice of hot experts to copy.
 
-A placement is each expert's rank. Experts keep their local slot, so moves exchange equal pieces. Standard library
-only.
+A placement is each expert's rank. Experts keep their local slot, so moves exchange equal pieces. Standard library only.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """Placement, or `before` if none pays; price: tokens per step to gain per moved slot."""
+    """Best placement, or `before` if none pays; price: tokens per step to gain per moved slot."""
 
     def cost(placement: Sequence[int]) -> tuple[float, int]:
         moves = len(slot_moves(placement, before, ranks))

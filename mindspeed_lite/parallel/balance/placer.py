@@ -159,7 +159,7 @@ class Placer(abc.ABC):
             self._move({layer: each.wanted for layer, each in self.layers.items() if each.wanted is not None})
 
     def go_home(self) -> None:
-        """Home placement until the end of the next step. A collective."""
+        """Restore the home placement until the end of the next step. A collective."""
         away = {layer: each for layer, each in self.layers.items() if not each.is_home}
         places = [each.placement for each in away.values()]
         self._move({layer: each.home for layer, each in away.items()})
@@ -210,7 +210,7 @@ class Placer(abc.ABC):
         return [each for each in self.layers if self._served[each]]
 
     def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
-        """In tokens per step; tokens: approximate, of an expert."""
+        """Break-even in tokens per step; tokens: approximate, of an expert."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]

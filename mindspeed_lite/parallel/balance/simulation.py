@@ -16,8 +16,9 @@ from .record import LoadHeader, LoadRecord, LoadStep
 
 @dataclass(frozen=True)
 class BalancingOptions:
-    """copies: maximum per micro-batch. interval: steps between two placements.
+    """Policy settings.
 
+    copies: maximum per micro-batch. interval: steps between two placements.
     decay: weight of the past, below 1. break_even: tokens per step a copy must take off the fullest rank.
     """
 
@@ -79,7 +80,7 @@ class PolicyOutcome:
 
 
 def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
-    """ranks: of the expert-parallel group; must divide the experts, else ValueError."""
+    """Run all policies; ranks: of the expert-parallel group. Raises ValueError if they do not divide the experts."""
     experts = record.header.experts
     home = placements.contiguous(experts, ranks)
     outcomes = [PolicyOutcome(name) for name in ("none", "copies", "placement", "both")]

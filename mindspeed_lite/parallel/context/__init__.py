@@ -73,8 +73,8 @@ def attend(
 ) -> torch.Tensor:
     """Softmax attention over the whole sequence for this rank's rows; differentiable in q, k, v, sink.
 
-    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with this rank's s rows; for a pack [t, n, d], [t, g, d] and
-    [t, g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows are 0.
+    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with this rank's s rows; for a pack [t, n, d], [t, g, d] and [t,
+        g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows are 0.
 
     band: see `layout.Band`; (-1, 0) is causal.
     scale: 1 / sqrt(d) by default.
@@ -145,8 +145,7 @@ def attend_masked(
 ) -> torch.Tensor:
     """`attend` under any mask, with gathered keys and values.
 
-    mask: bool, True hides the key, [b or 1, n or 1, s or 1, total keys]: queries in rank order, keys in sequence
-        order.
+    mask: bool, True hides the key, [b or 1, n or 1, s or 1, total keys]: queries in rank order, keys in sequence order.
     window: an additional band.
 
     Raises:
@@ -178,7 +177,7 @@ def _attend_alone(
 
 
 def _compare_lengths(q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """On CPU every call, on a device only a group's first. Raises UnequalLengthsError on every rank."""
+    """Compare lengths: on CPU always, on a device in a group's first call. Raises UnequalLengthsError."""
     if group.size() == 1 or (q.device.type != "cpu" and group in _compared):
         return
     own = (q.shape[0], k.shape[0], q.shape[1] if q.dim() == 4 else 1)

@@ -1,7 +1,7 @@
 """Attention of one rank's queries over one rank's keys at a time.
 
-Sums are fp32 (float64 for float64) and rounded once. Rows are weighted by their log-sum-exp; rows without keys have
-lse -inf and are skipped, NaN stays NaN.
+Sums are fp32 (float64 for float64) and rounded once. Rows are weighted by their log-sum-exp; rows without keys have lse
+-inf and are skipped, NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Dropout(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """In the accumulation dtype."""
+    """Gradients in the accumulation dtype."""
 
     dq: torch.Tensor
     dk: torch.Tensor

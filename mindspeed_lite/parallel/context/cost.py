@@ -1,7 +1,6 @@
 """Chooses the algorithm with the least exposed communication.
 
-A ring overlaps messages with the previous block's compute; other collectives are exposed. The unit of time is a
-byte on
+A ring overlaps messages with the previous block's compute; other collectives are exposed. The unit of time is a byte on
 the link.
 """
 

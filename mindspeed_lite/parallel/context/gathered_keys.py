@@ -78,7 +78,7 @@ def _scatter(
 def gather_keys(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole sequence in order, differentiable."""
+    """Keys and values of the whole sequence in order, differentiable."""
     order = gathered(layout, layout.ranks).order[0]
     pair: tuple[torch.Tensor, torch.Tensor] = _Keys.apply(k, v, group, order)  # type: ignore[no-untyped-call]
     return pair

@@ -1,8 +1,7 @@
 """Rows of each context-parallel rank, and attention blocks left by a positional mask.
 
-The stream is the sequence, or the sequences of a pack. Megatron's zigzag gives rank r the chunks r and 2P - 1 - r
-of 2P,
-which balances a causal mask.
+The stream is the sequence, or the sequences of a pack. Megatron's zigzag gives rank r the chunks r and 2P - 1 - r of
+2P, which balances a causal mask.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def stream_rows(layout: Layout, rank: int) -> list[int]:
 
 
 def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
-    """No span of `order` (see `Gathered`) crosses two tensors."""
+    """Concatenate in `order` (see `Gathered`); no span crosses two tensors."""
     rows = parts[0].shape[0]
     return torch.cat([parts[first // rows][first % rows : first % rows + length] for first, length in order])
 
@@ -159,9 +158,8 @@ class _Product(NamedTuple):
 def pieces(queries: Share, keys: Share, documents: Spans, band: Band) -> tuple[Piece, ...]:
     """Attention calls that a positional mask leaves of one rank's queries and another's keys.
 
-    Between zigzag ranks, a causal mask leaves all queries with the first half of an earlier rank's keys, or the
-    second half
-    of the queries with all keys of a later rank.
+    Between zigzag ranks, a causal mask leaves all queries with the first half of an earlier rank's keys, or the second
+    half of the queries with all keys of a later rank.
     """
     slots: dict[tuple[int, Band], list[_Product]] = {}
     for document in documents:

@@ -45,7 +45,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class Program:
-    """`last`: moves after the last backward block."""
+    """Steps of one rank; `last`: moves after the last backward block."""
 
     rank: int
     forward: tuple[RingStep, ...]

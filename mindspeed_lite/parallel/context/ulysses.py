@@ -30,7 +30,7 @@ class HeadSplit(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
-    """Raises ValueError: fewer query heads than ranks, or too few per key head for every rank."""
+    """Split heads evenly. Raises ValueError if a rank gets no query head or no key head."""
     ratio = heads // groups
     if groups >= ranks:
         keys = _evenly(groups, ranks)

@@ -4,7 +4,7 @@
 gradient with respect to its rows. Unsupported calls run unfused.
 
 Source: documentation of torch_npu.npu_alltoallv_gmm and npu_gmm_alltoallv (op-plugin 7.3), and of CANN's
-aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
+    aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
 """
 
 from __future__ import annotations

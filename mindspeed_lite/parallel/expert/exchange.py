@@ -83,8 +83,7 @@ class Messages:
         """Group subsequent messages: backward sends all of them before it waits for one.
 
         is_dispatch: messages bring tokens to experts; otherwise gradients travel first. With `expect_jobs`, result
-            gradients
-            overlap with all other operators and dispatch gradients with the jobs.
+            gradients overlap with all other operators and dispatch gradients with the jobs.
         """
         if is_dispatch:
             self._place, self._first, self._expects_jobs = None, None, False
@@ -121,7 +120,7 @@ class Messages:
             self._works.pop(0)[0].wait()
 
     def put(self, job: Callable[[], None], is_certain: bool = False) -> bool:
-        """Run before the wait for the next message; returns False if none will come."""
+        """Run a job before the wait for the next message; returns False if none will come."""
         if self.takes_jobs or is_certain:
             self._jobs.append(job)
         return self.takes_jobs or is_certain

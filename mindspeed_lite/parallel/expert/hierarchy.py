@@ -3,7 +3,7 @@
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 
 Results return by the same path, summed in fp32 on each rank and node: one row per token and node crosses the network.
-`spread` and `collect` are each other's gradient. Probabilities travel by (token, expert) pair.
+    `spread` and `collect` are each other's gradient. Probabilities travel by (token, expert) pair.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -32,7 +32,7 @@ _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.Process
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
-    """ranks: global, in group order.
+    """Ranks per node; ranks: global, in group order.
 
     Raises:
         ValueError: a single node, or unequal or non-adjacent ranks per node.
@@ -88,7 +88,10 @@ class TwoLevels(NamedTuple):
 
 
 def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
-    """table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node."""
+    """What one rank sends and receives.
+
+    table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
+    """
     count = len(table)
     node, place = divmod(rank, ranks)
     mates = slice(node * ranks, (node + 1) * ranks)
@@ -112,7 +115,7 @@ def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
 
 
 class Exchange(NamedTuple):
-    """group: None for a single rank."""
+    """All-to-all of rows; group: None for a single rank."""
 
     group: dist.ProcessGroup | None
     splits: Splits
@@ -134,7 +137,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Copy i is of row index[i] (int32) of `rows` rows."""
+    """Row copies: copy i is of row index[i] (int32) of `rows` rows."""
 
     index: torch.Tensor
     rows: int
@@ -155,7 +158,7 @@ class RowCopies:
 
 
 class Path(NamedTuple):
-    """`spread` starts after `to_nodes`, `collect` ends there."""
+    """Path to experts; `spread` starts after `to_nodes`, `collect` ends there."""
 
     to_nodes: RowCopies
     between: Exchange
@@ -184,7 +187,7 @@ class Route(NamedTuple):
 
 
 def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
-    """routing_map: [T, E] bool, any T. A collective."""
+    """Paths of tokens; routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
