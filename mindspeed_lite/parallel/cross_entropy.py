@@ -35,7 +35,6 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _place(width: int, group: dist.ProcessGroup | None) -> tuple[int, int, Gather | None]:
-    """(first word of this shard, vocabulary size, gather of all shards' statistics)."""
     if group is None or group.size() == 1:
         return 0, width, None
     return group.rank() * width, group.size() * width, functools.partial(_gather, group=group)

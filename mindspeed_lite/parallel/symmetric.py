@@ -68,7 +68,6 @@ def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    """What this PyTorch version lacks."""
     try:
         import torch.distributed._symmetric_memory
     except ImportError as error:
@@ -95,7 +94,6 @@ def _reaches(device: torch.device, other: int | None) -> bool:
 
 
 def _register(group: dist.ProcessGroup) -> None:
-    """Register the group by name where PyTorch needs it."""
     from torch.distributed import _symmetric_memory
 
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)

@@ -56,8 +56,6 @@ AUTOGRAD_WGRAD = AutogradWgrad()
 
 
 class OverlappedGemm(Protocol):
-    """Interface of the module `overlapped_gemm`."""
-
     def gather_matmul(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...

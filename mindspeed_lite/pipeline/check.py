@@ -155,7 +155,6 @@ def _schedule(name: str, function: Any, shape: PipelineShape) -> Schedule:
 
 
 def _result(subject: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Runs user code, which may exit or never end."""
     found: list[T] = []
     failed: list[BaseException] = []
 

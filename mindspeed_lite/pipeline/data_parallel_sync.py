@@ -77,7 +77,6 @@ class DataParallelSync:
 
     @staticmethod
     def is_asked_for(config: Any) -> bool:
-        """Whether any of the three functions is set."""
         return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
@@ -112,7 +111,6 @@ class DataParallelSync:
             self._hold_back()
 
     def end(self) -> None:
-        """Start everything still pending."""
         self._held_back.close()
         if not self._starts_itself:
             for chunk in range(self._plan.chunks):

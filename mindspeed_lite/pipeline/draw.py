@@ -14,8 +14,6 @@ from .trace import ExecutedStep
 
 
 class _Look(NamedTuple):
-    """Letter, word, 256-colour background and picture colour."""
-
     letter: str
     word: str
     background: int
@@ -71,8 +69,6 @@ def _cell(entry: Entry | None, size: int, color: bool, has_chunks: bool) -> str:
 
 
 class _Bar(NamedTuple):
-    """Part `part` of `parts` of the row's height."""
-
     rank: int
     step: Step
     begin: float

@@ -157,7 +157,6 @@ def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def _passes(shape: PipelineShape) -> tuple[list[Step], list[Step]]:
-    """Backwards begin with the last chunk."""
     order = table(shape)
     forwards = [forward(chunk, microbatch) for chunk, microbatch in order]
     return forwards, [backward(shape.chunks - 1 - chunk, microbatch) for chunk, microbatch in order]

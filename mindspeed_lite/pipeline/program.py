@@ -80,7 +80,6 @@ def compile_program(
 
 
 def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
-    """Indices of paired forwards."""
     place = 0
     for entry in entries:
         if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
@@ -123,7 +122,6 @@ def _places(
 
 
 def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) -> Iterator[Transfer]:
-    """A call takes the next message if its slot is free."""
     call: dict[str, Message] = {}
     for message in messages:
         slot = _slot(message, rank, ranks)

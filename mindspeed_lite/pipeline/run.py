@@ -17,7 +17,6 @@ from .steps import BACKWARDS, Kind, Message, Payload, Step
 
 Hook = Callable[[], object]
 
-# Methods of `Passes` by kind.
 _METHODS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -56,7 +55,7 @@ class Passes(Protocol):
         pass
 
     def hand_over(self, output: Any) -> Any:
-        """Output as the next stage's input on this rank."""
+        pass
 
     def release(self, output: Any) -> None:
         """Free a sent output's storage, keeping its graph."""

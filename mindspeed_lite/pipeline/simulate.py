@@ -47,7 +47,6 @@ class Simulation:
         return self.makespan - self.busy(rank)
 
     def exposed(self, rank: int) -> float:
-        """Seconds that a rank waits for messages in flight."""
         return sum(each.exposed for each in self.ranks[rank])
 
     @property
@@ -94,7 +93,6 @@ class _Links:
     def send(
         self, rank: int, step: Step, target: int, now: float
     ) -> Iterator[tuple[tuple[int, int, Step], float, float]]:
-        """Newly known arrivals: ((target, source, step), sent, arrived)."""
         if self._queues is None:
             yield (target, rank, step), now, self._carry((rank, target), now)
             return

@@ -31,13 +31,10 @@ class Kind(str, enum.Enum):
     __hash__ = str.__hash__
 
 
-# Kinds that send a gradient to the previous stage.
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 class Step(NamedTuple):
-    """One computation of a model chunk for one micro-batch."""
-
     kind: Kind
     chunk: int
     microbatch: int
@@ -163,7 +160,6 @@ class Schedule:
         )
 
     def steps(self, rank: int) -> Iterator[Step]:
-        """Steps of a rank, pairs in sequence."""
         for entry in self.ranks[rank]:
             yield from steps_of(entry)
 
@@ -194,7 +190,6 @@ class Schedule:
         return self.units[Kind.RECOMPUTE]
 
     def input_source(self, rank: int, step: Step) -> tuple[int, Step] | None:
-        """Neighbouring (rank, step) whose output a step takes."""
         stage = self.stage(rank, step.chunk)
         if step.kind is Kind.FORWARD and stage > 0:
             source, chunk = self.locations[stage - 1]

@@ -110,7 +110,6 @@ def makespan(records: Sequence[ExecutedStep]) -> float:
 
 
 def bubble(records: Sequence[ExecutedStep]) -> float:
-    """Share of the ranks' time without a running step."""
     ranks = {each.rank for each in records}
     covered = sum(_covered([each for each in records if each.rank == rank]) for rank in ranks)
     return 1 - covered / (makespan(records) * len(ranks))
@@ -171,7 +170,6 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
 
 
 def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Schedule) -> dict[tuple[int, Step], float]:
-    """(rank, step) that sends -> when its receiver was ready."""
     found: dict[tuple[int, Step], float] = {}
     for rank in range(schedule.num_ranks):
         for before, step in pairwise([None, *schedule.steps(rank)]):

@@ -37,7 +37,6 @@ def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vo
 
 
 def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> TrainingConfig:
-    """With derived values."""
     if training.num_experts:
         _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
     if training.window_attn_skip_freq:
@@ -230,7 +229,6 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         elif flag in flags.OFF or flag in flags.TIMED_OFF:
             found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
-            # The only list of numbers.
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
             found[flags.LISTS[flag]] = tuple(_number(flag, each, int) if is_sizes else each for each in values)
         elif flag == "--window-size":
@@ -287,7 +285,6 @@ def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Unknown flags and similar known ones."""
     tables = (
         flags.ON,
         flags.TIMED,

@@ -27,7 +27,6 @@ class Surface:
     points: Sequence[tuple[tuple[float, ...], float]]
 
     def rate(self, *where: float) -> float:
-        """Units of work per second at a shape."""
         target = [math.log(max(each, 1e-12)) for each in where]
         total = weighted = 0.0
         for point, rate in self.points:
@@ -39,7 +38,6 @@ class Surface:
 
 
 def surface(samples: Sequence[tuple[Sequence[float], float, float]]) -> Surface:
-    """Surface from (shape, units of work, seconds) of samples."""
     return Surface([(tuple(math.log(each) for each in shape), work / seconds) for shape, work, seconds in samples])
 
 

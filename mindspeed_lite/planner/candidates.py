@@ -88,7 +88,6 @@ class LayoutCandidate:
         return base.replace(**changed)
 
     def flags(self, base: TrainingConfig) -> list[str]:
-        """Flags to append to the command."""
         words = [
             "--tensor-model-parallel-size", str(self.tp), *(["--sequence-parallel"] if self.tp > 1 else []),
             "--pipeline-model-parallel-size", str(self.pp),
@@ -112,7 +111,6 @@ class LayoutCandidate:
 
 
 def without_chosen(words: Sequence[str]) -> list[str]:
-    """The command without flags that a search chooses."""
     found: list[str] = []
     drops = False
     for word in words:

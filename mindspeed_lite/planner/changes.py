@@ -41,7 +41,6 @@ class _Toggle:
 def _switch(
     flag: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, name: str = "", **off: object
 ) -> _Toggle:
-    """Stored under the flag's own name or another."""
     name = name or flag.removeprefix("--").replace("-", "_")
     return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False, **off}, applies)
 
@@ -203,7 +202,6 @@ _TOGGLES = (
 
 
 def changes(training: TrainingConfig) -> Iterator[Change]:
-    """Features that make a difference."""
     here = ranks(training)
     for toggle in _TOGGLES:
         if not toggle.applies(training):

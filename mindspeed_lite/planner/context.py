@@ -32,7 +32,6 @@ COMM_TYPES: dict[str, Algorithm] = {
 
 
 def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
-    """Context-parallel algorithm of a layer, from 0."""
     if training.context_parallel_algo:
         return ALGORITHMS[training.context_parallel_algo]
     types = training.cp_comm_type
@@ -48,7 +47,6 @@ def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
 
 
 def sharing(training: TrainingConfig, layer: int) -> int:
-    """Ranks that exchange heads in a layer."""
     kind = algorithm(training, layer)
     if kind == "hybrid":
         return training.ulysses_degree_in_cp or training.hierarchical_context_parallel_sizes[0]
@@ -110,7 +108,6 @@ def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
 
 
 def _heads(training: TrainingConfig, layer: int, size: int) -> int:
-    """Bytes of keys or values of this head size, after the exchange."""
     ranks = sharing(training, layer)
     groups = max(1, training.local_groups // ranks)
     return tokens(training) * ranks * groups * size * training.width
@@ -148,7 +145,6 @@ def check(training: TrainingConfig) -> None:
 
 
 def divides_heads(training: TrainingConfig, ranks: int) -> bool:
-    """Whether ranks get equal query heads and key heads."""
     heads, groups = training.num_attention_heads // training.tp, training.local_groups
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 

@@ -17,8 +17,6 @@ CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class Line:
-    """Sum of an entry at the peak."""
-
     part: str
     name: str
     count: int
@@ -88,7 +86,6 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
     pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
 
     def beside(moment: schedule.Moment) -> list[MemoryEntry]:
-        """Entries of an overlapped pair."""
         assert moment.forward is not None
         both = (moment.forward, moment.chunk)
         if both not in pairs:

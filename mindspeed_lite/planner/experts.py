@@ -22,7 +22,6 @@ from .training import TrainingConfig
 
 
 def routed(training: TrainingConfig) -> int:
-    """Token-expert pairs of a micro-batch."""
     # All ranks send equally many; an expert split over ranks gets each rank's tokens.
     count = norm_tokens(training) * training.moe_router_topk
     even = round(count * training.expert_load)

@@ -180,7 +180,6 @@ MOST = {
     "--num-attention-heads": 100_000,
     "--num-virtual-stages-per-pipeline-rank": 10_000,
 }
-# Allowed texts.
 CHOICES = {
     "recompute_granularity": ("full", "selective"),
     "recompute_method": ("uniform", "block"),
@@ -198,7 +197,6 @@ LISTS = {
 }
 # Supported `--recompute-modules`.
 MODULES = ("core_attn", "layernorm", "mlp", "moe")
-# Numbers without defaults.
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 # Flags with unsupported effects on memory, and why; 0 or none disables them.

@@ -25,7 +25,6 @@ def parameters(training: TrainingConfig) -> int:
 
 
 def projections(training: TrainingConfig) -> list[MemoryEntry]:
-    """Entries between a layer's input and its heads' queries, keys, values."""
     found, queries, keys = [], training.q_lora_rank, training.kv_lora_rank
     if queries:
         found += _narrow(training, "queries", queries, tokens(training) * queries)
@@ -81,5 +80,4 @@ def _narrow(training: TrainingConfig, name: str, width: int, storage: int) -> li
 
 
 def _angles(training: TrainingConfig) -> int:
-    """Bytes of cosines and sines in the model's dtype."""
     return 2 * training.seq_length // training.cp * training.qk_pos_emb_head_dim * training.width

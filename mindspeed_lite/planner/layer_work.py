@@ -120,7 +120,6 @@ def mlp(training: TrainingConfig) -> PartWork:
 
 
 def experts(training: TrainingConfig) -> PartWork:
-    """Router, token exchange, local and shared experts."""
     rows, hidden = norm_tokens(training), training.hidden_size
     chosen = routed(training)
     local = training.num_experts // training.ep
@@ -240,7 +239,6 @@ def _accumulated(training: TrainingConfig, work: PartWork) -> PartWork:
 
 
 def _hidden(training: TrainingConfig) -> float:
-    """Bytes of a micro-batch's full hidden states."""
     return float(tokens(training) * training.hidden_size * training.width)
 
 
@@ -274,7 +272,6 @@ def _context_parallel(training: TrainingConfig, number: int) -> Iterator[Traffic
     rows = tokens(training)
     keys = rows * training.local_groups * (training.query_size + training.value_size) * training.width
     name, stride = "context parallel", training.tp
-    # Length comparison between ranks.
     yield Traffic(name, CollectiveCall("all_gather", LENGTHS * training.cp, Group(training.cp, stride)), 1, 0)
     if kind == "gathered":
         group = Group(training.cp, stride)

@@ -28,7 +28,6 @@ class Chunk:
 
     @property
     def has_embedding(self) -> bool:
-        """Has the embedding or its MTP copy."""
         return self.embeds or self.further > 0
 
 

@@ -53,7 +53,6 @@ def _cut(units: Sequence[float], most: float) -> list[int]:
 
 
 def _spread(sizes: list[int], stages: int) -> list[int] | None:
-    """Split the largest stages in two until there are `stages`."""
     found = list(sizes)
     while len(found) < stages:
         place = max(range(len(found)), key=lambda each: found[each])

@@ -56,7 +56,6 @@ def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
 
 
 def placement(training: TrainingConfig) -> Placement:
-    """`placement[rank][chunk]` is a stage."""
     if name_of(training).startswith("dualpipev"):
         return steps.v_placement(training.pp)
     return steps.interleaved_placement(training.pp, chunks_of(training))

@@ -45,7 +45,7 @@ class PublishedDevice:
         return self._bytes(work.numbers * width * passes) + (self.assumed.launch if passes else 0.0)
 
     def message(self, work: CollectiveCall) -> float:
-        """Ring, or all pairs at once for an all-to-all; nodes connect by all adapters of the group."""
+        """Ring, or all pairs at once for an all-to-all; between nodes, the group uses all its adapters on a node."""
         size = work.group.size
         if size == 1:
             return 0.0

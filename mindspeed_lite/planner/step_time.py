@@ -98,7 +98,6 @@ class Pricer:
 
     @staticmethod
     def _key(training: TrainingConfig) -> tuple[object, ...]:
-        """Searched arguments that affect a layer's work."""
         return (
             training.tp, training.sequence_parallel, training.cp, training.context_parallel_algo,
             training.ulysses_degree_in_cp, training.ep, training.etp, training.micro_batch_size,
@@ -173,8 +172,6 @@ def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """Compute and wait times of each rank."""
-
     ends: Sequence[float]
     idle: Sequence[float]
 
@@ -299,5 +296,4 @@ def model_flops(training: TrainingConfig) -> float:
 
 
 def by_category(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Largest first."""
     return sorted(parts.items(), key=lambda each: -each[1])

@@ -197,7 +197,6 @@ class TrainingConfig:
 
     @property
     def vpp(self) -> int:
-        """Model chunks per stage."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     @property
@@ -222,7 +221,6 @@ class TrainingConfig:
 
     @property
     def local_groups(self) -> int:
-        """Key-value heads of a TP rank."""
         return max(1, self.groups // self.tp)
 
     @property

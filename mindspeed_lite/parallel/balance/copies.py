@@ -124,7 +124,6 @@ class CopyPlan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[experts, elements]."""
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
@@ -171,7 +170,6 @@ class ExpertCopies:
         return len(self._tensors) // self._each
 
     def of(self, number: int) -> Parameters:
-        """Valid after `wait`."""
         return self._tensors[number * self._each : (number + 1) * self._each]
 
     @torch.no_grad()

@@ -12,7 +12,6 @@ from .record import LoadStep
 
 # Fixed-point unit (1 / 1024 token): equal sums on every rank.
 _PARTS = 1024
-# Weight of the past.
 _DECAY = 0.9
 
 
@@ -40,7 +39,6 @@ class LoadCounter:
 
     @property
     def steps(self) -> int:
-        """Steps since the last message."""
         return len(self._steps)
 
     @property

@@ -38,7 +38,6 @@ class CopyCosts(NamedTuple):
 
 
 def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes of parameters and fp32 gradients."""
     return sum(each.numel() * (each.element_size() + 4) for each in parameters)
 
 

@@ -128,7 +128,6 @@ def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
 
 
 def _slots(experts: int, ranks: int) -> list[list[int]]:
-    """[local experts][ranks], exchangeable experts."""
     local = len(contiguous(experts, ranks)) // ranks
     return [list(range(slot, experts, local)) for slot in range(local)]
 
@@ -146,7 +145,6 @@ class SentTokens:
 
     @classmethod
     def counted(cls, counts: Sequence[Sequence[float]]) -> SentTokens:
-        """From counts [ranks][experts]."""
         totals = [sum(column) for column in zip(*counts, strict=True)]
         return cls(totals, lambda expert: [row[expert] for row in counts], len(counts))
 

@@ -168,7 +168,6 @@ class Placer(abc.ABC):
 
     @property
     def away(self) -> list[Any]:
-        """Layers not at home."""
         return [layer for layer, each in self.layers.items() if not each.is_home]
 
     def _place(self) -> None:
@@ -219,7 +218,6 @@ class Placer(abc.ABC):
             costs = payoff.measure(parameters, round(tokens), self.layers[layer].group, group)
             with self.state_of()(parameters) as tensors:
                 size = torch.tensor(sum(each.nbytes for each in tensors), device=parameters[0].device)
-            # Shard sizes differ between ranks.
             dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
             share = int(size) / payoff.copied_bytes(parameters)
             price = self.prices[shapes] = costs.break_even_of_move(share, self._interval)
@@ -250,7 +248,6 @@ def _state_of_slot(
 
 
 def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
-    """Hash of what exchangeable experts share."""
     text = [
         [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
     ]

@@ -72,8 +72,6 @@ class LayerBalance:
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """All steps in a file, ascending, and the last header."""
-
     header: LoadHeader
     steps: tuple[LoadStep, ...]
 
@@ -85,7 +83,6 @@ class LoadRecord:
         return f"mtp {beyond}" if beyond > 0 else str(layer)
 
     def totals(self) -> list[list[int]]:
-        """[layers][experts], over all steps."""
         rows = range(len(self.header.layers))
         by_row = (zip(*(each.experts[row] for each in self.steps), strict=True) for row in rows)
         return [[sum(column) for column in columns] for columns in by_row]
@@ -116,7 +113,6 @@ def imbalance(loads: Sequence[int]) -> float:
 
 
 def variation(loads: Sequence[int]) -> float:
-    """Population standard deviation / mean; 0 without tokens."""
     mean = fmean(loads)
     return math.sqrt(fmean((each - mean) ** 2 for each in loads)) / mean if mean else 0.0
 

@@ -37,7 +37,6 @@ class Sums(NamedTuple):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -54,7 +53,6 @@ class Partial:
 
     @classmethod
     def of(cls, q: torch.Tensor, v: torch.Tensor) -> Partial:
-        """Empty result, for q [s, b, n, d]."""
         s, b, n, _ = q.shape
         dtype = sum_dtype(q.dtype)
         return cls(q.new_zeros(s, b, n, v.shape[-1], dtype=dtype), q.new_full((b, n, s), float("-inf"), dtype=dtype))
@@ -156,7 +154,6 @@ class RankBlocks:
 
 
 def _positions(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """[rows] int64, stream rows."""
     runs = [torch.arange(run.start, run.start + run.length, device=device) for run in layout.shares[rank]]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 

@@ -21,8 +21,6 @@ from mindspeed_lite.parallel.context.ring import KVMessage
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """`KeyExchange` by all-gather and reduce-scatter."""
-
     group: dist.ProcessGroup
 
     def forward(
@@ -67,7 +65,6 @@ def gather(
 def _scatter(
     dk: torch.Tensor, dv: torch.Tensor, pair: KVMessage, group: dist.ProcessGroup, order: Spans
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse: each rank's rows, summed over ranks."""
     ranks = group.size()
     messages = [pair.pack(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)]
     own = torch.empty_like(messages[0])

@@ -82,7 +82,6 @@ def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
 
 
 def _share(chunks: Sequence[tuple[int, int]]) -> Share:
-    """Runs for (start, length); merges adjacent ones."""
     runs: list[RowRun] = []
     row = 0
     for start, length in chunks:
@@ -132,7 +131,6 @@ def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
 
 
 def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
-    """Inverse of `in_order`."""
     spans, row = {}, 0
     for first, length in order:
         spans[first] = t[row : row + length]
@@ -216,7 +214,6 @@ def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Pr
 
 
 def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
-    """Visible block of two runs, or None."""
     left, right = band
     q0, q1, k0, k1 = query.start, query.start + query.length, key.start, key.start + key.length
     if right >= 0:

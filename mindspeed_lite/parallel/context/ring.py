@@ -142,7 +142,6 @@ class RingP2P:
         self._going: list[tuple[torch.Tensor, Any]] = []
 
     def post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """`held` has the outgoing tensors."""
         self._going = [each for each in self._going if not each[1].is_completed()]
         for lane, group in enumerate(self._groups):
             chosen = [move for move in moves if move.lane == lane]
@@ -165,7 +164,6 @@ class RingP2P:
                     self._coming[move.what, move.owner] = tensor, work
 
     def expects(self, what: str, owner: int) -> bool:
-        """Whether a posted receive was not taken."""
         return (what, owner) in self._coming
 
     def take(self, what: str, owner: int) -> torch.Tensor:

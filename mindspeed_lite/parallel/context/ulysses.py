@@ -48,7 +48,6 @@ def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
 
 
 def _evenly(items: int, parts: int) -> Spans:
-    """Nearly equal spans, larger ones first."""
     size, more = divmod(items, parts)
     ends = [size * i + min(i, more) for i in range(parts + 1)]
     return tuple(itertools.pairwise(ends))
@@ -164,7 +163,6 @@ def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 def _all_to_all(
     outgoing: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
 ) -> list[list[torch.Tensor]]:
-    """Returns tensors of shapes[rank][tensor]."""
     sizes = [[math.prod(shape) for shape in its] for its in shapes]
     received = outgoing[0].new_empty(sum(map(sum, sizes)))
     sent = [each.numel() for each in outgoing]

@@ -165,7 +165,6 @@ def _by_rank(counts: list[int], ranks: int) -> list[int]:
 
 
 def _transposed(chunks: int, parts: int) -> list[int]:
-    """Order of chunks after transposing [parts, chunks / parts]."""
     each = chunks // parts
     return [part * each + place for place in range(each) for part in range(parts)]
 

@@ -19,13 +19,11 @@ Splits = Sequence[int] | None
 
 
 class Collective(Protocol):
-    """Collective whose gradient is another collective."""
-
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """(work, out) for a contiguous x [rows, ...]; `out` is valid after `work.wait()`."""
 
     def reversed(self) -> Collective:
-        """The gradient's collective."""
+        pass
 
 
 class AllToAll(NamedTuple):

@@ -68,8 +68,6 @@ class NodeGroups:
 
 
 class Splits(NamedTuple):
-    """Rows to and from each rank."""
-
     sent: list[int]
     received: list[int]
 
@@ -243,7 +241,6 @@ class _Level(NamedTuple):
 
 
 def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int) -> _Level:
-    """Rows and pair indices, place by place."""
     shape = (len(wanted), places, wanted.shape[1] // places)
     by_place = wanted.reshape(shape).transpose(0, 1)
     needs = by_place.any(-1)
@@ -256,7 +253,6 @@ def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int)
 
 
 def _numbers(wanted: torch.Tensor) -> torch.Tensor:
-    """[R, E] -> index of each pair among all, row by row."""
     return (wanted.flatten().cumsum(0, dtype=torch.int32) - 1).view(wanted.shape)
 
 

@@ -42,7 +42,6 @@ class RecomputedRows:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Send the rows, once."""
         if self._released is None or self._received is not None:
             return
         rows = self._permute()
@@ -50,7 +49,6 @@ class RecomputedRows:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Refill the released tensor, once."""
         self.leave()
         if self._released is None or self._received is None:
             return
