@@ -43,7 +43,7 @@ class Passes(Protocol):
         """(micro-batch, input) -> output; input is None at the model's first stage."""
 
     def recompute(self, chunk: int) -> Callable[[int], object]:
-        pass
+        """(micro-batch): recompute activations."""
 
     def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
         """(micro-batch, input, output, output gradient) -> input gradient."""
@@ -52,10 +52,10 @@ class Passes(Protocol):
         """The same, with deferred weight gradients."""
 
     def weight_grad(self, chunk: int) -> Callable[[int], object]:
-        pass
+        """(micro-batch): compute deferred gradients."""
 
     def hand_over(self, output: Any) -> Any:
-        pass
+        """Output as the next stage's input on this rank."""
 
     def release(self, output: Any) -> None:
         """Free a sent output's storage, keeping its graph."""

@@ -130,7 +130,7 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
-        pass
+        """This rank's experts, by slot."""
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
@@ -142,7 +142,7 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def has_moved(self) -> None:
-        pass
+        """Called after each exchange."""
 
     @abc.abstractmethod
     def say(self, kind: str, text: str) -> None:

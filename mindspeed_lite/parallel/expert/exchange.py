@@ -23,7 +23,7 @@ class Collective(Protocol):
         """(work, out) for a contiguous x [rows, ...]; `out` is valid after `work.wait()`."""
 
     def reversed(self) -> Collective:
-        pass
+        """The gradient's collective."""
 
 
 class AllToAll(NamedTuple):
