@@ -1,7 +1,6 @@
-"""Cross-entropy over a vocabulary that is sharded over a group.
+"""Vocabulary-parallel cross-entropy.
 
-One all-gather of three values per row; all ranks merge them in the same order, so that losses are bitwise equal. The
-backward pass communicates nothing.
+One all-gather of three values per row, merged in the same order: bitwise equal losses on all ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from mindspeed_lite.ops.linear_cross_entropy import Accumulate, linear_cross_ent
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """`ops.cross_entropy` of a shard of logits [..., V / size].
-
-    target: [...], the same on every rank. group: None for the whole vocabulary.
-    """
+    """Loss from logits [..., V / size] and target [...]; group: None for the whole vocabulary."""
     start, size, gather = _place(logits.shape[-1], group)
     return cross_entropy(logits, target, start, size, gather)
 
@@ -33,16 +29,12 @@ def vocab_parallel_linear_cross_entropy(
     group: dist.ProcessGroup | None,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
-    """`ops.linear_cross_entropy` of a shard of the weight [V / size, H].
-
-    hidden: [..., H], the same on every rank. Its gradient is this shard's part: the caller sums it over the ranks.
-    """
+    """Loss from weight [V / size, H] and hidden [..., H]; the caller sums hidden's gradient over the ranks."""
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
 
 
 def _place(width: int, group: dist.ProcessGroup | None) -> tuple[int, int, Gather | None]:
-    """(first word of a shard of this width, vocabulary size, gather of the statistics of all shards)."""
     if group is None or group.size() == 1:
         return 0, width, None
     return group.rank() * width, group.size() * width, functools.partial(_gather, group=group)

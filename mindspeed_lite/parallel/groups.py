@@ -1,4 +1,4 @@
-"""Creates process groups of some ranks of a group, without the other ranks of the world."""
+"""Creates process groups of some ranks without the rest of the world."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch.distributed import distributed_c10d
 def new_groups(group: dist.ProcessGroup, *rank_lists: Sequence[int]) -> list[dist.ProcessGroup]:
     """A new group for each list of global ranks that includes this rank; a collective of `group`.
 
-    torch names such a group by its ranks and the process's number of groups. That number repeats after groups are
-    destroyed and differs between ranks in different groups: ranks then hang, or find the addresses of an old group.
-    Here the ranks agree on a unique name.
+    torch names such groups by ranks and a group count that repeats after groups are destroyed and differs between
+        ranks: ranks hang or find stale addresses. Here the ranks agree on a unique name.
     """
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, dist.get_global_rank(group, 0), group)
@@ -29,7 +28,7 @@ def new_groups(group: dist.ProcessGroup, *rank_lists: Sequence[int]) -> list[dis
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give the next group this name: torch has no argument for it."""
+    """Set the next group's name; torch has no argument for it."""
     torch_: Any = distributed_c10d
     own = torch_._process_group_name
     torch_._process_group_name = lambda ranks, use_hashed_name: name if use_hashed_name else own(ranks, False)

@@ -1,4 +1,4 @@
-"""GEMM and collective in one CANN operator (MC2) on Ascend NPUs.
+"""Fused GEMM and collective (CANN MC2) on Ascend NPUs.
 
 Source: documentation of torch_npu.npu_all_gather_base_mm and npu_mm_reduce_scatter_base (op-plugin 7.3).
 """
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from .overlapped_gemm import FusedGemmCollective
 
-# Supported ranks of a group (Atlas A2: up to 8, A3: up to 32), and sizes of the reduced dimension.
+# Group sizes (Atlas A2: up to 8, A3: up to 32), sizes of the reduced dimension.
 RANKS = (2, 4, 8, 16, 32)
 SUMMED = range(256, 65535)
 
 
 def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
-    """Reasons why the operators cannot multiply x [M, K] by w [K, N]; the same on all ranks."""
+    """Reasons against x [M, K] by w [K, N]; equal on all ranks."""
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype:
         reasons.append(f"{x.dtype} times {w.dtype}: MC2 takes float16 or bfloat16")
@@ -54,6 +54,6 @@ class MC2(FusedGemmCollective):
 
 
 def communicator(group: Any, device: torch.device) -> str:
-    """HCCL's name of the group's communicator."""
+    """HCCL communicator name of the group."""
     backend = group._get_backend(device)
     return str(backend.get_hccl_comm_name(dist.get_rank()))

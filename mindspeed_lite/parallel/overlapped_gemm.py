@@ -1,13 +1,12 @@
-"""Overlaps GEMMs with the collectives that feed them or that they feed, in chunks of rows.
+"""Overlaps GEMMs with adjacent collectives, in chunks of rows.
 
-A gather multiplies the rank's own rows first, the others as they arrive; a product is computed in the order in which
-its chunks are reduced. No sum changes its order: bits change only where a library chooses its kernel by the number of
-rows, or a collective its order of ranks by the size of a message.
+A gather multiplies the rank's own rows first; a GEMM follows the order in which its chunks are reduced. Summation order
+is unchanged: bits differ only where a library chooses kernels by row count, or a collective its rank order by message
+    size.
 
-Matrices are 2-D; of p m rows over p ranks, r m to (r + 1) m belong to rank r. `chunks` is the number of messages.
+Matrices are 2-D; of p m rows over p ranks, r m to (r + 1) m belong to rank r. `chunks`: messages.
 
-Source: MindSpeed's CoC for the order of chunks; the rank's own rows first as in Flux (arXiv 2406.06858) and PyTorch's
-asynchronous tensor parallelism.
+Source: chunk order of MindSpeed's CoC; own rows first as in Flux (arXiv 2406.06858) and PyTorch's async TP.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ import torch.distributed as dist
 
 
 class Pending:
-    """A result with messages in flight."""
-
     def __init__(self, result: torch.Tensor, wait: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
         self._result, self._wait, self._kept = result, wait, kept
 
     def wait(self) -> torch.Tensor:
-        """Return the result, ready for this stream. Raises what the collective raises."""
+        """Raises the collective's errors."""
         for wait in self._wait:
             wait()
         self._wait, self._kept = [], []
@@ -45,7 +42,7 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 def gather_matmul(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(X w [p m, N], X if `keep`), where X [p m, K] gathers x [m, K] of every rank; w: [K, N]."""
+    """(X w [p m, N], X if `keep`), where X [p m, K] gathers x [m, K]; w: [K, N]."""
     size, rank, rows = group.size(), group.rank(), x.shape[0]
     if chunks < 2 or rows < 2:
         whole = gather(x, group).wait()
@@ -83,7 +80,7 @@ def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, c
         if part == slice(0, rows):
             product = x @ w
         else:
-            # The chunk's rows of every rank, so that each receives contiguous rows.
+            # Every rank's rows of the chunk, so that receives are contiguous.
             product = x.new_empty(size, part.stop - part.start, w.shape[1])
             for rank in range(size):
                 torch.mm(blocks[rank, part], w, out=product[rank])
@@ -105,16 +102,16 @@ def matmul_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, ch
 
 
 def parts(rows: int, chunks: int) -> Iterator[slice]:
-    """Split `rows` into at most `chunks` runs whose lengths differ by at most one."""
+    """Split `rows` into at most `chunks` runs of nearly equal length."""
     count = max(1, min(chunks, rows))
     bounds = [rows * each // count for each in range(count + 1)]
     return (slice(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
 class FusedGemmCollective(ABC):
-    """`OverlappedGemm` by fused operators; unsupported calls run unchunked, and `say` gets the reason.
+    """`OverlappedGemm` by fused operators; unsupported calls run unchunked, `say` gets the reason.
 
-    The operators chunk by themselves: `chunks` is ignored. `why_not` must be the same on all ranks of a group.
+    The operators ignore `chunks`. `why_not` must be equal on all ranks of a group.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -122,17 +119,17 @@ class FusedGemmCollective(ABC):
 
     @abstractmethod
     def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
-        """Reasons why the operators cannot multiply x [M, K] by w [K, N] over this group."""
+        """Reasons against x [M, K] by w [K, N]."""
 
     @abstractmethod
     def _gather(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(product of all rows, these rows if `keep`) for a contiguous x."""
+        """(GEMM of all rows, these rows if `keep`)."""
 
     @abstractmethod
     def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """This rank's rows of the product's sum over ranks, for a contiguous x."""
+        """This rank's rows of the sum over ranks."""
 
     def gather_matmul(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False

@@ -1,7 +1,7 @@
-"""GEMM and collective in one PyTorch operator over CUDA symmetric memory.
+"""Fused GEMM and collective over PyTorch's CUDA symmetric memory.
 
-A rank copies rows over NVLink on a stream of its own while it multiplies others, without NCCL. A scattered result is
-summed over ranks in one pass and rounded once.
+A rank copies rows over NVLink on its own stream during the GEMM, without NCCL. Scattered results are summed over ranks
+in one pass and rounded once.
 
 Source: torch.ops.symm_mem (torch.distributed._symmetric_memory); arXiv 2406.06858 (Flux) for the decomposition.
 """
@@ -24,7 +24,7 @@ _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 class Symmetric(FusedGemmCollective):
-    """`OverlappedGemm` by PyTorch's two operators; all ranks of a group determine once whether they work."""
+    """`OverlappedGemm` by PyTorch's two operators; support is determined once per group."""
 
     def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
         if x.dtype != w.dtype:
@@ -48,7 +48,7 @@ class Symmetric(FusedGemmCollective):
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Set up symmetric memory; returns why there is none, the same on all ranks. A collective."""
+    """Set up symmetric memory; returns the reason of a failure, equal on all ranks. A collective."""
     own = _missing() or _alone(device)
     shared: list[Any] = [None] * group.size()
     dist.all_gather_object(shared, (own, socket.gethostname(), device.index), group=group)
@@ -68,7 +68,6 @@ def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    """What this PyTorch version lacks."""
     try:
         import torch.distributed._symmetric_memory
     except ImportError as error:
@@ -88,18 +87,17 @@ def _alone(device: torch.device) -> str | None:
 
 
 def _reaches(device: torch.device, other: int | None) -> bool:
-    # A device that this process does not see may be reachable; the operators' own set-up checks it.
+    # Invisible devices may be reachable; the operators' set-up checks them.
     if other is None or other == device.index or other >= torch.cuda.device_count():
         return True
     return torch.cuda.can_device_access_peer(device, other)
 
 
 def _register(group: dist.ProcessGroup) -> None:
-    """Register the group by name with PyTorch versions that need it."""
     from torch.distributed import _symmetric_memory
 
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
-    # Newer versions have deprecated it.
+    # Deprecated in newer versions.
     if enable is not None and not hasattr(enable, "__deprecated__"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,12 +1,11 @@
 """Tensor-parallel linear layers that overlap communication with their own GEMMs.
 
-    column parallel: y = X w^T, with this rank's outputs in w. With sequence parallelism X is gathered before the
-        product and its gradient is reduce-scattered; without, X is on every rank and its gradient is all-reduced.
-    row parallel: y = sum over ranks of x w^T, with this rank's inputs in w. With sequence parallelism y is scattered
-        and its gradient gathered; without, the backward pass communicates nothing.
+    column parallel: y = X w^T. With sequence parallelism X is gathered and its gradient reduce-scattered; without, X is
+        replicated and its gradient all-reduced.
+    row parallel: y = sum over ranks of x w^T. With sequence parallelism y is scattered and its gradient gathered;
+        without, the backward pass does not communicate.
 
-The weight gradient is computed while the input gradient is in flight. Only x and the weight are saved; the backward
-pass gathers again.
+Weight gradients overlap with the input gradient's message. Only x and the weight are saved; backward gathers again.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from .overlapped_gemm import Pending
 
 
 class ChunkPolicy(Protocol):
-    """Chooses the number of chunks of a layer's pass."""
-
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """For x [M, K] times w [K, N]; `run(n)` is the pass with n chunks, to be timed."""
+        """Chunk count for x [M, K] times w [K, N]; `run(n)` is the pass to time."""
         ...
 
 
@@ -34,21 +31,17 @@ class WgradHandler(Protocol):
     """Computes or defers the weight gradient dy^T x."""
 
     def defer(self, dy: torch.Tensor) -> bool:
-        """Queue dy, in the layer's own shape, and return True, or return False."""
+        """Queue dy in the layer's shape and return True, or return False."""
         ...
 
-    def deferred(self) -> torch.Tensor | None:
-        """The gradient that autograd gets for a deferred one."""
-        ...
+    def deferred(self) -> torch.Tensor | None: ...
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """Compute from dy [M, N] and x [M, K]; returns the gradient that autograd gets."""
+        """Compute from dy [M, N] and x [M, K]; returns the gradient for autograd."""
         ...
 
 
 class AutogradWgrad:
-    """Computes the weight gradient at once and returns it to autograd."""
-
     def defer(self, dy: torch.Tensor) -> bool:
         return False
 
@@ -63,8 +56,6 @@ AUTOGRAD_WGRAD = AutogradWgrad()
 
 
 class OverlappedGemm(Protocol):
-    """The interface of the module `overlapped_gemm`."""
-
     def gather_matmul(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
@@ -74,8 +65,6 @@ class OverlappedGemm(Protocol):
 
 @dataclass(frozen=True)
 class TPCommConfig:
-    """Communication settings of one linear-layer call."""
-
     group: dist.ProcessGroup
     sequence_parallel: bool
     chunks: ChunkPolicy
@@ -84,7 +73,6 @@ class TPCommConfig:
 
 
 def fixed_chunks(number: int) -> ChunkPolicy:
-    """A policy that always chooses `number`."""
     return lambda phase, x, w, run: number
 
 
@@ -102,7 +90,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, comm: TPCommConfig) -> Any:
         ctx.comm, ctx.shape = comm, x.shape
-        # As in Megatron's linear layers, a frozen weight freezes the bias too.
+        # As in Megatron, a frozen weight freezes the bias too.
         ctx.trains_bias = bias is not None and weight.requires_grad
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         rows, w = _rows(x), weight.t()
@@ -183,5 +171,5 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(rows: torch.Tensor, shape: Any) -> torch.Tensor:
-    """`rows` in another shape; not as a view, whose storage Megatron could not release."""
+    """Reshape without a view, whose storage Megatron could not release."""
     return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]

@@ -1,15 +1,14 @@
-"""The order of work in a pipeline-parallel training step.
+"""Pipeline-parallel schedules: build, check, simulate, execute.
 
-steps           schedules as data, with their messages and dependencies
-orders          published schedules: 1F1B, interleaved, ZB-H1, DualPipeV
-zero_bubble     schedules with separate weight gradients for given costs and memory
-recompute_plan  recomputation as separate steps
-check           validates a schedule; loads a user's
-costs           seconds and bytes of steps
-simulate        when each step runs, and where ranks wait
-trace           what an executor has recorded
-draw            schedules as text and as pictures
-program         the calls that carry a rank's messages
-run             executes a program
+steps           schedules as data
+orders          1F1B, interleaved, ZB-H1, DualPipeV
+zero_bubble     separate weight gradients for given costs and memory
+recompute_plan  recomputation as steps
+check           validation; user schedules
+costs           seconds and bytes
+simulate        timing and idle time
+trace           recorded executions
+draw            text and PNG
+program, run    communication calls, and their execution
 wgrad           deferred weight gradients
 """

@@ -1,7 +1,7 @@
-"""Validates schedules, generated ones and a user's.
+"""Validates generated and user-defined schedules.
 
-A user's order is a function of (rank, shape) that yields steps, with optional attributes `placement`, a function of the
-number of ranks, and `chunks`, the model chunks of a rank.
+A user's order is a function of (rank, shape) that yields steps, with optional attributes `placement` (function of the
+number of ranks) and `chunks` (per rank).
 """
 
 from __future__ import annotations
@@ -23,31 +23,28 @@ from .orders import OrderError, PipelineShape
 from .simulate import DeadlockError, simulate
 from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Placement, Schedule, Step, steps_of
 
-# The order of the steps of one micro-batch and chunk on a rank.
+# Per micro-batch and chunk on a rank.
 _IN_ORDER = ((Kind.FORWARD,), (Kind.RECOMPUTE,), BACKWARDS, (Kind.WEIGHT_GRAD,))
 
 
-# Time limit in seconds for the import of a user's order, and for all its ranks.
+# Seconds to import a user's order, and for all its ranks.
 PATIENCE = 20.0
 T = TypeVar("T")
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run: the first problem, in one line."""
+    """Holds the first problem of a schedule, in one line."""
 
 
 def check(schedule: Schedule, max_live: int | None = None) -> Schedule:
-    """Return the schedule, or raise ScheduleError with its first problem.
-
-    max_live: chunk activations that a rank may hold at once.
-    """
+    """Raises ScheduleError with the first problem; max_live: maximum chunk activations per rank."""
     for problem in problems(schedule, max_live):
         raise ScheduleError(f"{schedule.name}: {problem}")
     return schedule
 
 
 def problems(schedule: Schedule, max_live: int | None = None) -> Iterator[str]:
-    """The problems of a schedule, one line each; the first may be the cause of the others."""
+    """Problems, one line each; the first may cause the others."""
     found = [*_problems_of_placement(schedule.placement)]
     if not found and len(schedule.ranks) != schedule.num_ranks:
         found = [f"it has entries for {len(schedule.ranks)} ranks, and its placement {schedule.num_ranks}"]
@@ -112,7 +109,6 @@ def _problems_of_rank(schedule: Schedule, rank: int) -> Iterator[str]:
 
 
 def _problems_of_unit(schedule: Schedule, places: dict[Step, int], chunk: int, microbatch: int) -> Iterator[str]:
-    """The problems of one chunk and micro-batch."""
     found = {kind: places[step] for kind in Kind if (step := Step(kind, chunk, microbatch)) in places}
     unit = f"chunk {chunk}, micro-batch {microbatch}"
     if Kind.FORWARD not in found:
@@ -132,7 +128,7 @@ def _problems_of_unit(schedule: Schedule, places: dict[Step, int], chunk: int, m
 
 
 def load(name: str, shape: PipelineShape) -> Schedule:
-    """Load and check a user's order, `module:function` or `FILE.py:function`. Raises ScheduleError."""
+    """Load `module:function` or `FILE.py:function` and check it. Raises ScheduleError."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ScheduleError(f"{name}: an order of your own is module:function or FILE.py:function")
@@ -146,7 +142,7 @@ def load(name: str, shape: PipelineShape) -> Schedule:
 def _schedule(name: str, function: Any, shape: PipelineShape) -> Schedule:
     shape = replace(shape, chunks=getattr(function, "chunks", shape.chunks))
     placement = getattr(function, "placement", None)
-    # More steps than there are stand twice.
+    # More steps imply a duplicate.
     most = len(Kind) * shape.chunks * shape.microbatches + 1
 
     def order(rank: int, shape: PipelineShape) -> Iterator[Entry]:
@@ -159,7 +155,6 @@ def _schedule(name: str, function: Any, shape: PipelineShape) -> Schedule:
 
 
 def _result(subject: str, function: Callable[..., T], *arguments: Any) -> T:
-    """The result of a user's code, which may also exit or never end."""
     found: list[T] = []
     failed: list[BaseException] = []
 

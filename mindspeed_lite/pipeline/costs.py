@@ -1,4 +1,4 @@
-"""Seconds and bytes of the steps and messages of a pipeline."""
+"""Seconds and bytes of pipeline steps and messages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Schedule, Step, steps
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes; each sequence has a value for every stage, an empty one means zeros.
+    """Seconds and bytes per stage; an empty sequence means zeros.
 
-    forward, input_grad, weight_grad: seconds. A full backward takes the sum of the last two.
-    recompute: seconds; empty: those of the forward.
-    message: seconds of a message between two ranks.
-    one_queue: messages of both directions between two ranks run in sequence.
-    between: seconds of overhead after a step of a kind.
-    pair: factor of an overlapped pair's seconds over the sum of its steps.
-    recomputes: a backward without a RECOMPUTE step recomputes its chunk first, as with Megatron's full recomputation.
-    activation_bytes: kept by a forward or a recomputation until the weight gradients.
-    input_bytes: kept by a forward whose chunk is recomputed.
-    backward_bytes: additional bytes of a running backward.
+    input_grad, weight_grad: a full backward is their sum.
+    recompute: empty: as forward.
+    message: seconds between two ranks.
+    one_queue: both directions between two ranks share one queue.
+    between: overhead after a step, by kind.
+    pair: seconds of an overlapped pair over the sum of its steps.
+    recomputes: a backward without a RECOMPUTE step recomputes its chunk first, as in Megatron's full recomputation.
+    activation_bytes: kept from forward or recomputation to the weight gradients.
+    input_bytes: kept by the forward of a recomputed chunk.
+    backward_bytes: additional during a backward.
     """
 
     forward: Sequence[float]
@@ -38,12 +38,10 @@ class Costs:
     backward_bytes: Sequence[float] = ()
 
     def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
-        """Seconds that a rank computes an entry."""
         total = sum(self._seconds_of_step(schedule, rank, step) for step in steps_of(entry))
         return total * self.pair if isinstance(entry, OverlappedPair) else total
 
     def seconds_after(self, entry: Entry) -> float:
-        """Seconds of overhead after an entry."""
         return self.between.get(steps_of(entry)[-1].kind, 0.0)
 
     def _seconds_of_step(self, schedule: Schedule, rank: int, step: Step) -> float:
@@ -68,18 +66,17 @@ def uniform(
     message: float = 0.0,
     pair: float = 1.0,
 ) -> Costs:
-    """The costs of equal stages."""
     return Costs([forward] * stages, [input_grad] * stages, [weight_grad] * stages, message=message, pair=pair)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Micro-batches that a rank holds while it runs an entry, by chunk.
+    """Micro-batches a rank holds during an entry, by chunk.
 
     activations: from forward, or recomputation, to backward.
-    inputs: only the chunk's input is held.
-    queued: from the input gradient to the weight gradients.
-    running: the chunk whose backward runs.
+    inputs: only the chunk's input.
+    queued: from input gradient to weight gradients.
+    running: chunk of the running backward.
     """
 
     activations: tuple[int, ...]
@@ -89,11 +86,10 @@ class Held:
 
     @property
     def live(self) -> int:
-        """Chunk activations held, with those of queued weight gradients."""
+        """Chunk activations, including queued weight gradients'."""
         return sum(self.activations) + sum(self.queued)
 
     def bytes(self, costs: Costs, stages: Sequence[int]) -> float:
-        """Bytes, for a rank with these stages."""
         found = 0.0
         for sizes, counts in (
             (costs.activation_bytes, self.activations),
@@ -107,7 +103,6 @@ class Held:
 
 
 def held(schedule: Schedule, rank: int) -> list[Held]:
-    """What a rank holds during each of its entries."""
     activations, inputs, queued = ([0] * schedule.num_chunks for _ in range(3))
     found: list[Held] = []
     for entry in schedule.ranks[rank]:
@@ -133,12 +128,11 @@ def held(schedule: Schedule, rank: int) -> list[Held]:
 
 
 def peak_live(schedule: Schedule, rank: int) -> int:
-    """The most chunk activations that a rank holds at once."""
+    """Peak chunk activations."""
     return max((each.live for each in held(schedule, rank)), default=0)
 
 
 def peak_bytes(schedule: Schedule, rank: int, costs: Costs) -> float:
-    """The most bytes of activations that a rank holds at once."""
     return max((each.bytes(costs, schedule.placement[rank]) for each in held(schedule, rank)), default=0.0)
 
 
@@ -148,10 +142,7 @@ def from_measured(
     message: float = 0.0,
     between: Mapping[Kind, float] | None = None,
 ) -> Costs:
-    """Costs from measured seconds by kind and stage (`trace.median_seconds`).
-
-    A full backward counts as half input gradient and half weight gradients.
-    """
+    """Costs from seconds by kind and stage (`trace.median_seconds`); full backwards split in half."""
 
     def of(kind: Kind, stage: int) -> float:
         return seconds.get((kind, stage), 0.0)

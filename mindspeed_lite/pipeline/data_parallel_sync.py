@@ -1,7 +1,7 @@
-"""When the steps of a schedule start gradient reduction and parameter gathering.
+"""Schedules gradient reductions and parameter gathers through Megatron's sync functions.
 
-Gradients of a model chunk are complete after its last step that adds to them; parameters are gathered one chunk ahead.
-`no_sync_func`, `grad_sync_func` and `param_sync_func` of a configuration (as in Megatron) say how.
+A chunk's gradients are complete after its last contributing step; parameters are gathered one chunk ahead. See
+`no_sync_func`, `grad_sync_func` and `param_sync_func`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from .steps import BACKWARDS, Kind, Step
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Which steps of a rank start communication.
+    """Steps of a rank that start communication.
 
-    chunks: number of model chunks.
-    last_backward: the last backward pass of each chunk.
-    complete: the step that completes the gradients of each chunk.
-    reduced: step -> chunk whose reduction starts after it.
-    gathered: forward step -> chunk whose parameters are gathered before it.
+    last_backward: of each chunk.
+    complete: step that completes each chunk's gradients.
+    reduced: step -> chunk to reduce after it.
+    gathered: forward step -> chunk to gather before it.
     places: index in the order -> step of any of these.
     """
 
@@ -36,16 +35,16 @@ class SyncPlan:
 
     @functools.cached_property
     def last_of_chunks(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By chunk, the micro-batch of its last backward pass and the one that completes its gradients."""
+        """Micro-batch by chunk: last backward, and completing step."""
         found = [{step.chunk: step.microbatch for step in steps} for steps in (self.last_backward, self.complete)]
         return found[0], found[1]
 
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
-    """Return the plan of a rank.
+    """Plan of a rank.
 
-    As in Megatron, ranks start together: a reduction `rank` steps after the chunk is complete, because ranks before it
-    complete it later, and a gather as many steps earlier.
+    A reduction starts `rank` steps after its chunk is complete, a gather as many steps earlier: as in Megatron, ranks
+    then start together.
     """
     adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
     complete = {step.chunk: index for index, step in enumerate(adding)}
@@ -64,15 +63,13 @@ def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
 
 
 class DataParallelSync:
-    """Starts the reductions and gathers of one training step of the model chunks `models`."""
-
     def __init__(self, config: Any, models: Sequence[Any], plan: SyncPlan, is_first_stage: bool) -> None:
         self._models, self._plan = models, plan
         self._no_sync = _listed(config.no_sync_func, 1)
         self._reduce = _listed(config.grad_sync_func, plan.chunks)
         self._gather = _listed(config.param_sync_func, plan.chunks) if plan.chunks > 1 else []
-        # Gradients start their reduction themselves where no function does, and on the first rank of one chunk: the
-        # other ranks reduce in the bubble at the end, and it has none.
+        # Gradients reduce themselves without a function, and on the first rank with one chunk: it has no final
+        # bubble.
         self._starts_itself = not self._reduce or (plan.chunks == 1 and is_first_stage)
         self._closing = plan.last_backward | plan.complete
         self._reduced: set[int] = set()
@@ -80,11 +77,10 @@ class DataParallelSync:
 
     @staticmethod
     def is_asked_for(config: Any) -> bool:
-        """Whether the configuration has any of the three functions."""
         return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
-        """What to call before and after steps, by index."""
+        """Hooks before and after steps, by index."""
         places = self._plan.places.items()
         return (
             {place: functools.partial(self.before, step) for place, step in places},
@@ -92,13 +88,12 @@ class DataParallelSync:
         )
 
     def begin(self) -> None:
-        """Hold back reductions, and gather what the first forwards need."""
+        """Hold back reductions, and gather for the first forwards."""
         self._hold_back()
         for chunk in range(min(2, len(self._gather))):
             self._gather[chunk](self._models[chunk].parameters())
 
     def before(self, step: Step) -> None:
-        """Start what is due before a step."""
         if step.kind is Kind.FORWARD:
             chunk = self._plan.gathered.get(step)
             if chunk is not None and self._gather:
@@ -107,7 +102,6 @@ class DataParallelSync:
             self._held_back.close()
 
     def after(self, step: Step) -> None:
-        """Start what is due after a step."""
         if self._starts_itself:
             if step in self._closing:
                 self._hold_back()
@@ -117,7 +111,6 @@ class DataParallelSync:
             self._hold_back()
 
     def end(self) -> None:
-        """Start what has not been started."""
         self._held_back.close()
         if not self._starts_itself:
             for chunk in range(self._plan.chunks):
@@ -134,7 +127,7 @@ class DataParallelSync:
 
 
 def _listed(functions: Any, count: int) -> list[Callable[..., Any]]:
-    """Megatron's field: a function, one for each chunk, or none."""
+    """Megatron's field: one function, one per chunk, or none."""
     if functions is None:
         return []
     return list(functions) if isinstance(functions, (list, tuple)) else [functions] * count

@@ -1,4 +1,4 @@
-"""Draws pipeline schedules as text and as PNG: ranks as rows, time to the right."""
+"""Draws pipeline schedules as text and PNG."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from .trace import ExecutedStep
 
 
 class _Look(NamedTuple):
-    """A kind of step: letter, word, 256-colour background of a terminal, colour of a picture."""
-
     letter: str
     word: str
     background: int
     color: str
 
 
-# The pictures' colours are Okabe and Ito's, lighter for each further chunk.
+# Okabe-Ito colours, lighter for each further chunk.
 _LOOKS = {
     Kind.FORWARD: _Look("F", "forward", 68, "#0072b2"),
     Kind.BACKWARD: _Look("B", "backward", 173, "#d55e00"),
@@ -35,7 +33,7 @@ _IDLE = "."
 
 
 def text(simulation: Simulation, columns: int, color: bool = False) -> list[str]:
-    """A line of at most `columns` characters for each rank, and a legend; short steps are only letters."""
+    """A line of at most `columns` characters per rank, and a legend."""
     head, schedule = f"rank {len(simulation.ranks) - 1} ", simulation.schedule
     width, has_chunks = columns - len(head), schedule.num_chunks > 1
     middles = [(column + 0.5) * simulation.makespan / width for column in range(width)]
@@ -71,8 +69,6 @@ def _cell(entry: Entry | None, size: int, color: bool, has_chunks: bool) -> str:
 
 
 class _Bar(NamedTuple):
-    """A step in a picture: part `part` of `parts` of the row's height."""
-
     rank: int
     step: Step
     begin: float
@@ -87,7 +83,7 @@ def png(
     unit: str = "",
     executed: Sequence[ExecutedStep] = (),
 ) -> None:
-    """Write schedules by title, and recorded steps, one below the other with one time axis in `unit`.
+    """Write schedules and recorded steps on one time axis in `unit`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -113,7 +109,7 @@ def png(
     axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=[2.0 + each for each in rows])[:, 0]
     for (title, bars), number, each in zip(drawn.items(), rows, axes, strict=True):
         longest = max(bar.begin + bar.seconds for bar in bars)
-        # One object for all bars of a row and colour.
+        # One artist per row and colour.
         spans: dict[tuple[str, float, float, float], list[tuple[float, float]]] = {}
         for bar in bars:
             height = 0.84 / bar.parts

@@ -1,9 +1,7 @@
-"""Published pipeline orders: functions of (rank, shape) that yield the entries of a rank.
-
-`build(name, shape)` makes the schedule of one of `ORDERS`.
+"""Published pipeline orders as functions of (rank, shape) that yield a rank's entries.
 
 Sources: 1F1B and interleaved as in Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473); ZB-H1 from "Zero Bubble
-Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241); DualPipeV as DeepSeek published it.
+    Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241); DualPipeV from DeepSeek.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from .steps import Entry, OverlappedPair, Placement, Schedule, Step, backward, f
 
 
 class OrderError(ValueError):
-    """An order does not exist for this shape."""
+    pass
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """Pipeline ranks, micro-batches of a training step, and model chunks of a rank.
+    """Sizes of a pipeline.
 
-    group: micro-batches that a chunk runs in a row, Megatron's microbatch_group_size_per_vp_stage; 0 means ranks.
+    group: consecutive micro-batches of a chunk, microbatch_group_size_per_vp_stage; 0 means ranks.
     """
 
     ranks: int
@@ -43,7 +41,7 @@ Order = Callable[[int, PipelineShape], Iterator[Entry]]
 
 
 def table(shape: PipelineShape) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of forwards: each chunk in turn runs a group of micro-batches."""
+    """(chunk, micro-batch) of forwards, in groups of micro-batches."""
     total, size = shape.microbatches, shape.group_size
     return [
         (chunk, microbatch)
@@ -54,13 +52,13 @@ def table(shape: PipelineShape) -> list[tuple[int, int]]:
 
 
 def one_forward_one_backward(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """1F1B: as many forwards ahead as ranks follow, then a backward after each forward."""
+    """1F1B: one warm-up forward per later rank, then a backward after each forward."""
     forwards, backwards = _passes(shape)
     return _alternate(forwards, backwards, shape.ranks - rank - 1)
 
 
 def interleaved(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Interleaved 1F1B: model chunks in turns, two more forwards ahead for each rank that follows."""
+    """Interleaved 1F1B: two more warm-up forwards per later rank."""
     forwards, backwards = _passes(shape)
     return _alternate(forwards, backwards, _interleaved_warmup(rank, shape))
 
@@ -68,7 +66,7 @@ def interleaved(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 def interleaved_overlap(rank: int, shape: PipelineShape) -> Iterator[Entry]:
     """Interleaved 1F1B in overlapped pairs: Megatron's order for overlapped experts.
 
-    One more forward ahead, so that the steps of a pair never belong to the same micro-batch and chunk.
+    One more warm-up forward keeps a pair's micro-batch and chunk distinct.
     """
     forwards, backwards = _passes(shape)
     ahead = 0 if shape.ranks == 1 else _interleaved_warmup(rank, shape)
@@ -76,9 +74,9 @@ def interleaved_overlap(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def zb_h1(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """ZB-H1: 1F1B whose weight gradients lag by as many micro-batches as ranks precede this one.
+    """ZB-H1: 1F1B with weight gradients delayed by the number of earlier ranks.
 
-    Every rank then keeps as much as the first rank of 1F1B.
+    Every rank then keeps as much as 1F1B's first.
     """
     total = shape.microbatches
     ahead = min(shape.ranks - rank - 1, total)
@@ -95,10 +93,10 @@ def zb_h1(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole: bool = False) -> Iterator[Entry]:
-    """Yield DualPipeV on the V placement: chunk 0 goes down the ranks, chunk 1 up.
+    """DualPipeV on the V placement: chunk 0 goes down the ranks, chunk 1 up.
 
-    dw_detach: split backwards at the end of the step, so that weight gradients run where gradients are waited for.
-    is_whole: split no backward at all, for models that cannot put weight gradients aside.
+    dw_detach: split final backwards; weight gradients fill waits.
+    is_whole: split none, for models that cannot defer weight gradients.
     """
     forwards, backwards, queued = (count(), count()), (count(), count()), deque[Step]()
     ranks, behind = shape.ranks, shape.ranks - rank - 1
@@ -125,7 +123,7 @@ def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole
         yield run_forward(1)
     for number in range(shape.microbatches - 2 * ranks + rank + 1):
         there, back = run_forward(0), run_backward(1)
-        # On the last rank the forward feeds the next pair: apart, the two shorten the bubble.
+        # On the last rank the forward feeds the next pair: separate steps shorten the bubble.
         yield from (there, back) if number == behind == 0 else (OverlappedPair(there, back),)
         yield OverlappedPair(run_forward(1), run_backward(0))
     for _ in range(behind):
@@ -143,12 +141,12 @@ def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole
 
 
 def forward_only(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Only the forwards, in Megatron's order: an evaluation."""
+    """Evaluation, in Megatron's order."""
     yield from _passes(shape)[0]
 
 
 def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Only the forwards on the V placement: the chunks alternate once the first output has come back."""
+    """Forwards on the V placement: chunks alternate once the first output returns."""
     total, ahead = shape.microbatches, min(shape.ranks - rank, shape.microbatches)
     for microbatch in range(ahead):
         yield forward(0, microbatch)
@@ -159,7 +157,6 @@ def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def _passes(shape: PipelineShape) -> tuple[list[Step], list[Step]]:
-    """The forwards and the backwards of a rank in order; backwards begin with the last chunk."""
     order = table(shape)
     forwards = [forward(chunk, microbatch) for chunk, microbatch in order]
     return forwards, [backward(shape.chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
@@ -180,7 +177,7 @@ def _alternate(
 
 
 def _why_not_interleaved(shape: PipelineShape) -> str | None:
-    """Megatron's conditions: with fewer micro-batches in a row than ranks, ranks would deadlock."""
+    """Megatron's conditions: fewer consecutive micro-batches than ranks deadlock."""
     size, rest = shape.group or shape.ranks, shape.microbatches % (shape.group or shape.ranks)
     if shape.ranks == 1:
         return None if shape.chunks == 1 else "one rank has nothing to interleave: use one chunk"
@@ -205,7 +202,7 @@ def _why_not_dualpipev(shape: PipelineShape) -> str | None:
 
 @dataclass(frozen=True)
 class NamedOrder:
-    """A published order; chunks: model chunks of a rank, 0 for those of the shape."""
+    """Published order; chunks: per rank, 0 for the shape's."""
 
     summary: str
     order: Order
@@ -232,12 +229,11 @@ ORDERS = {
     "forward-only": NamedOrder("an evaluation", forward_only, 0, None),
     "forward-only-v": NamedOrder("an evaluation on the V placement", forward_only_v, 2, _V),
 }
-# Orders of a training step.
 TRAINING_ORDERS = tuple(name for name in ORDERS if not name.startswith("forward-only"))
 
 
 def build(name: str, shape: PipelineShape) -> Schedule:
-    """The schedule of a published order. Raises OrderError if it has none for this shape."""
+    """Raises OrderError if none exists for this shape."""
     if name not in ORDERS:
         raise OrderError(f"there is no order {name!r}: choose one of {', '.join(ORDERS)}")
     named = ORDERS[name]
@@ -252,7 +248,7 @@ def build(name: str, shape: PipelineShape) -> Schedule:
 
 
 def from_function(name: str, order: Order, shape: PipelineShape, placement: Placement | None = None) -> Schedule:
-    """The schedule that an order yields, unchecked; placement: interleaved by default."""
+    """Unchecked; placement: interleaved by default."""
     placement = placement or steps.interleaved_placement(shape.ranks, shape.chunks)
     ranks = tuple(tuple(order(rank, shape)) for rank in range(shape.ranks))
     return Schedule(name, shape.microbatches, placement, ranks)

@@ -1,12 +1,10 @@
-"""Derives one rank's program from a schedule: its steps, and the calls that carry messages.
+"""Derives a rank's steps and communication calls from a schedule.
 
-A call may block until its peer's call (rendezvous), and a communicator may run operations in the order of issue. To
-exclude deadlocks all ranks issue their messages in one global order, in which the senders' steps end in a simulation.
-The first unfinished message can then always proceed: its sender needs only earlier messages, and its receiver issues
-nothing later before it.
+A call may block until its peer's call, and a communicator may run operations in issue order. To exclude deadlocks, all
+ranks issue messages in one global order: the end of the senders' steps in a simulation. The first unfinished message
+can then proceed: its sender needs only earlier ones, and its receiver issues nothing later before it.
 
-A send follows its step. A receive is issued before the step that needs it, `lookahead` steps earlier, or before a later
-message of the global order, whichever is first.
+A receive is issued `lookahead` steps early, or before a later message of the global order.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from .costs import uniform
 from .simulate import simulate
 from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, input_message, output_message, steps_of
 
-# What one call may carry: messages of all neighbours, those in one direction of the ring, or a single one.
+# All neighbours' messages, one ring direction's, or a single one.
 Joining = Literal["all", "one way", "none"]
 
 
 class Transfer(NamedTuple):
-    """The messages of one call."""
-
     to_next: Message | None = None
     to_prev: Message | None = None
     from_prev: Message | None = None
@@ -34,7 +30,7 @@ class Transfer(NamedTuple):
 
 
 class BoundStep(NamedTuple):
-    """A step with its input and output, which may be messages to the rank itself."""
+    """Step whose input and output may be messages to the rank itself."""
 
     step: Step
     takes: Message | None
@@ -43,11 +39,10 @@ class BoundStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank executes.
+    """Steps and calls of a rank.
 
-    works: its steps in order.
-    transfers: `transfers[i]` are the calls before step i; the last entry holds those after the last step.
-    paired: places of forwards that run in one call with the backward after them.
+    transfers: `transfers[i]` are the calls before step i; the last entry follows the last step.
+    paired: indices of forwards that run in one call with the next backward.
     """
 
     works: tuple[BoundStep, ...]
@@ -62,14 +57,14 @@ class RankProgram:
 def compile_program(
     schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
 ) -> RankProgram:
-    """The program of a rank.
+    """Compile a rank's program.
 
-    lookahead: steps by which receives are issued early, where the global order allows it.
-    joining: what one call may carry; "none" if a call exchanges something else first, such as lengths.
-    pairs: run the two steps of an overlapped pair in one call.
+    lookahead: steps by which receives are early, if the order allows it.
+    joining: what one call may carry; "none" if calls first exchange something else, such as lengths.
+    pairs: run overlapped pairs in one call.
 
     Raises:
-        ValueError: a deadlock, or a message to a rank that is no neighbour in the ring.
+        ValueError: a deadlock, or a message to a rank that is no ring neighbour.
     """
     works = tuple(
         BoundStep(step, input_message(schedule, rank, step), output_message(schedule, rank, step))
@@ -85,7 +80,6 @@ def compile_program(
 
 
 def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
-    """The places of forwards in pairs with a full backward."""
     place = 0
     for entry in entries:
         if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
@@ -94,7 +88,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def _global_order(schedule: Schedule) -> list[Message]:
-    """All messages between ranks, by the end of the step that makes them."""
+    """All messages, by the end of their sender's step."""
     found: list[tuple[float, int, Message]] = []
     for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
         for timed in entries:
@@ -102,14 +96,14 @@ def _global_order(schedule: Schedule) -> list[Message]:
                 message = output_message(schedule, rank, step)
                 if message is not None and not message.is_local:
                     found.append((timed.end, rank, message))
-    # A stable sort: the two steps of a pair end at the same time.
+    # Stable sort: a pair's steps end together.
     return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
 
 
 def _places(
     works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int, paired: frozenset[int]
 ) -> list[int]:
-    """The step before which each message of `order` is issued; never between the steps of a pair."""
+    """Step before which each message is issued; never inside a pair."""
     own: dict[Message, int] = {}
     for index, work in enumerate(works):
         if work.takes is not None:
@@ -128,7 +122,6 @@ def _places(
 
 
 def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) -> Iterator[Transfer]:
-    """As few calls as keep the order: a call takes the next message if its slot is free."""
     call: dict[str, Message] = {}
     for message in messages:
         slot = _slot(message, rank, ranks)
@@ -147,7 +140,7 @@ _SAME_WAY = {slot: way for way in (_ONWARD, _BACKWARD) for slot in way}
 
 def _slot(message: Message, rank: int, ranks: int) -> str:
     ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
-    # With two ranks all sends take one slot, and all receives the other.
+    # With two ranks, all sends share one slot and all receives the other.
     if message.source == rank and message.target in (ahead, behind):
         return "to_next" if message.target == ahead else "to_prev"
     if message.target == rank and message.source in (ahead, behind):

@@ -1,6 +1,6 @@
-"""Adds recomputation to an order as separate steps (MindSpeed's ripipe).
+"""Adds recomputation steps to an order (MindSpeed's ripipe).
 
-A recomputation needs only its forward's input, so it overlaps with the gradient's message or fills a bubble.
+Recomputation needs only its forward's input, so it overlaps with the gradient's message or fills a bubble.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Unit = tuple[int, int]
 
 
 def in_advance(schedule: Schedule) -> Schedule:
-    """The schedule with a recomputation before each backward: `--recompute-in-advance`.
+    """Recompute before each backward: `--recompute-in-advance`.
 
     For full recomputation. Not on the last stage, whose gradient needs no message.
     """
@@ -30,10 +30,10 @@ def in_advance(schedule: Schedule) -> Schedule:
 
 
 def in_bubble(schedule: Schedule, max_live: int | None = None, costs: Costs | None = None) -> Schedule:
-    """The schedule with as few recomputations as keep every rank within a bound: `--recompute-in-bubble`.
+    """Fewest recomputations that keep every rank within a bound: `--recompute-in-bubble`.
 
-    max_live: chunk activations that a rank holds at most; ranks times chunks by default.
-    costs: if given, recomputations run earlier if that ends the step sooner.
+    max_live: chunk activations per rank; default ranks times chunks.
+    costs: if given, recomputations move earlier where that shortens the step.
     """
     bound = schedule.num_ranks * schedule.num_chunks if max_live is None else max_live
     if schedule.has_weight_grads:
@@ -52,9 +52,9 @@ def in_bubble(schedule: Schedule, max_live: int | None = None, costs: Costs | No
 
 
 def to_recompute(schedule: Schedule, rank: int, max_live: int) -> list[Unit]:
-    """The (chunk, micro-batch) that a rank recomputes to never hold more than `max_live`.
+    """(chunk, micro-batch) units, so that a rank never holds more than `max_live`.
 
-    If a forward exceeds the bound, the unit with the latest backward is recomputed, which gives the fewest.
+    Recomputing the unit with the latest backward gives the fewest.
     """
     steps = list(schedule.steps(rank))
     ends = {(step.chunk, step.microbatch): place for place, step in enumerate(steps) if step.kind in BACKWARDS}
@@ -65,7 +65,7 @@ def to_recompute(schedule: Schedule, rank: int, max_live: int) -> list[Unit]:
         if step.kind is Kind.FORWARD:
             stored.add(unit)
         elif step.kind in BACKWARDS and unit not in stored:
-            # A recomputed unit is held again while its backward runs.
+            # A recomputed unit is held again during its backward.
             _mark_down_to(max_live - 1, stored, marked, ends)
         elif step.kind in BACKWARDS:
             stored.remove(unit)
@@ -94,7 +94,7 @@ def _with_recomputes(schedule: Schedule, name: str, is_recomputed: Callable[[int
 def _in_gaps(
     schedule: Schedule, marked: Sequence[Collection[Unit]], bound: int, costs: Costs
 ) -> tuple[tuple[Entry, ...], ...]:
-    """The entries of all ranks, with each recomputation in the latest gap that fits it."""
+    """Each recomputation goes into the latest gap that fits."""
     simulation = simulate(schedule, costs)
     ranks = []
     for rank, units in enumerate(marked):

@@ -1,6 +1,6 @@
-"""Executes the program of a rank: its steps with their tensors, and the messages between them.
+"""Executes a rank's program.
 
-The step that takes a tensor waits for it. A send is waited for after the next one; then its storage may be released.
+The consuming step waits for a tensor. A send is waited for after the next one; then its storage may be released.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .steps import BACKWARDS, Kind, Message, Payload, Step
 
 Hook = Callable[[], object]
 
-# The methods of `Passes` that make passes of each kind.
 _METHODS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -28,25 +27,23 @@ _METHODS = {
 
 
 class Passes(Protocol):
-    """The computations of a rank: each method returns a function for one model chunk.
+    """Computations of a rank: each method returns a function for one model chunk.
 
     Tensors are whatever `Transport` carries, or None.
 
-    A program with pairs also needs `pair(ahead, back)`, which returns a function of (micro-batch, input, other
-    micro-batch, its input, output, output gradient): it runs the forward of chunk `ahead` for the first micro-batch and
-    the backward of chunk `back` for the second, and returns output and gradient.
+    Programs with pairs also need `pair(ahead, back)`, a function of (micro-batch, input, other micro-batch, its input,
+    output, output gradient). It runs the forward of chunk `ahead` and the other's backward of chunk `back`, and returns
+    output and gradient.
     """
 
     @property
-    def releases(self) -> bool:
-        """Whether `release` does something."""
-        ...
+    def releases(self) -> bool: ...
 
     def forward(self, chunk: int) -> Callable[[int, Any], Any]:
-        """(micro-batch, input) -> output; the input is None at the first stage of the model."""
+        """(micro-batch, input) -> output; input is None at the model's first stage."""
 
     def recompute(self, chunk: int) -> Callable[[int], object]:
-        """(micro-batch): recompute what its forward has not kept."""
+        """(micro-batch): recompute activations."""
 
     def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
         """(micro-batch, input, output, output gradient) -> input gradient."""
@@ -55,21 +52,21 @@ class Passes(Protocol):
         """The same, with deferred weight gradients."""
 
     def weight_grad(self, chunk: int) -> Callable[[int], object]:
-        """(micro-batch): compute what its `input_grad` has deferred."""
+        """(micro-batch): compute deferred gradients."""
 
     def hand_over(self, output: Any) -> Any:
-        """An output as the input of the next stage on this rank."""
+        """Output as the next stage's input on this rank."""
 
     def release(self, output: Any) -> None:
-        """Free the storage of a sent output; its graph stays."""
+        """Free a sent output's storage, keeping its graph."""
 
 
 class Transport(Protocol):
     """Communication between neighbours.
 
-    `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None and receives where True, and returns what
-    came from the previous and the next rank. With `is_async` it only starts one direction, and returns two more
-    functions, or None, that wait for what it receives and sends.
+    `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None, receives where True, and returns what
+    came from the previous and the next rank. With `is_async` it starts one direction and adds two functions, or None,
+    to wait for receive and send.
     """
 
     @property
@@ -81,14 +78,13 @@ class Transport(Protocol):
 
 @dataclass
 class Trace:
-    """Records what a rank executes, as JSON lines for `trace.read`."""
+    """Records executed steps as JSON lines for `trace.read`."""
 
     rank: int
     path: Path
     done: list[tuple[Step, float, float]] = field(default_factory=list)
 
     def write(self) -> None:
-        """Append the records since the last call."""
         with self.path.open("a") as file:
             for (kind, chunk, microbatch), begin, end in self.done:
                 line = {"rank": self.rank, "kind": kind.value, "chunk": chunk, "microbatch": microbatch}
@@ -108,7 +104,7 @@ def run(
     """Execute a program.
 
     keep: hold inputs and outputs for backward passes, and release sent outputs.
-    before, after: hooks by place in the program.
+    before, after: hooks by index in the program.
     """
     executor = _Executor(program, passes, transport, keep, trace, before, after)
     for place, transfers in enumerate(program.transfers):
@@ -122,11 +118,11 @@ def run(
 
 
 class _Executor:
-    """The tensors of one run of a program.
+    """Tensors of one run.
 
     tensors: message -> tensor. waits: message -> waits for its arrival.
     held: (chunk, micro-batch) -> (input, output) for its backward.
-    sending: the messages of the last send, and its wait.
+    sending: messages of the last send, and its wait.
     """
 
     def __init__(
@@ -169,14 +165,13 @@ class _Executor:
             self.sending = sent, arrived[3]
 
     def finish_sending(self) -> None:
-        """Wait for the last send."""
         (sent, wait), self.sending = self.sending, ([], None)
         if wait is not None:
             wait()
         self._let_go(sent)
 
     def _let_go(self, sent: Sequence[Message]) -> None:
-        """Drop sent tensors; an output that its backward needs is released, its graph stays."""
+        """Outputs needed by a backward are released, keeping their graph."""
         for message in sent:
             tensor = self.tensors.pop(message)
             if self.releases and message.payload is Payload.ACTIVATION:
@@ -199,7 +194,6 @@ class _Executor:
         self._end(place, made)
 
     def run_pair(self, place: int) -> None:
-        """Run the forward at a place and the backward after it in one call."""
         steps = ahead, back = self.works[place].step, self.works[place + 1].step
         run = self.pair_of[ahead.chunk, back.chunk]
         self._begin(place)
@@ -223,7 +217,7 @@ class _Executor:
         return self.tensors.pop(self.works[place].takes, None)
 
     def _of_forward(self, step: Step) -> tuple[Any, Any]:
-        """The input and output of a backward's forward, after the output was sent."""
+        """Tensors of a backward's forward, after the output was sent."""
         received, output = self.held.pop(step[1:])
         if any(self.tensors[message] is output for message in self.sending[0]):
             self.finish_sending()

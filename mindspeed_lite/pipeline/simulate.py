@@ -1,8 +1,8 @@
-"""Simulates a pipeline schedule: when each entry runs, where ranks wait, and whether they deadlock.
+"""Simulates a pipeline schedule: timing, waits, deadlocks.
 
-An entry begins when the one before has ended and its inputs are there. Messages are sent at the end of an entry and
-overlap with computation; a link carries one at a time. With `Costs.one_queue` so do both directions between two ranks,
-as in a communicator that runs operations in the order of issue.
+An entry begins when the previous one has ended and its inputs have arrived. Messages leave at its end and overlap with
+computation; a link carries one at a time. With `Costs.one_queue`, both directions share a queue, like a communicator
+with issue order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .steps import Entry, Schedule, Step, output_message, steps_of
 
 
 class DeadlockError(ValueError):
-    """Ranks wait for each other."""
+    pass
 
 
 @dataclass(frozen=True)
 class TimedEntry:
-    """An entry and when it ran, in seconds; exposed: wait before it for a message in flight."""
+    """Entry with times in seconds; exposed: preceding wait for a message in flight."""
 
     entry: Entry
     begin: float
@@ -32,47 +32,42 @@ class TimedEntry:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule and when the entries of each rank run."""
-
     schedule: Schedule
     costs: Costs
     ranks: tuple[tuple[TimedEntry, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the begin of the first entry to the end of the last, over all ranks."""
         return max((entries[-1].end for entries in self.ranks if entries), default=0.0)
 
     def busy(self, rank: int) -> float:
         return sum(each.end - each.begin for each in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
-        """Seconds of the makespan in which a rank does not compute."""
         return self.makespan - self.busy(rank)
 
     def exposed(self, rank: int) -> float:
-        """Seconds of them in which it waits for a message in flight."""
         return sum(each.exposed for each in self.ranks[rank])
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time, waiting for messages included."""
+        """Idle share, including waits for messages."""
         whole = self.makespan * len(self.ranks)
         return sum(self.idle(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
 
     @property
     def exposed_share(self) -> float:
-        """Share of all ranks' time spent waiting for messages in flight."""
+        """Share of time spent waiting for messages in flight."""
         whole = self.makespan * len(self.ranks)
         return sum(self.exposed(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Simulate a schedule. Raises DeadlockError."""
+    """Raises DeadlockError."""
     found = _simulate(schedule, costs, _Links(costs.message))
     if not costs.one_queue:
         return found
-    # Both ranks issue the messages between them in the order in which their steps end.
+    # Both ranks issue their messages in the order in which their steps end.
     ends = [
         (timed.end, rank, step)
         for rank, entries in enumerate(found.ranks)
@@ -88,7 +83,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 class _Links:
-    """When messages arrive; queues: by pair of ranks, the (rank, step) whose messages run in sequence."""
+    """queues: by pair of ranks, the (rank, step) with messages in sequence."""
 
     def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[tuple[int, Step]]] | None = None) -> None:
         self._seconds, self._queues = seconds, queues
@@ -98,7 +93,6 @@ class _Links:
     def send(
         self, rank: int, step: Step, target: int, now: float
     ) -> Iterator[tuple[tuple[int, int, Step], float, float]]:
-        """The messages whose arrival is now known: ((target, source, step), sent, arrived)."""
         if self._queues is None:
             yield (target, rank, step), now, self._carry((rank, target), now)
             return
@@ -117,7 +111,7 @@ class _Links:
 def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
     ranks = range(schedule.num_ranks)
     timed: list[list[TimedEntry]] = [[] for _ in ranks]
-    # (reading rank, rank, step) -> when its output was sent and has arrived.
+    # (reading rank, rank, step) -> send and arrival times of its output.
     ready: dict[tuple[int, int, Step], tuple[float, float]] = {}
     waiting: dict[tuple[int, int, Step], int] = {}
     clock = [0.0] * schedule.num_ranks

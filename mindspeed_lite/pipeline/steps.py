@@ -1,10 +1,7 @@
-"""Pipeline schedules as data: what each rank computes in a training step, in which order.
+"""Pipeline schedules as data: the ordered entries (`Step` or `OverlappedPair`) of each rank.
 
-A schedule holds one tuple of entries per rank: a `Step` or an `OverlappedPair`. Everything else is derived:
-
-- `Schedule.predecessors(rank, step)`: a step runs after these, and after the entry before it.
-- `input_message` and `output_message`: a forward of stage s needs the activation of stage s-1, a backward the gradient
-  of stage s+1. A tensor between stages on one rank stays there. `program` derives the calls that carry messages.
+Dependencies and messages are derived. A forward of stage s needs the activation of stage s-1, a backward the gradient
+of stage s+1; tensors between stages on one rank stay there.
 """
 
 from __future__ import annotations
@@ -16,34 +13,28 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-# placement[rank][chunk] is a stage; stage 0 holds the first layers of the model.
+# placement[rank][chunk] is a stage; stage 0 holds the model's first layers.
 Placement = tuple[tuple[int, ...], ...]
 
 
 class Kind(str, enum.Enum):
-    """What a step computes for one model chunk and one micro-batch."""
-
     FORWARD = "F"
-    # Both gradients.
     BACKWARD = "B"
-    # The gradient of the chunk's input; weight gradients are queued.
+    # Gradient of the chunk's input; weight gradients are queued.
     INPUT_GRAD = "BI"
-    # The weight gradients that an INPUT_GRAD has queued.
+    # Weight gradients queued by INPUT_GRAD.
     WEIGHT_GRAD = "W"
-    # Recomputes the forward pass from the chunk's input, which is all that its FORWARD keeps.
+    # Recomputes from the chunk's input, all that its FORWARD keeps.
     RECOMPUTE = "R"
 
     __str__ = str.__str__
     __hash__ = str.__hash__
 
 
-# The kinds that send a gradient to the stage before.
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 class Step(NamedTuple):
-    """One computation of a rank, for one of its model chunks and one micro-batch of the training step."""
-
     kind: Kind
     chunk: int
     microbatch: int
@@ -54,9 +45,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class OverlappedPair:
-    """A forward and a backward of different micro-batches that overlap with each other's messages.
+    """Forward and backward of different micro-batches that overlap with each other's messages.
 
-    It begins when both inputs are there, and sends the activation first.
+    It begins when both inputs have arrived, and sends the activation first.
     """
 
     forward: Step
@@ -74,32 +65,29 @@ Entry = Step | OverlappedPair
 
 
 def forward(chunk: int, microbatch: int) -> Step:
-    """The forward pass of a chunk for a micro-batch."""
     return Step(Kind.FORWARD, chunk, microbatch)
 
 
 def backward(chunk: int, microbatch: int) -> Step:
-    """The backward pass of a chunk for a micro-batch, with weight gradients."""
+    """Backward pass with weight gradients."""
     return Step(Kind.BACKWARD, chunk, microbatch)
 
 
 def input_grad(chunk: int, microbatch: int) -> Step:
-    """The backward pass that queues its weight gradients."""
+    """Backward pass that queues its weight gradients."""
     return Step(Kind.INPUT_GRAD, chunk, microbatch)
 
 
 def weight_grad(chunk: int, microbatch: int) -> Step:
-    """The weight gradients that `input_grad` of the same chunk and micro-batch has queued."""
+    """Weight gradients queued by `input_grad`."""
     return Step(Kind.WEIGHT_GRAD, chunk, microbatch)
 
 
 def recompute(chunk: int, microbatch: int) -> Step:
-    """The recomputation of a chunk's activations for its backward."""
     return Step(Kind.RECOMPUTE, chunk, microbatch)
 
 
 def steps_of(entry: Entry) -> tuple[Step, ...]:
-    """The steps of an entry: one, or the forward and the backward of a pair."""
     return (entry.forward, entry.backward) if isinstance(entry, OverlappedPair) else (entry,)
 
 
@@ -114,8 +102,6 @@ def v_placement(ranks: int) -> Placement:
 
 
 class Payload(str, enum.Enum):
-    """The tensor of a message."""
-
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
@@ -124,7 +110,7 @@ class Payload(str, enum.Enum):
 
 
 class Message(NamedTuple):
-    """A tensor between two stages, for a step of `stage`."""
+    """Tensor sent for a step of `stage`."""
 
     source: int
     target: int
@@ -134,7 +120,6 @@ class Message(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether it stays on the rank."""
         return self.source == self.target
 
     def __str__(self) -> str:
@@ -145,7 +130,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The entries of every rank in order, and the placement of stages; see `check.problems`."""
+    """Entries of every rank, and stage placement; see `check.problems`."""
 
     name: str
     microbatches: int
@@ -158,7 +143,6 @@ class Schedule:
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks of each rank."""
         return len(self.placement[0])
 
     @property
@@ -176,17 +160,16 @@ class Schedule:
         )
 
     def steps(self, rank: int) -> Iterator[Step]:
-        """The steps of a rank, those of a pair in sequence."""
         for entry in self.ranks[rank]:
             yield from steps_of(entry)
 
     def one_by_one(self) -> Schedule:
-        """The same schedule with the two steps of each pair in sequence."""
+        """The schedule with pairs in sequence."""
         return replace(self, ranks=tuple(tuple(self.steps(rank)) for rank in range(self.num_ranks)))
 
     @cached_property
     def units(self) -> Mapping[Kind, frozenset[tuple[int, int]]]:
-        """Kind -> the (stage, micro-batch) that have such a step."""
+        """Kind -> (stage, micro-batch)."""
         found: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
         for rank in range(self.num_ranks):
             for step in self.steps(rank):
@@ -195,21 +178,18 @@ class Schedule:
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether no rank runs a backward, as in an evaluation."""
         return not any(each for kind, each in self.units.items() if kind is not Kind.FORWARD)
 
     @property
     def has_weight_grads(self) -> bool:
-        """Whether weight gradients are separate steps anywhere."""
         return bool(self.units[Kind.WEIGHT_GRAD])
 
     @property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) that are recomputed: their forward keeps only its input."""
+        """(stage, micro-batch) whose forward keeps only its input."""
         return self.units[Kind.RECOMPUTE]
 
     def input_source(self, rank: int, step: Step) -> tuple[int, Step] | None:
-        """The (rank, step) of the neighbouring stage whose output a step takes."""
         stage = self.stage(rank, step.chunk)
         if step.kind is Kind.FORWARD and stage > 0:
             source, chunk = self.locations[stage - 1]
@@ -222,7 +202,6 @@ class Schedule:
         return None
 
     def output_target(self, rank: int, step: Step) -> int | None:
-        """The rank of the stage that takes a step's output."""
         stage = self.stage(rank, step.chunk)
         if step.kind is Kind.FORWARD and stage < self.num_stages - 1:
             return self.locations[stage + 1][0]
@@ -231,7 +210,6 @@ class Schedule:
         return None
 
     def predecessors(self, rank: int, step: Step) -> tuple[tuple[int, Step], ...]:
-        """The (rank, step) whose results a step uses."""
         chunk, microbatch = step.chunk, step.microbatch
         before: list[tuple[int, Step]] = []
         source = self.input_source(rank, step)
@@ -249,14 +227,14 @@ class Schedule:
 
 
 def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """The message with a step's output, maybe to the rank itself; None if no stage takes it."""
+    """Output message, maybe to the rank itself; None if no stage takes it."""
     target = schedule.output_target(rank, step)
     stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
     return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
 
 
 def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """The message with a step's input, maybe from the rank itself; None if no stage gives one."""
+    """Input message, maybe from the rank itself; None if there is none."""
     source = schedule.input_source(rank, step)
     stage = schedule.stage(rank, step.chunk)
     return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)

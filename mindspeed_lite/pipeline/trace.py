@@ -1,6 +1,6 @@
-"""Reads what an executor has recorded, and compares it with a schedule.
+"""Reads recorded executions and compares them with a schedule.
 
-A record is a line of JSON: rank, kind (a `Kind`), chunk, microbatch, and begin and end in seconds of one clock.
+JSON lines: rank, kind (a `Kind`), chunk, microbatch, begin and end in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .steps import Entry, Kind, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
-    """A trace is of another schedule."""
+    """Trace of another schedule."""
 
 
 @dataclass(frozen=True)
 class ExecutedStep:
-    """A step that a rank has run, in seconds."""
+    """Executed step; times in seconds."""
 
     rank: int
     step: Step
@@ -35,7 +35,7 @@ class ExecutedStep:
 
 
 def read(path: str | Path) -> list[ExecutedStep]:
-    """Read a file, or the first `*.jsonl` of each pipeline rank in a folder. Raises JsonFileError."""
+    """Read a file, or each pipeline rank's first `*.jsonl` in a folder. Raises JsonFileError."""
     if not Path(path).is_dir():
         return _read_file(path)
     found: dict[int, list[ExecutedStep]] = {}
@@ -75,7 +75,7 @@ _RECORD = json_file.fields(
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
-    """The records of each whole training step. Raises TraceError for other steps than the schedule's."""
+    """Group records by training step. Raises TraceError if they do not match the schedule."""
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):
@@ -106,19 +106,16 @@ def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[
 
 
 def makespan(records: Sequence[ExecutedStep]) -> float:
-    """Seconds from the first begin to the last end."""
     return max(each.end for each in records) - min(each.begin for each in records)
 
 
 def bubble(records: Sequence[ExecutedStep]) -> float:
-    """Share of the ranks' time in which no step runs."""
     ranks = {each.rank for each in records}
     covered = sum(_covered([each for each in records if each.rank == rank]) for rank in ranks)
     return 1 - covered / (makespan(records) * len(ranks))
 
 
 def _covered(records: Sequence[ExecutedStep]) -> float:
-    """Seconds in which at least one step runs."""
     total, until = 0.0, float("-inf")
     for each in sorted(records, key=lambda record: record.begin):
         total += max(0.0, each.end - max(each.begin, until))
@@ -127,7 +124,7 @@ def _covered(records: Sequence[ExecutedStep]) -> float:
 
 
 def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule:
-    """The schedule with the steps of pairs in sequence, unless those of a pair overlapped."""
+    """The schedule with pairs in sequence, unless recorded as overlapped."""
     run = {(each.rank, each.step): each for each in records}
     for rank, entries in enumerate(schedule.ranks):
         for entry in entries:
@@ -138,17 +135,17 @@ def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule
 
 
 class Overheads(NamedTuple):
-    """Seconds of a message, and after a step of each kind."""
+    """Seconds of a message, and after each kind of step."""
 
     message: float
     between: Mapping[Kind, float]
 
 
 def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
-    """The means over recorded training steps.
+    """Means over recorded training steps.
 
     Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step: the
-    gap to the next one if that waited for nothing, neither its input nor the receivers of the last two messages.
+        gap to the next one if that waited neither for its input nor for the receivers of the last two messages.
     """
     messages: list[float] = []
     after: dict[Kind, list[float]] = {}
@@ -167,13 +164,12 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
                     messages.append(now.begin - sent)
                 elif sent <= before.begin and max(sending) <= before.end:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
-    # With skewed clocks a message may seem to arrive before it is sent.
+    # Clock skew may give a negative time.
     message = max(0.0, statistics.fmean(messages)) if messages else 0.0
     return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
 
 
 def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Schedule) -> dict[tuple[int, Step], float]:
-    """(rank, step) that sends -> when its receiver was ready."""
     found: dict[tuple[int, Step], float] = {}
     for rank in range(schedule.num_ranks):
         for before, step in pairwise([None, *schedule.steps(rank)]):
@@ -185,8 +181,6 @@ def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Sch
 
 @dataclass(frozen=True)
 class RecordedCosts(Costs):
-    """Each entry takes as long as in a recorded training step."""
-
     recorded: Mapping[tuple[int, Step], ExecutedStep] = field(default_factory=dict)
 
     def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
@@ -194,13 +188,12 @@ class RecordedCosts(Costs):
 
 
 def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = None) -> RecordedCosts:
-    """Costs for a simulation of a recorded training step."""
     recorded = {(each.rank, each.step): each for each in records}
     return RecordedCosts([], [], [], **(besides or Overheads(0.0, {}))._asdict(), recorded=recorded)
 
 
 def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """(kind, stage) -> median seconds of a step, for `costs.from_measured`."""
+    """Median seconds by (kind, stage), for `costs.from_measured`."""
     found: dict[tuple[Kind, int], list[float]] = {}
     for each in records:
         stage = schedule.stage(each.rank, each.step.chunk)

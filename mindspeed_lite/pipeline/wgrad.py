@@ -1,4 +1,4 @@
-"""Queues of deferred weight gradients, whose inputs stay in memory meanwhile."""
+"""Queues of deferred weight gradients; their inputs stay in memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 
 class WgradQueue:
-    """The deferred weight gradients of one layer, the oldest first.
+    """Deferred weight gradients of one layer, oldest first.
 
-    is_kept: the layer ignores requests to compute them; a schedule does it later.
+    is_kept: ignore the layer's compute requests; a schedule computes them later.
     """
 
     def __init__(self) -> None:
@@ -26,26 +26,25 @@ class WgradQueue:
 
     @property
     def hooks(self) -> tuple[Callable[[], object], ...]:
-        """Called after gradients are computed."""
         return tuple(self._hooks)
 
     def call_when_done(self, hook: Callable[[], object]) -> None:
-        """Call `hook` after deferred gradients are computed, so that they can be reduced."""
+        """Register a hook, e.g. to reduce the gradients."""
         self._hooks.append(hook)
 
     def drain(self, announce: bool = True, most: int | None = None) -> int:
-        """Compute all or `most` gradients, and call the hooks; returns the number."""
+        """Compute all or `most` gradients, call the hooks; returns the number."""
         count = len(self._waiting) if most is None else most
         for _ in range(count):
             self._waiting.popleft()()
-        # Once, not for each micro-batch.
+        # Once, not per micro-batch.
         for hook in self._hooks if count and announce else ():
             hook()
         return count
 
 
 class WgradBatches:
-    """The deferred weight gradients of several layers, in a batch for each backward pass."""
+    """One batch of several layers' weight gradients per backward pass."""
 
     def __init__(self, queues: Sequence[WgradQueue]) -> None:
         self._queues = tuple(queues)
@@ -56,7 +55,6 @@ class WgradBatches:
         return len(self._batches)
 
     def seal(self) -> None:
-        """End a batch: everything queued since the last call."""
         lengths = list(map(len, self._queues))
         self._batches.append([length - before for length, before in zip(lengths, self._sealed, strict=True)])
         self._sealed = lengths

@@ -1,8 +1,7 @@
 """Finds an order with separate weight gradients for given costs and memory.
 
-The heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241, section 3.1) as a list scheduler:
-each free rank chooses among the steps whose inputs are there. Forwards and backwards alternate; weight gradients fill
-gaps and free memory for forwards. The shortest schedule of a few settings is kept.
+List scheduler with the heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241, section 3.1):
+weight gradients fill gaps and free memory. Keeps the shortest of a few settings.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from .orders import OrderError, PipelineShape
 from .simulate import simulate
 from .steps import Kind, Placement, Schedule, Step
 
-# Micro-batches per rank with which settings are tried.
+# Per rank, to try settings.
 _TRIED_ROUNDS = 6
 
 
 def automatic(
     shape: PipelineShape, costs: Costs, max_live: int | None = None, placement: Placement | None = None
 ) -> Schedule:
-    """The shortest schedule found in which no rank holds more than `max_live` chunk activations.
+    """Shortest schedule found with at most `max_live` chunk activations per rank.
 
-    max_live: ranks times chunks by default, as on the first rank of 1F1B.
+    max_live: ranks times chunks by default, as on 1F1B's first rank.
     placement: interleaved by default. With 2 chunks `v_placement` needs less memory.
 
     Raises:
@@ -39,7 +38,7 @@ def automatic(
     bound = shape.ranks * shape.chunks if max_live is None else max_live
     if bound < shape.chunks:
         raise OrderError(f"zb-auto: a rank holds at least {shape.chunks} chunk activations at once, not {bound}")
-    # Later micro-batches repeat what these do.
+    # Later micro-batches repeat the pattern.
     tried = replace(shape, microbatches=min(shape.microbatches, _TRIED_ROUNDS * shape.ranks))
 
     def run(settings: _Settings, shape: PipelineShape = shape) -> Schedule:
@@ -65,10 +64,10 @@ def automatic(
 
 @dataclass(frozen=True)
 class _Settings:
-    """One setting of the heuristic.
+    """Setting of the heuristic.
 
-    bound: chunk activations that a rank may hold.
-    taper: how many fewer forwards later ranks run ahead; 1 as in 1F1B, 0 as many as memory allows.
+    bound: maximum chunk activations of a rank.
+    taper: fewer warm-up forwards per later rank; 1 as in 1F1B, 0 as many as memory allows.
     patience: share of a weight gradient's time by which it may delay a step whose input arrives meanwhile.
     alternates: prefer a forward after a backward; else always backwards.
     """
@@ -81,12 +80,10 @@ class _Settings:
 
 @dataclass
 class _Rank:
-    """What a rank has done, and when its next inputs arrive."""
-
     entries: list[Step]
     next_forward: list[int]
     next_backward: list[int]
-    # Step -> when its input arrives.
+    # Step -> arrival of its input.
     there: dict[Step, float]
     queued: deque[Step]
     live: int = 0
@@ -95,8 +92,6 @@ class _Rank:
 
 
 class _Run:
-    """One run of the list scheduler."""
-
     def __init__(self, shape: PipelineShape, costs: Costs, placement: Placement, settings: _Settings) -> None:
         self._shape, self._costs, self._placement, self._settings = shape, costs, placement, settings
         self._locations = {
@@ -142,7 +137,7 @@ class _Run:
         return None
 
     def _next(self, kind: Kind, counts: list[int]) -> list[Step]:
-        """The next step of each chunk: the last chunk first, which ends a micro-batch soonest."""
+        """The last chunk first: ends a micro-batch soonest."""
         return [
             Step(kind, chunk, counts[chunk])
             for chunk in sorted(range(self._shape.chunks), reverse=True)
@@ -151,7 +146,7 @@ class _Run:
 
     def _has_room(self, number: int, step: Step) -> bool:
         rank, shape, settings = self._ranks[number], self._shape, self._settings
-        # Memory for each later chunk stays free, so that the oldest micro-batch can always continue.
+        # Memory for later chunks, so that the oldest micro-batch can continue.
         kept_free = shape.chunks - 1 - step.chunk
         ahead = sum(rank.next_forward) - sum(rank.next_backward)
         limit = max(round(settings.bound * (1 - settings.taper * number / shape.ranks)), shape.chunks)

@@ -1,8 +1,7 @@
-"""Lists what one micro-batch keeps for the backward pass, tensor by tensor, on one rank.
+"""Lists the tensors one micro-batch saves for backward on one rank.
 
-An entry is a storage that autograd holds: what a tensor is a view of counts once, and as a whole. The code that keeps
-it is Megatron's local implementation and torch's own operators, or a feature's operator in their place. Under sequence
-parallelism tokens between the pairs of linear layers are divided by TP.
+An entry is a storage held by autograd, counted once and whole. Models Megatron's local implementation, torch's
+operators, and features' operators. Sequence parallelism divides tokens outside linear layers by TP.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from .training import TrainingConfig
 def layer(
     training: TrainingConfig, number: int, place: int, chunk: int, *, attention: int | None = None
 ) -> list[MemoryEntry]:
-    """Of the transformer layer with this number in the whole model, at a place of a model chunk; all from 0.
-
-    attention: the number that its attention goes by, where that is another one.
-    """
+    """Layer `number` at a place of a chunk, from 0; attention: its number for attention, if different."""
     has_experts = training.is_moe(number)
     gives_up, hidden = norm_is_recomputed(training, place, chunk), hidden_bytes(training)
     part = "experts" if has_experts else "mlp"
@@ -59,31 +55,29 @@ def layer(
 
 
 def embedding(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the embedding, whose lookup keeps its indices."""
     words = 8 * tokens(training)
     learned = training.position_embedding_type == "learned_absolute" and training.add_position_embedding
-    # A slice of the vocabulary makes indices of its own.
+    # A vocabulary shard makes its own indices.
     size = words if training.tp == 1 else words + tokens(training)
     if training.cp > 1:
-        # Its part of a sequence is copied out of the batch, positions apart.
+        # Copies its part of the sequence; positions stay.
         size += words * learned
     elif training.tp == 1:
-        # A batch arrives as one storage with labels and positions.
+        # One storage with labels and positions.
         size *= 3
     return [MemoryEntry("embedding", "word indices", size), *embedding_dropout(training)]
 
 
 def embedding_dropout(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the embedding's dropout, if it has any."""
     return _dropout(training, "embedding")
 
 
-# What the fused output layer and loss keeps of its logits, in whole tiles of columns, and the fewest columns it keeps.
+# Bytes the fused output loss keeps of logits, tile columns, and minimum columns.
 KEPT_LOGITS_BYTES, TILE, FEWEST_COLUMNS = 1 << 26, 64, 512
 
 
 def _kept(whole: int, column: int) -> int:
-    """Bytes of logits that are kept, of `whole` bytes with `column` in a column."""
+    """Bytes kept of `whole` bytes of logits, with `column` bytes per column."""
     if whole <= KEPT_LOGITS_BYTES:
         return whole
     columns = KEPT_LOGITS_BYTES // column
@@ -94,21 +88,18 @@ OUTPUT_INPUT = "input of the output layer"
 
 
 def final_norm(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the norm behind the last layer."""
     return [_norm(training, "output", False)]
 
 
 def loss(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the output layer, the cross-entropy and its mask."""
     return [*logits(training), MemoryEntry("output", "mask of the loss", 4 * tokens(training))]
 
 
 def logits(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the output layer and the cross-entropy."""
     rows, hidden = tokens(training), hidden_bytes(training)
     logits, found = rows * (training.padded_vocab_size // training.tp), []
     if training.use_fused_linear_cross_entropy:
-        # Hidden states that are divided over ranks are gathered before it.
+        # Sharded hidden states are gathered first.
         hidden *= training.tp if training.sequence_parallel else 1
         statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
         kept = MemoryEntry("output", "logits that are kept", _kept(logits * training.width, rows * training.width))
@@ -126,7 +117,7 @@ def logits(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEntry]:
-    """Kept once by all layers of a model chunk, however many micro-batches there are."""
+    """Entries shared by all layers and micro-batches of a chunk."""
     found = []
     angles = 8 * training.seq_length // training.cp * training.kv_channels
     if training.multi_latent_attention:
@@ -136,7 +127,7 @@ def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEn
             found.append(MemoryEntry("attention", "rotary angles", angles))
         if training.recompute_granularity == "full":
             found.append(MemoryEntry("attention", "rotary angles, of which layers are recomputed", angles // 2))
-    # The CPU's softmax of scores needs no mask for what is causal; an NPU's is handed one.
+    # The CPU's causal softmax needs no mask; the NPU's does.
     needs_none = training.fuses_softmax and training.device == "cpu"
     if not (training.flash or needs_none or has_mask):
         found.append(MemoryEntry("attention", "causal mask", training.seq_length**2))
@@ -144,7 +135,6 @@ def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEn
 
 
 def mask(training: TrainingConfig) -> list[MemoryEntry]:
-    """The mask that comes with a micro-batch, kept once by all layers."""
     return (
         [] if training.flash else [MemoryEntry("attention", "mask", training.micro_batch_size * training.seq_length**2)]
     )
@@ -154,7 +144,7 @@ def _norm(training: TrainingConfig, part: str, gives_up: bool) -> MemoryEntry:
     own, hidden = norm_bytes(training, norm_tokens(training), training.hidden_size), hidden_bytes(training)
     if not gives_up:
         return MemoryEntry(part, "norm", own)
-    # To compute a norm again takes its input; then it keeps what it always does.
+    # Recomputation keeps the norm's input, then the usual entries.
     return MemoryEntry(part, "norm", hidden, own - (hidden if keeps_norm_input(training) else 0))
 
 
@@ -163,7 +153,7 @@ def _dropout(training: TrainingConfig, part: str) -> list[MemoryEntry]:
         return []
     if part != "embedding" and training.has_dropout_to_fuse and training.use_bias_dropout_fusion:
         return []
-    # Megatron compiles what a layer does with its dropout, and a compiled mask is one of bytes.
+    # Megatron compiles dropout inside a layer; compiled masks are bytes.
     is_compiled = part != "embedding" and training.bias_dropout_fusion and training.jit_fuser
     width = 1 if is_compiled else mask_width(training)
     return [MemoryEntry(part, "mask of the hidden dropout", norm_tokens(training) * training.hidden_size * width)]
@@ -179,7 +169,7 @@ def _attention(training: TrainingConfig, number: int) -> list[MemoryEntry]:
     if is_latent:
         found += latent.projections(training)
     elif rotates and not training.use_fused_rotary_pos_emb:
-        # Cosines and sines in the model's dtype, for queries and for keys.
+        # In the model's dtype, for queries and keys.
         found.append(
             MemoryEntry("attention", "rotary angles", 4 * training.seq_length // training.cp * size * training.width)
         )
@@ -187,17 +177,17 @@ def _attention(training: TrainingConfig, number: int) -> list[MemoryEntry]:
     is_seen = is_normed and keeps_norm_input(training)
     if is_normed:
         both = norm_bytes(training, rows * heads, size) + norm_bytes(training, rows * groups, size)
-        # Their inputs are views of the projection, but for a query that is put together from several groups.
+        # Inputs are projection views, except a query joined from several groups.
         both -= (key if heads > groups > 1 else query + key) if is_seen else 0
         found.append(MemoryEntry("attention", "norms of query and key", both))
     scores = _scores(training, heads, number)
     output = MemoryEntry("attention", "output of attention", rows * heads * training.value_size * training.width)
     if training.cp > 1 and context.sharing(training, number) > 1 and not is_recomputed:
-        # What was exchanged replaces what was computed, but for what a norm has seen.
+        # Exchanged tensors replace computed ones, except those a norm saved.
         if is_seen:
             found.append(MemoryEntry("attention", "output of the qkv layer", query + 2 * key))
         return [*found, *context.exchanged(training, number), *scores, output]
-    # What is neither rotated nor normalized is a view of the projection; Megatron repeats heads for its own products.
+    # Without rotation or norm they are projection views; Megatron repeats heads for its GEMMs.
     is_apart, repeats = rotates or is_normed or is_latent, heads > groups and not training.flash
     if is_apart or repeats or heads > groups > 1:
         found.append(MemoryEntry("attention", "query", query))
@@ -230,7 +220,7 @@ def _scores(training: TrainingConfig, heads: int, number: int) -> list[MemoryEnt
                 MemoryEntry("attention", "scores, and statistics of their softmax", count * training.width + 8 * rows)
             )
         elif training.create_attention_mask_in_dataloader:
-            # An NPU's works from the probabilities, and a mask that was given is written out for it.
+            # The NPU's saves probabilities and materialises a given mask.
             found.append(
                 MemoryEntry("attention", "mask of the scores", training.micro_batch_size * training.seq_length**2)
             )

@@ -1,7 +1,6 @@
-"""Parses a training command line into a TrainingConfig.
+"""Parses a training command line into a TrainingConfig, without Megatron.
 
-By Megatron's flags and with Megatron's defaults, without Megatron: a prediction is instant and needs no device. What
-is not known to say something about memory is passed over.
+Uses Megatron's defaults. Ignores flags not known to affect memory.
 """
 
 from __future__ import annotations
@@ -14,20 +13,17 @@ from collections.abc import Mapping, Sequence
 from . import context, flags, further_tokens, latent, layout, swapped
 from .training import ArgumentError, TrainingConfig, pattern
 
-# Vocabularies that come with a tokenizer's type.
+# Vocabulary size by tokenizer type.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
 def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """The training that these words of a command, script and launcher included, describe, checked.
-
-    vocabulary: how many words there are before padding, where the command leaves it to a tokenizer.
-    """
+    """Parse and check a command; vocabulary: unpadded size, if left to a tokenizer."""
     return check(describe(words, world_size, device, vocabulary))
 
 
 def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """The same unchecked: its layout need not divide what it splits."""
+    """Parse a command without checks."""
     given = _parse(words)
     for name in flags.REQUIRED:
         if name not in given:
@@ -41,7 +37,6 @@ def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vo
 
 
 def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> TrainingConfig:
-    """With the numbers that follow from others."""
     if training.num_experts:
         _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
     if training.window_attn_skip_freq:
@@ -70,7 +65,7 @@ def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary
     if training.moe_fb_overlap:
         changed["overlap_moe_expert_parallel_comm"] = True
     if training.flash:
-        # The feature tells the data loader so.
+        # The feature sets this.
         changed["create_attention_mask_in_dataloader"] = False
     per_stage = training.num_layers_per_virtual_pipeline_stage
     if per_stage:
@@ -103,7 +98,7 @@ def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabular
 
 
 def check(training: TrainingConfig) -> TrainingConfig:
-    """The training with what follows from its layout; ArgumentError if the layout is none, or is not predicted."""
+    """Apply layout-dependent values; raises ArgumentError for invalid or unsupported layouts."""
     model_ranks = training.tp * training.pp * training.cp
     if training.world_size % model_ranks:
         raise ArgumentError(
@@ -142,7 +137,7 @@ def check(training: TrainingConfig) -> TrainingConfig:
             f"than {flags.MOST_MICRO_BATCHES:,} are not predicted: give a smaller one"
         )
     if training.sequence_parallel and training.tp == 1:
-        training = training.replace(sequence_parallel=False)  # as Megatron does
+        training = training.replace(sequence_parallel=False)  # as in Megatron
     if training.multi_latent_attention:
         latent.check(training)
     if training.mtp_num_layers:
@@ -217,7 +212,6 @@ def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
 
 
 def _parse(words: Sequence[str]) -> dict[str, object]:
-    """Name -> value of every flag that is known."""
     found: dict[str, object] = {}
     place = 0
     while place < len(words):
@@ -235,7 +229,6 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         elif flag in flags.OFF or flag in flags.TIMED_OFF:
             found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
-            # Sizes are the one list of numbers.
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
             found[flags.LISTS[flag]] = tuple(_number(flag, each, int) if is_sizes else each for each in values)
         elif flag == "--window-size":
@@ -255,7 +248,7 @@ def _one(flag: str, values: Sequence[str]) -> str:
 
 
 def _window(text: str) -> tuple[int, int]:
-    """Two numbers as Megatron reads them, with or without parentheses."""
+    """With or without parentheses, as in Megatron."""
     try:
         before, after = (int(each) for each in text.strip("()").split(","))
     except ValueError:
@@ -286,13 +279,12 @@ def _refuse(flag: str, values: Sequence[str]) -> None:
 
 
 def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Flags of the command whose effect on time is not predicted, each with what is predicted in its place."""
+    """Flags without predicted time, and what is predicted instead."""
     asked = {word.partition("=")[0] for word in words}
     return [(flag, reason) for flag, reason in flags.NOT_TIMED.items() if flag in asked]
 
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Flags that are none of those read here but look like one, each with what it may stand for."""
     tables = (
         flags.ON,
         flags.TIMED,

@@ -1,7 +1,6 @@
-"""Prices work by what `mindspeed-lite calibrate` has measured on a machine, between the shapes that it measured.
+"""Prices work from `mindspeed-lite calibrate` measurements, interpolated between shapes.
 
-Of every operator the file holds seconds at several shapes. What is interpolated is the rate, flops or bytes a second,
-over the logarithms of the shape: rates change slowly, and times over several powers of ten.
+Interpolates rates (flops or bytes per second) over log shape: rates vary slowly, times over several powers of ten.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from .training import ArgumentError
 from .work import Collective, CollectiveCall, Direction, Product, Scores, Vector
 
 FORMAT = 2
-#: Key, shape, units of work and seconds of a call.
+# Key, shape, units of work and seconds of a call.
 Sample = tuple[tuple[str, ...], Sequence[float], float, float]
 
 
 @dataclass(frozen=True)
 class Surface:
-    """Rates at measured points, and between them weighted by their distance; beyond them the nearest."""
-
     points: Sequence[tuple[tuple[float, ...], float]]
 
     def rate(self, *where: float) -> float:
-        """Units of work a second at a shape."""
         target = [math.log(max(each, 1e-12)) for each in where]
         total = weighted = 0.0
         for point, rate in self.points:
@@ -42,18 +38,17 @@ class Surface:
 
 
 def surface(samples: Sequence[tuple[Sequence[float], float, float]]) -> Surface:
-    """From (shape, units of work, seconds) of each sample."""
     return Surface([(tuple(math.log(each) for each in shape), work / seconds) for shape, work, seconds in samples])
 
 
 @dataclass(frozen=True)
 class CalibratedDevice:
-    """What a file holds, for nodes on which so many processes run.
+    """Device priced from measurements.
 
     Attributes:
-        overlap: the share of a message that overlaps with computation: none where a rank has one core.
-        overheads: host seconds of a layer, of a micro-batch in a chunk and of a step that no operator accounts for;
-            of the first two a third in the forward pass.
+        overlap: share of a message that overlaps with computation; 0 if a rank has one core.
+        overheads: host seconds per layer, per micro-batch and chunk, and per step outside operators; a third of the
+            first two in the forward pass.
     """
 
     name: str
@@ -85,7 +80,7 @@ class CalibratedDevice:
         return 0.0 if found is None else work.numbers / found.rate(work.numbers)
 
     def message(self, work: CollectiveCall) -> float:
-        """Interpolated over bytes for the group's size; for a size that was not measured by the number of messages."""
+        """Interpolated over bytes; unmeasured group sizes scale by message count."""
         size = work.group.size
         if size == 1:
             return 0.0
@@ -125,7 +120,7 @@ class CalibratedDevice:
 
 
 def read(path: Path, ranks: int = 1) -> CalibratedDevice:
-    """The device of a file, as it is with so many processes at work; ArgumentError for another kind of file."""
+    """Load a device for `ranks` processes; raises ArgumentError for other files."""
     try:
         return _device(json_file.read(path, _FILE), ranks)
     except json_file.JsonFileError as error:
@@ -138,11 +133,11 @@ def _sample(key: Sequence[str], shape: Sequence[float], work: float, seconds: fl
     return tuple(key), shape, work, seconds
 
 
-# Numbers of a shape; one of other operators.
+# Dimensions of a shape; 1 for other operators.
 _SIZES = {"product": 3, "grouped": 3, "scores": 2, "flash": 2}
 _OVERHEADS = ("layer", "microbatch", "step")
 _COUNT = r"[1-9]\d{0,6}"
-# Bounds within which rates and their logarithms stay finite.
+# Keeps rates and their logarithms finite.
 _SECONDS = json_file.number("seconds", 1e-12, 1e6)
 _SIZE = json_file.number("a size", 1, 1e18)
 _FILE = json_file.fields(
@@ -209,7 +204,7 @@ def _pass(is_backward: bool) -> str:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds of a message of this size: linear between two measured ones, and beyond them at the last rate."""
+    """Linear between measured sizes, at the last rate beyond."""
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
     for (small, fast), (large, slow) in itertools.pairwise(points):

@@ -1,4 +1,4 @@
-"""The layouts that a search goes through: what may be chosen, as a training and as the flags that ask for it."""
+"""Layout candidates of a search, as TrainingConfig and as flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .training import TrainingConfig
 
-# Flags that a search chooses; with a value, or switches.
+# Flags chosen by a search; with a value, or switches.
 CHOSEN_VALUES = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--micro-batch-size",
@@ -23,22 +23,22 @@ CHOSEN_SWITCHES = (
     "--recompute-activation-function", "--reuse-fp32-param", "--swap-optimizer",
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
 )  # fmt: skip
-# A sequence is not cut into fewer tokens a rank than this.
+# Minimum tokens per rank of a split sequence.
 SHORTEST = 512
 RECOMPUTE = ("none", "parts", "full")
-# Each with more memory free and more time than the one before it.
+# Each needs less memory and more time than the previous one.
 STATES = ("kept", "shared", "swapped")
 _PARTS = ("recompute_norm", "recompute_activation_function")
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout, a micro-batch and what memory is bought with.
+    """Layout, micro-batch and memory options.
 
     Attributes:
         recompute: none; parts (norms and activation functions); or full, layer by layer.
-        states: kept; shared (--reuse-fp32-param); or swapped (--swap-optimizer besides).
-        layout: `--pipeline-model-parallel-layout` where layers do not divide, else empty.
+        states: kept; shared (--reuse-fp32-param); or swapped (also --swap-optimizer).
+        layout: `--pipeline-model-parallel-layout` if layers do not divide, else empty.
     """
 
     tp: int = 1
@@ -54,7 +54,6 @@ class LayoutCandidate:
 
     @property
     def name(self) -> str:
-        """As a person writes it."""
         shown = [f"TP{self.tp}", f"PP{self.pp}"]
         shown += [f"VPP{self.vpp}"] if self.vpp > 1 else []
         shown += [f"CP{self.cp} {self.cp_algo.removesuffix('_cp_algo')}"] if self.cp > 1 else []
@@ -65,7 +64,7 @@ class LayoutCandidate:
         return " ".join(shown)
 
     def applied(self, base: TrainingConfig) -> TrainingConfig:
-        """The training of the command with this chosen, unchecked."""
+        """The chosen training, unchecked."""
         changed: dict[str, object] = {
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.tp > 1,
@@ -89,7 +88,6 @@ class LayoutCandidate:
         return base.replace(**changed)
 
     def flags(self, base: TrainingConfig) -> list[str]:
-        """What to paste behind the command's other arguments."""
         words = [
             "--tensor-model-parallel-size", str(self.tp), *(["--sequence-parallel"] if self.tp > 1 else []),
             "--pipeline-model-parallel-size", str(self.pp),
@@ -113,7 +111,6 @@ class LayoutCandidate:
 
 
 def without_chosen(words: Sequence[str]) -> list[str]:
-    """The command without the flags that a search chooses."""
     found: list[str] = []
     drops = False
     for word in words:
@@ -129,23 +126,23 @@ def without_chosen(words: Sequence[str]) -> list[str]:
 
 
 def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
-    """Every candidate worth a look: sizes that divide, tensor parallelism within a node, at least 512 tokens a rank.
+    """Candidates with dividing sizes, TP within a node, and at least 512 tokens per rank.
 
-    What these leave out cannot run, or sends every layer's activations between nodes.
+    Others cannot run, or send activations between nodes.
     """
     for layout in layouts(base, world_size, node):
         yield from variants(base, layout)
 
 
 def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCandidate]:
-    """A layout with everything that memory is bought with, the dearest in memory first."""
+    """Layout with all memory options, largest memory first."""
     for recompute in RECOMPUTE:
         for states in STATES if base.bf16 else STATES[:1]:
             yield replace(layout, recompute=recompute, states=states)
 
 
 def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
-    """The candidates that recompute nothing and keep all states on the device."""
+    """Layouts without recomputation, all states on the device."""
     for tp in _divisors(world_size, min(node, base.num_attention_heads)):
         if base.num_attention_heads % tp or (base.groups % tp and tp % base.groups):
             continue
@@ -168,7 +165,7 @@ def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int)
             if base.num_experts % ep:
                 continue
             for vpp in (1, 2, 3, 4, 6, 8):
-                # As Megatron has it: whole groups of as many micro-batches as there are stages.
+                # As in Megatron: whole groups of as many micro-batches as stages.
                 if vpp > 1 and (pp == 1 or count % pp or pp * vpp > base.num_layers + 2):
                     continue
                 for algo in ("megatron_cp_algo", "ulysses_cp_algo") if cp > 1 else ("",):

@@ -1,8 +1,4 @@
-"""Predicts the effect of each memory feature: the same training with it and without it.
-
-For a feature that is on, without is the training with that one off; for one that is off, with is the training with
-that one on as well. The rank that takes most counts, which need not be the same one in both.
-"""
+"""Predicts each memory feature's effect on the peak rank, which may change."""
 
 from __future__ import annotations
 
@@ -16,15 +12,13 @@ from .training import TrainingConfig
 
 @dataclass(frozen=True)
 class Change:
-    """One feature.
+    """Effect of one feature.
 
     Attributes:
-        flag: as a user writes it.
-        is_on: whether the command has it.
-        without: bytes of the rank that takes most.
-        having: the same with the feature.
-        difference: by category, what that rank takes with the feature beyond what it takes without it.
-        stages: by pipeline stage the same for its ranks, in all categories together.
+        is_on: whether the command enables it.
+        without, having: bytes of the peak rank.
+        difference: bytes added on that rank, by category.
+        stages: total bytes added, by pipeline stage.
     """
 
     flag: str
@@ -47,7 +41,6 @@ class _Toggle:
 def _switch(
     flag: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, name: str = "", **off: object
 ) -> _Toggle:
-    """A feature that is one switch, kept under the flag's own name or another."""
     name = name or flag.removeprefix("--").replace("-", "_")
     return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False, **off}, applies)
 
@@ -77,7 +70,7 @@ def _recompute(flags: str, granularity: str, method: str = "", modules: tuple[st
         lambda training: training.recompute_granularity == granularity,
         on,
         off,
-        # Beside another way to recompute it would replace that one.
+        # Would replace another recompute method.
         lambda training: training.recompute_granularity in ("", granularity),
     )
 
@@ -102,7 +95,7 @@ def _zero_memory(level: str) -> _Toggle:
     )
 
 
-# Without any word about an algorithm, and a ring.
+# No algorithm flag, and a ring.
 _NO_CHOICE: Mapping[str, object] = {
     "cp_comm_type": (),
     "ulysses_degree_in_cp": 0,
@@ -144,7 +137,7 @@ _TOGGLES = (
         lambda training: training.flash,
         {"use_flash_attn": True, "create_attention_mask_in_dataloader": False},
         {"use_flash_attn": False, "attention_backend": "auto", "create_attention_mask_in_dataloader": True},
-        # With a split sequence attention keeps no scores in any case, and latent attention does not train without.
+        # A split sequence never keeps scores; latent attention requires it.
         lambda training: training.cp == 1 and not training.multi_latent_attention,
     ),
     _Toggle(
@@ -197,7 +190,7 @@ _TOGGLES = (
         lambda training: training.sequence_parallel,
         {"sequence_parallel": True},
         {"sequence_parallel": False},
-        # Megatron trains experts under tensor parallelism only with it.
+        # Megatron requires it for experts under TP.
         lambda training: training.tp > 1 and not (training.num_experts and training.sequence_parallel),
     ),
     _switch("--grad-reduce-in-bf16", lambda training: training.bf16),
@@ -209,7 +202,6 @@ _TOGGLES = (
 
 
 def changes(training: TrainingConfig) -> Iterator[Change]:
-    """One for each feature that applies and makes a difference."""
     here = ranks(training)
     for toggle in _TOGGLES:
         if not toggle.applies(training):

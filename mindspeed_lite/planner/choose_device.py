@@ -1,4 +1,4 @@
-"""The device of a prediction by its name: one of the table of published figures, or what was measured here."""
+"""Selects a device by name: published figures or a local calibration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from .training import ArgumentError
 
 
 def pricer_of(name: str, calibration: Path | None, ranks: int = 1) -> tuple[Pricer, str]:
-    """What prices a step on it, and its kind: cpu, cuda or npu.
+    """Pricer and kind (cpu, cuda or npu). Raises ArgumentError.
 
     Args:
-        name: of the table, or `here` for the file of `mindspeed-lite calibrate`.
-        ranks: how many processes a node runs, where that changes what each of them reaches.
-    Raises:
-        ArgumentError: there is no such device or file.
+        name: of the table, or `here` for the `mindspeed-lite calibrate` file.
+        ranks: processes per node, where they affect rates.
     """
     if name == "here":
         if calibration is None or not calibration.is_file():

@@ -1,8 +1,7 @@
-"""Predicts what a sequence that is split over ranks keeps in its attention, by algorithm and layer.
+"""Predicts attention tensors saved under context parallelism.
 
-A ring and gathered keys keep what attention on one rank keeps, of the rank's own rows; a ring's cache adds what it
-received, but for blocks outside of a sliding window. Ulysses keeps its queries, keys, values and output as exchanged,
-and the output once more as sent back.
+Ring and gathered keys keep the rank's own rows; a ring's cache adds received blocks within the window. Ulysses keeps
+exchanged queries, keys, values and output, and the returned output.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .training import ArgumentError, TrainingConfig, Window
 
 Algorithm = Literal["ring", "ulysses", "hybrid", "gathered"]
 
-# MindSpeed's names and Megatron's, each with what it means here.
+# MindSpeed's and Megatron's names.
 ALGORITHMS: dict[str, Algorithm] = {
     "megatron_cp_algo": "ring",
     "ulysses_cp_algo": "ulysses",
@@ -33,7 +32,6 @@ COMM_TYPES: dict[str, Algorithm] = {
 
 
 def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
-    """Of the layer with this number, from 0."""
     if training.context_parallel_algo:
         return ALGORITHMS[training.context_parallel_algo]
     types = training.cp_comm_type
@@ -49,7 +47,6 @@ def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
 
 
 def sharing(training: TrainingConfig, layer: int) -> int:
-    """How many ranks exchange heads in a layer."""
     kind = algorithm(training, layer)
     if kind == "hybrid":
         return training.ulysses_degree_in_cp or training.hierarchical_context_parallel_sizes[0]
@@ -57,10 +54,10 @@ def sharing(training: TrainingConfig, layer: int) -> int:
 
 
 def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
-    """What attention between the exchanges of Ulysses keeps, besides statistics."""
+    """Tensors kept between Ulysses exchanges, except statistics."""
     ranks = sharing(training, layer)
     numbers = tokens(training) * ranks * (training.num_attention_heads // training.tp // ranks) * training.width
-    # Of gathered keys a rank takes its heads' as a view of all.
+    # Its heads are a view of all gathered keys.
     gathered = tokens(training) * ranks * training.local_groups * training.width
     sizes = (training.query_size, training.value_size)
     keys, values = (
@@ -74,7 +71,7 @@ def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
 
 
 def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
-    """The keys and values of other ranks that a ring keeps for the backward pass."""
+    """Tensors in a ring's cache."""
     policy, ranks = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer)
     if not policy or algorithm(training, layer) not in ("ring", "hybrid"):
         return []
@@ -89,9 +86,9 @@ def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
 
 @functools.lru_cache(maxsize=64)
 def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
-    """Blocks of other ranks that a ring's rank computes with, and so may keep: of the rank that has most.
+    """Most blocks of other ranks that any rank computes with.
 
-    Rank r holds the chunks r and 2P - 1 - r, of `chunk` rows each. A sliding window leaves out the chunks beyond it.
+    Rank r holds chunks r and 2P - 1 - r, of `chunk` rows each; a sliding window excludes some.
     """
     if window is None:
         return ranks - 1
@@ -111,14 +108,13 @@ def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
 
 
 def _heads(training: TrainingConfig, layer: int, size: int) -> int:
-    """Bytes of the keys or values, of this size each, that a rank brings into attention, heads exchanged."""
     ranks = sharing(training, layer)
     groups = max(1, training.local_groups // ranks)
     return tokens(training) * ranks * groups * size * training.width
 
 
 def check(training: TrainingConfig) -> None:
-    """Raise ArgumentError for flags that contradict each other or the layout, and for what is not predicted."""
+    """Raises ArgumentError for conflicting or unsupported flags."""
     size, degree = training.cp, training.ulysses_degree_in_cp
     if size == 1:
         return
@@ -149,7 +145,6 @@ def check(training: TrainingConfig) -> None:
 
 
 def divides_heads(training: TrainingConfig, ranks: int) -> bool:
-    """Whether each of so many ranks gets as many query heads and key heads."""
     heads, groups = training.num_attention_heads // training.tp, training.local_groups
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
@@ -182,7 +177,6 @@ def _check_heads(training: TrainingConfig, layer: int) -> None:
 
 
 def _least_exposed(training: TrainingConfig) -> Algorithm:
-    """What the training chooses where no flag does."""
     try:
         from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
     except (ImportError, OSError) as error:

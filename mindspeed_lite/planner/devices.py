@@ -1,4 +1,4 @@
-"""Published figures of devices, each with where it is from, and what is assumed of how much of them is reached."""
+"""Published device figures with sources, and assumed efficiencies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Figures:
     """A device and its links.
 
     Attributes:
-        kind: cpu, cuda or npu, for what torch keeps there.
-        flops: of dense 16-bit products, a second.
-        memory: bytes. memory_bandwidth: bytes a second.
-        node: devices of a node.
-        link: bytes a second that a device sends to the others of its node. network: to other nodes.
-        host_link: bytes a second between the device and host memory, one way.
-        published: which of these are published. assumed: which are not.
-        source: where they are published.
+        kind: cpu, cuda or npu.
+        flops: dense 16-bit FLOPS.
+        memory: bytes. memory_bandwidth: bytes/s.
+        node: devices per node.
+        link: bytes/s from a device to others of its node. network: to other nodes.
+        host_link: bytes/s between device and host memory, one way.
+        published, assumed: names of such figures.
+        source: of the published figures.
     """
 
     kind: str
@@ -69,16 +69,15 @@ ALIASES = {"h100": "h100-sxm", "910b": "ascend-910b", "a100-sxm": "a100"}
 
 @dataclass(frozen=True)
 class Assumptions:
-    """How much of the published figures a training reaches: assumed for every device alike, not measured.
+    """Assumed efficiencies relative to published figures; not measured.
 
     Attributes:
-        product: share of the flops that a large product reaches; a small one less, by `half_rows`.
-        half_rows: with so many rows, columns or inner numbers a product reaches half of that.
-        attention: share of the flops of attention in one kernel, forward. attention_backward: the same, backward.
-        bandwidth: share of the memory's bandwidth.
-        link: share of a link's bandwidth.
-        latency: seconds of a message within a node. network_latency: between nodes.
-        launch: seconds of an operator that do not depend on its size.
+        product: share of FLOPS of a large GEMM.
+        half_rows: rows, columns or inner size at which a GEMM reaches half of that.
+        attention, attention_backward: share of FLOPS of fused attention.
+        bandwidth, link: shares of memory and link bandwidth.
+        latency, network_latency: seconds of a message within a node, between nodes.
+        launch: size-independent seconds of an operator.
     """
 
     product: float = 0.75
@@ -93,6 +92,6 @@ class Assumptions:
 
 
 def named(name: str) -> tuple[str, Figures]:
-    """The full name and the figures of a device; KeyError if it is not in the table."""
+    """Device by name; raises KeyError."""
     full = ALIASES.get(name.lower(), name.lower())
     return full, FIGURES[full]

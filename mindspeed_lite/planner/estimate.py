@@ -1,4 +1,4 @@
-"""Predicts the memory of each rank, category by category; ranks of a pipeline stage are alike."""
+"""Predicts memory by category for each pipeline stage; its ranks are alike."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class Line:
-    """What an entry adds up to at the peak."""
-
     part: str
     name: str
     count: int
@@ -27,13 +25,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Rank:
-    """Every rank of one pipeline stage.
+    """Ranks of one pipeline stage.
 
     Attributes:
-        ranks: the first of them and the last, in Megatron's default order.
-        layers: how many layers it holds, those of multi-token prediction included.
-        kept: micro-batches whose activations it holds at the peak, summed over its model chunks.
-        lines: what the activations are made of then, largest first.
+        ranks: first and last, in Megatron's default order.
+        layers: including multi-token prediction.
+        kept: micro-batches held at the peak, summed over chunks.
+        lines: activations at the peak, largest first.
     """
 
     stage: int
@@ -61,12 +59,10 @@ class Rank:
 
 
 def ranks(training: TrainingConfig) -> list[Rank]:
-    """One for each pipeline stage."""
     return [rank(training, stage, chunks) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
 
 
 def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
-    """That of one pipeline stage, which holds these chunks."""
     per_stage = training.world_size // training.pp
     held = parameters.of_stage(training, chunks)
     kept, lines = peak(training, stage, chunks)
@@ -82,7 +78,7 @@ def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
 
 
 def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
-    """How many micro-batches are kept when most is, and the entries of that moment."""
+    """Micro-batches held at the activation peak, and its entries."""
     forward = [_after_forward(training, chunk, number) for number, chunk in enumerate(chunks)]
     backward = [_in_backward(training, chunk, number) for number, chunk in enumerate(chunks)]
     sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
@@ -90,7 +86,6 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
     pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
 
     def beside(moment: schedule.Moment) -> list[MemoryEntry]:
-        """The entries of the two micro-batches of an overlapped pair."""
         assert moment.forward is not None
         both = (moment.forward, moment.chunk)
         if both not in pairs:
@@ -115,20 +110,16 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
 
 
 def sizes(training: TrainingConfig, chunk: Chunk, number: int) -> tuple[int, int]:
-    """Bytes that a micro-batch keeps in a chunk after its forward pass, and at the worst moment of its backward pass.
-
-    number: of the chunk among those of its rank.
-    """
+    """Bytes kept after forward, and at the backward peak; number: chunk index on its rank."""
     return _bytes(_after_forward(training, chunk, number)), _bytes(_in_backward(training, chunk, number))
 
 
 def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
-    """Bytes that all micro-batches of a chunk share."""
+    """Bytes shared by all micro-batches."""
     return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
 
 
 def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
-    """What a micro-batch keeps in a chunk from its forward to its backward pass."""
     found = [entry for group in _groups(training, chunk, number) for entry in group]
     found += activations.mask(training) if _has_mask(training, chunk) else []
     found += activations.embedding(training) if chunk.embeds else []
@@ -138,7 +129,7 @@ def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[
 
 
 def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
-    """The worst moment of a forward pass that runs layer by layer beside another micro-batch's backward pass."""
+    """Peak of a forward that overlaps, layer by layer, with another's backward."""
     halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
     moments: list[list[MemoryEntry]] = []
     for number in (forward, backward):
@@ -148,7 +139,7 @@ def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backwa
         moments.append(_after_forward(training, chunk, number))
     (there, rest), (back, others) = halves
     for place in range(0, max(len(there), len(back)), 2):
-        # Attention runs forward before the other's experts run backward, and experts before the other's attention.
+        # Forward attention precedes the other's expert backward, and experts its attention backward.
         left = max(0, len(back) - place)
         for ahead, still in ((place + 1, left), (place + 2, left - 1)):
             groups = [*there[:ahead], *back[: max(0, still)]]
@@ -157,7 +148,7 @@ def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backwa
 
 
 def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
-    """The entries of the worst moment of the backward pass: its start, or when a layer has got back what it gave up."""
+    """Entries at the backward peak: its start, or when a layer is restored."""
     groups = _groups(training, chunk, number)
     others = _after_forward(
         training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number
@@ -165,12 +156,12 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
     moments = [_after_forward(training, chunk, number)]
     for place, group in enumerate(groups):
         if any(entry.restored for entry in group):
-            # The first one to run is the last of the model; what is behind it has been released.
+            # Backward runs in reverse; later layers are released.
             before = [entry for each in groups[:place] for entry in each]
             back = [replace(each, bytes=each.bytes + each.restored) for each in group]
             moments.append([*others, *before, *back])
     if swapped.moves(training):
-        # While the last layer runs backward, the one before it comes back.
+        # The previous layer is restored during the last layer's backward.
         coming = [each for group in _last_but_one(training, chunk, number) for each in group]
         returned = [replace(each, bytes=each.restored, restored=0) for each in coming if each.restored]
         moments.append([*_after_forward(training, chunk, number), *returned])
@@ -178,7 +169,7 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
 
 
 def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    """The entries of a chunk's layers in groups of what comes back together in the backward pass, in their order."""
+    """Entries in groups restored together, in layer order."""
     found = _own_groups(training, chunk, number)
     found += [activations.final_norm(training)] if chunk.normalizes else []
     for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):
@@ -192,17 +183,17 @@ def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[lis
     count = training.recompute_num_layers or 1
     if training.recompute_granularity != "full" or training.recompute_method == "block":
         whole = count if training.recompute_granularity == "full" else 0
-        # The MLP of a layer is through before its attention begins.
+        # A layer's MLP backward ends before its attention's begins.
         halves = [half for each in own[whole:] for half in _halves(each)]
         return [*(_recomputed(training, [each]) for each in own[:whole]), *halves]
     return [_recomputed(training, own[begin : begin + count]) for begin in range(0, len(own), count)]
 
 
 def _recomputed(training: TrainingConfig, layers: list[list[MemoryEntry]]) -> list[MemoryEntry]:
-    """Layers of which the input is kept, and the rest comes back together."""
+    """Layers that keep their input and restore the rest together."""
     again = sum(entry.bytes for each in layers for entry in each)
     hidden = hidden_bytes(training)
-    # The first norm keeps that very input, if it keeps one.
+    # The first norm saves the same input.
     again -= hidden if keeps_norm_input(training) else 0
     return [
         MemoryEntry("layers", "input, of which a layer is recomputed", hidden),

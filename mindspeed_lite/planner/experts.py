@@ -1,6 +1,6 @@
-"""Lists what a layer of experts keeps for the backward pass, with tokens spread evenly over experts or as is stated.
+"""Lists tensors a MoE layer saves, for even or given expert load.
 
-Without `--moe-router-force-load-balancing` a router spreads them as it likes, and the largest entries with them.
+Without `--moe-router-force-load-balancing` the real load may be uneven.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from .training import TrainingConfig
 
 
 def routed(training: TrainingConfig) -> int:
-    """Tokens of a micro-batch that the experts of this rank get, each once for every expert that it goes to."""
-    # Every rank sends as many as it has; an expert that is split over ranks is given the tokens of each.
+    # All ranks send equally many; an expert split over ranks gets each rank's tokens.
     count = norm_tokens(training) * training.moe_router_topk
     even = round(count * training.expert_load)
     factor = training.moe_expert_capacity_factor
     if factor is not None:
-        # Of each rank's tokens an expert takes so many, and the rest are dropped; padded it gets just as many.
+        # Capacity per rank and expert: drops excess tokens, padding fills up.
         most = math.ceil(count / training.num_experts * factor) * training.num_experts
         even = most if training.moe_pad_expert_input_to_capacity else min(even, most)
     return even * training.etp
 
 
 def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntry]:
-    """Of the layer at a place of a chunk; the input of the router is not in it."""
+    """Entries of a MoE layer without the router's input."""
     gives_up, level = activation_is_recomputed(training, place, chunk), zero_memory_level(training, place, chunk)
     rows, chosen = norm_tokens(training), routed(training)
     found = [_router(training, rows), _order(training, rows)]
     size = chosen * training.hidden_size * training.width
     found.append(given_up("experts", "tokens in the order of their experts", size, bool(level)))
     if level:
-        # By which they are permuted again.
+        # For unpermutation.
         found.append(MemoryEntry("experts", "map of tokens and experts", rows * training.num_experts))
     local = training.moe_ffn_hidden_size // training.etp
     found += mlp(training, "experts", chosen, local, gives_up or bool(level), gives_up_input=level == "level1")
@@ -59,7 +58,7 @@ def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntr
 
 
 def _router(training: TrainingConfig, rows: int) -> MemoryEntry:
-    # Indices of the chosen experts and their probabilities; scores of all for the auxiliary loss.
+    # Chosen indices and probabilities; scores of all for the auxiliary loss.
     size = 12 * rows * training.moe_router_topk
     if training.has_aux_loss:
         size += 4 * rows * training.num_experts
@@ -68,7 +67,7 @@ def _router(training: TrainingConfig, rows: int) -> MemoryEntry:
 
 def _order(training: TrainingConfig, rows: int) -> MemoryEntry:
     chosen = rows * training.moe_router_topk
-    # Without the operator, a sort of the whole map of tokens and experts, and what is taken of it.
+    # Without the operator: sort of the whole routing map, and gathered results.
     plain = 8 * rows * training.num_experts + 8 * chosen
     return MemoryEntry(
         "experts", "order of the tokens", 4 * (2 * chosen + rows) if training.moe_permute_fusion else plain
@@ -76,7 +75,7 @@ def _order(training: TrainingConfig, rows: int) -> MemoryEntry:
 
 
 def _copies(training: TrainingConfig) -> MemoryEntry:
-    """Of hot experts: as many as there may be, with gradients where products add to main gradients."""
+    """Hot-expert copies at their maximum, with gradients if GEMMs add to main gradients."""
     each = mlp_parameters(training, training.moe_ffn_hidden_size, training.etp)
     number = min(training.balanced_moe_hot_expert_num, training.num_experts)
     width = training.width + (gradient_width(training) if training.fuses_accumulation else 0)

@@ -1,6 +1,6 @@
-"""Lists the flags of a training command that affect memory, and those whose effect is not predicted.
+"""Flags that affect memory, and unsupported ones.
 
-A name is Megatron's `dest`; defaults are Megatron's own.
+Names are Megatron's `dest`; defaults are Megatron's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ON = {
     "--moe-fb-overlap": "moe_fb_overlap",
     "--swap-attention": "swap_attention",
 }
-# Switches that say nothing about what is kept, but about time.
+# Switches that affect only time.
 TIMED = {
     "--overlap-grad-reduce": "overlap_grad_reduce",
     "--overlap-param-gather": "overlap_param_gather",
@@ -70,7 +70,7 @@ TIMED = {
     "--use-ascend-coc": "use_ascend_coc",
     "--use-ascend-mc2": "use_ascend_mc2",
 }
-# Features whose effect on time is not predicted, and what is predicted in their place.
+# Features without predicted effect on time, and what is predicted instead.
 NOT_TIMED = {
     "--moe-hierarchical-alltoallv": "the exchange of tokens is priced as one all-to-all",
     "--moe-wgrad-side-stream": "weight gradients of experts are priced as if nothing ran beside them",
@@ -162,16 +162,16 @@ TEXTS = {
     "--schedules-method": "schedules_method",
     "--swap-modules": "swap_modules",
 }
-# Of the integers, those that may be 0.
+# Integers that may be 0.
 FROM_ZERO = (
     "--mtp-num-layers",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
     "--context-parallel-cache-interval",
 )
-# What one number may be at most: the layers are looked at one by one.
+# Upper bound of numbers: layers are enumerated.
 LARGEST = 10**12
-# Each step of a schedule is simulated.
+# Each schedule step is simulated.
 MOST_MICRO_BATCHES = 65_536
 MOST = {
     "--num-layers": 1_000,
@@ -180,14 +180,13 @@ MOST = {
     "--num-attention-heads": 100_000,
     "--num-virtual-stages-per-pipeline-rank": 10_000,
 }
-# Of texts, those that are one of a few.
 CHOICES = {
     "recompute_granularity": ("full", "selective"),
     "recompute_method": ("uniform", "block"),
     "moe_zero_memory": ("disable", "level0", "level1"),
     "normalization": ("LayerNorm", "RMSNorm"),
 }
-# Flags with as many values as there are words before the next flag.
+# Flags with any number of values.
 LISTS = {
     "--virtual-optimizer": "virtual_optimizer",
     "--cp-comm-type": "cp_comm_type",
@@ -196,12 +195,11 @@ LISTS = {
     "--moe-aux-loss-coeff": "moe_aux_loss_coeff",
     "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
 }
-# Of `--recompute-modules`, those that are predicted.
+# Supported `--recompute-modules`.
 MODULES = ("core_attn", "layernorm", "mlp", "moe")
-# The numbers that no training has a default for.
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
-# Flags that change what is kept in ways that are not predicted, and why; with 0 or none they ask for nothing.
+# Flags with unsupported effects on memory, and why; 0 or none disables them.
 REFUSED = {
     "--yaml-cfg": "the arguments in a file are not read: give them as flags",
     "--experimental-attention-variant": "other kinds of attention are not predicted",
@@ -224,7 +222,7 @@ REFUSED = {
     "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
-# Of these, those that ask for nothing with 1.
+# Of these, disabled by 1.
 COUNTED_FROM_ONE = ("--num-distributed-optimizer-instances",)
-# Of MindSpeed, and refused whatever they say.
+# MindSpeed flags, always refused.
 FOREIGN = {"--noop-layers": "it is MindSpeed's: `mindspeed-lite migrate` writes Megatron's layout in its place"}

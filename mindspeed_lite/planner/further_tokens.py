@@ -1,7 +1,7 @@
-"""Predicts multi-token prediction: layers behind the model's own, each of which predicts one token further.
+"""Predicts multi-token prediction (MTP) layers.
 
-Such a layer joins the normalized hidden states and the embedding of the next token in a linear layer, runs a
-transformer layer and a norm, and its logits have a loss of their own.
+An MTP layer joins normalized hidden states and the next token's embedding in a linear layer, then runs a transformer
+layer, a norm and its own loss.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PART = "further tokens"
 
 
 def parameters(training: TrainingConfig) -> int:
-    """Of one layer on a rank, without its transformer layer: three norms and the linear layer that joins."""
+    """Parameters per rank without the transformer layer: three norms, joining linear layer."""
     hidden = training.hidden_size
     return 3 * norm_parameters(training, hidden) + 2 * hidden * hidden // training.tp
 
 
 def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[MemoryEntry]]:
-    """What the first of these layers keeps, at a place of a chunk, in groups of what comes back together."""
+    """First such layer at a place of a chunk, in groups restored together."""
     norm, hidden = norm_bytes(training, norm_tokens(training), training.hidden_size), hidden_bytes(training)
     indices = tokens(training) * (8 if training.tp == 1 else 9)
     embedding = [MemoryEntry("embedding", "word indices of further tokens", indices)]
@@ -30,9 +30,9 @@ def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[Memory
         MemoryEntry(PART, "input of the layer that joins them", 2 * hidden),
     ]
     if training.sequence_parallel and keeps_norm_input(training):
-        # Of the output that ranks gather each keeps its tokens, as a view of all.
+        # A view of the output gathered over ranks.
         joined.append(MemoryEntry(PART, "output of the layer that joins them", (training.tp - 1) * hidden))
-    # The model's last layer once more, but that Megatron counts these from 1 again.
+    # The model's last layer, numbered from 1 again.
     layer = activations.layer(training, training.num_layers - 1, place, chunk, attention=0)
     behind = [MemoryEntry(PART, "norm", norm)]
     if training.recompute_granularity == "full" and training.recompute_method == "uniform":
@@ -45,17 +45,16 @@ def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[Memory
 
 
 def loss(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the logits of all these layers; the output layer reads their hidden states beside the model's own."""
     rows = tokens(training)
     own = [each for each in activations.logits(training) if each.name != activations.OUTPUT_INPUT]
-    # Labels and the loss before they are masked.
+    # Labels and the unmasked loss.
     found = [*own, MemoryEntry("output", "loss of further tokens", 12 * rows)]
     hidden = MemoryEntry("output", activations.OUTPUT_INPUT, hidden_bytes(training))
     return [hidden, *found] * training.mtp_num_layers
 
 
 def check(training: TrainingConfig) -> None:
-    """Raise ArgumentError for what Megatron refuses beside it, and for what is not predicted."""
+    """Raises ArgumentError for unsupported combinations."""
     if training.use_fused_linear_cross_entropy:
         raise ArgumentError(
             "--use-fused-linear-cross-entropy: with --mtp-num-layers Megatron needs the logits: use "

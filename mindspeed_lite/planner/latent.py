@@ -1,7 +1,7 @@
-"""Predicts what multi-latent attention keeps and holds: queries and keys through narrow projections, as in DeepSeek-V2.
+"""Predicts parameters and saved tensors of multi-latent attention (DeepSeek-V2).
 
-What a norm or an up-projection reads is a part of the narrow tensors. Under tensor parallelism these are gathered, and
-under sequence parallelism divided by tokens again: the queries' part is a view of all tokens, the keys' part a copy.
+Norms and up-projections read parts of the latent tensors. TP gathers these and SP divides them by tokens again: the
+query part is a view of all tokens, the key part a copy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from .training import ArgumentError, TrainingConfig
 
 
 def parameters(training: TrainingConfig) -> int:
-    """Of the attention of one layer on a rank."""
     hidden, heads = training.hidden_size, training.num_attention_heads // training.tp
     narrow, rotary = training.kv_lora_rank, training.qk_pos_emb_head_dim
     found = hidden * (narrow + rotary) // training.tp + narrow * heads * (training.qk_head_dim + training.v_head_dim)
@@ -26,7 +25,6 @@ def parameters(training: TrainingConfig) -> int:
 
 
 def projections(training: TrainingConfig) -> list[MemoryEntry]:
-    """What one layer keeps between its input and the heads' queries, keys and values."""
     found, queries, keys = [], training.q_lora_rank, training.kv_lora_rank
     if queries:
         found += _narrow(training, "queries", queries, tokens(training) * queries)
@@ -34,23 +32,23 @@ def projections(training: TrainingConfig) -> list[MemoryEntry]:
     whole = keys + training.qk_pos_emb_head_dim
     found += _narrow(training, "keys and values", keys, norm_tokens(training) * (keys if is_copied else whole))
     if not training.use_fused_rotary_pos_emb:
-        # Cosines and sines in the model's dtype, for queries and for keys.
+        # In the model's dtype, for queries and keys.
         size = 2 * _angles(training)
         found.append(MemoryEntry("attention", "rotary angles", size))
     return found
 
 
 def once(training: TrainingConfig, layers: int) -> list[MemoryEntry]:
-    """Kept once by so many layers, each of which has angles of its own."""
+    """Entries kept once; each layer has its own angles."""
     if not training.use_fused_rotary_pos_emb:
         return []
-    # Those of Yarn are in the model's dtype, the others in fp32.
+    # Yarn's are in the model's dtype, others in fp32.
     size = _angles(training) if training.rope_type == "yarn" else _angles(training) * 4 // training.width
     return [MemoryEntry("attention", "rotary angles", layers * size)]
 
 
 def check(training: TrainingConfig) -> None:
-    """Raise ArgumentError for what Megatron's local implementation does not train."""
+    """Raises ArgumentError where Megatron's local implementation cannot train."""
     if not training.flash:
         raise ArgumentError(
             "--multi-latent-attention: Megatron's own local attention does not take its head sizes: add "
@@ -68,7 +66,7 @@ def check(training: TrainingConfig) -> None:
 
 
 def _narrow(training: TrainingConfig, name: str, width: int, storage: int) -> list[MemoryEntry]:
-    """Of a narrow projection of this width, whose output is a part of a storage of so many numbers."""
+    """Entries of a projection whose output is part of `storage` elements."""
     rows, kept = norm_tokens(training), storage * training.width
     if not training.qk_layernorm:
         return [MemoryEntry("attention", f"input of the up-projection of {name}", kept)]
@@ -82,5 +80,4 @@ def _narrow(training: TrainingConfig, name: str, width: int, storage: int) -> li
 
 
 def _angles(training: TrainingConfig) -> int:
-    """Bytes of cosines and sines in the model's dtype."""
     return 2 * training.seq_length // training.cp * training.qk_pos_emb_head_dim * training.width

@@ -1,7 +1,7 @@
-"""Lists what one micro-batch computes and sends in each part of the model, on one rank.
+"""Lists one micro-batch's operators and messages on one rank.
 
-A product has a forward, an input gradient and a weight gradient of as many flops each. Messages say what they can run
-beside: `products` of the same pass, `attention` in a ring, the other micro-batch of a `pair`, or nothing.
+Forward, input gradient and weight gradient of a GEMM have equal flops. Messages overlap with `products` of the same
+pass, `attention` in a ring, the other micro-batch of a `pair`, or nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .pieces import activation_is_recomputed, norm_is_recomputed, norm_tokens, t
 from .training import TrainingConfig
 from .work import Collective, CollectiveCall, Group, Product, Scores, Vector
 
-# Bytes in which a rank says how long its queries, keys and values are.
+# Bytes of a rank's query, key and value lengths.
 LENGTHS = 24
 Beside = Literal["", "products", "attention", "pair"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A message, how often it is sent in the forward and in the backward pass, and what runs meanwhile."""
+    """Message, its counts by pass, and what overlaps with it."""
 
     category: str
     message: CollectiveCall
@@ -34,10 +34,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PartWork:
-    """What one micro-batch does in a part of the model.
+    """Work of one micro-batch in a part of the model.
 
     Attributes:
-        recomputed: what the backward pass computes again, as forward work.
+        recomputed: backward recomputation, as forward work.
     """
 
     products: tuple[Product, ...] = ()
@@ -57,7 +57,6 @@ class PartWork:
 
 
 def total(parts: Iterable[PartWork]) -> PartWork:
-    """All of them as one."""
     found = PartWork()
     for each in parts:
         found += each
@@ -65,7 +64,7 @@ def total(parts: Iterable[PartWork]) -> PartWork:
 
 
 def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartWork:
-    """A transformer layer; `number` is its place in the model, for its context-parallel algorithm."""
+    """Transformer layer; `number` selects the context-parallel algorithm."""
     norms = Vector("norm", 2 * norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion)
     parts = [PartWork(vectors=(norms, residual), layers=1), attention(training, number)]
@@ -74,7 +73,6 @@ def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartW
 
 
 def attention(training: TrainingConfig, number: int) -> PartWork:
-    """Projections, scores and their messages."""
     rows, hidden, tp = tokens(training), training.hidden_size, training.tp
     heads, groups = training.num_attention_heads / tp, training.local_groups
     query, value = training.query_size, training.value_size
@@ -117,13 +115,11 @@ def attention(training: TrainingConfig, number: int) -> PartWork:
 
 
 def mlp(training: TrainingConfig) -> PartWork:
-    """Of a dense layer."""
     width = training.ffn_hidden_size // training.tp
     return _feed_forward(training, tokens(training), width, 0) + PartWork(traffic=tuple(_tensor_parallel(training)))
 
 
 def experts(training: TrainingConfig) -> PartWork:
-    """Router, exchange of tokens, this rank's experts and the shared ones."""
     rows, hidden = norm_tokens(training), training.hidden_size
     chosen = routed(training)
     local = training.num_experts // training.ep
@@ -145,7 +141,7 @@ def experts(training: TrainingConfig) -> PartWork:
 
 
 def embedding(training: TrainingConfig) -> PartWork:
-    """The lookup, whose gradient writes the whole weight."""
+    """Lookup; its gradient writes the whole weight."""
     found = Vector("embedding", tokens(training) * training.hidden_size, False)
     weights = training.padded_vocab_size / training.tp * training.hidden_size
     messages = []
@@ -157,7 +153,6 @@ def embedding(training: TrainingConfig) -> PartWork:
 
 
 def output(training: TrainingConfig) -> PartWork:
-    """Final norm, output layer and loss."""
     rows, columns = tokens(training), training.padded_vocab_size // training.tp
     norm = Vector("norm", norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     fused = training.use_fused_cross_entropy or training.use_fused_linear_cross_entropy
@@ -172,7 +167,7 @@ def output(training: TrainingConfig) -> PartWork:
 
 
 def further(training: TrainingConfig) -> PartWork:
-    """A layer of multi-token prediction with its embedding and logits."""
+    """MTP layer with its embedding and logits."""
     joined = PartWork(
         products=(Product(tokens(training), 2 * training.hidden_size, training.hidden_size // training.tp),)
     )
@@ -182,7 +177,6 @@ def further(training: TrainingConfig) -> PartWork:
 
 
 def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: int, chunk: int) -> PartWork:
-    """What the backward pass of the layer at a place of a chunk computes again."""
     granularity, count = training.recompute_granularity, training.recompute_num_layers or 1
     if granularity == "full" and (training.recompute_method != "block" or place < count):
         return layer(training, has_experts, number)
@@ -207,12 +201,12 @@ def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: 
 
 
 def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
-    """Of `--moe-zero-memory`: rows exchanged again, behind products in level0, and the first product in level1."""
+    """`--moe-zero-memory`: level0 exchanges rows again during GEMMs, level1 repeats the first GEMM."""
     inside = experts(training)
     again = [each for each in inside.vectors if each.name in ("activation", "permute")]
     first = training.moe_ffn_hidden_size // training.etp * (2 if training.gated else 1)
     beside: Beside = "products" if level == "level0" else ""
-    # Half of what a forward pass exchanges: tokens come, results stay.
+    # Half of the forward exchange: dispatch without combine.
     rows = tuple(
         replace(each, forward=1, backward=0, beside=beside)
         for each in inside.traffic
@@ -226,11 +220,11 @@ def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
 
 
 def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> PartWork:
-    """Both products and the activation; `grouped` experts together, negative: one after the other."""
+    """Two GEMMs; `grouped` experts together, negative: sequentially."""
     first = width * (2 if training.gated else 1)
     hidden, count = training.hidden_size, abs(grouped)
     if grouped < 0:
-        # Each expert has products of its own.
+        # Each expert has its own GEMMs.
         pair = (Product(rows / count, hidden, first, 1), Product(rows / count, width, hidden, 1))
         products = pair * count
     else:
@@ -240,18 +234,16 @@ def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: in
 
 
 def _accumulated(training: TrainingConfig, work: PartWork) -> PartWork:
-    """With what adds the weight gradients to the gradient buffers."""
     weights = sum(each.inner * each.columns * max(1, each.experts) for each in work.products)
     return work + PartWork(vectors=(Vector("accumulate", weights, training.fuses_accumulation),))
 
 
 def _hidden(training: TrainingConfig) -> float:
-    """Bytes of a micro-batch's hidden states, whole."""
     return float(tokens(training) * training.hidden_size * training.width)
 
 
 def _tensor_parallel(training: TrainingConfig, enters_only: bool = False) -> Iterator[Traffic]:
-    """Of a pair of linear layers, or of the first alone; Megatron runs some of the backward ones beside products."""
+    """Messages of a linear layer pair, or its first; Megatron overlaps some with backward GEMMs."""
     if training.tp == 1:
         return
     size, group = _hidden(training), Group(training.tp)
@@ -280,7 +272,6 @@ def _context_parallel(training: TrainingConfig, number: int) -> Iterator[Traffic
     rows = tokens(training)
     keys = rows * training.local_groups * (training.query_size + training.value_size) * training.width
     name, stride = "context parallel", training.tp
-    # Ranks compare their lengths first.
     yield Traffic(name, CollectiveCall("all_gather", LENGTHS * training.cp, Group(training.cp, stride)), 1, 0)
     if kind == "gathered":
         group = Group(training.cp, stride)
@@ -294,7 +285,7 @@ def _context_parallel(training: TrainingConfig, number: int) -> Iterator[Traffic
         yield Traffic(name, CollectiveCall("all_to_all", row * training.value_size, group), 1, 1)
     ring = training.cp // sharing
     if ring > 1:
-        # Keys and values go round once; backward their gradients too.
+        # Keys and values go round once; in backward also their gradients.
         message = CollectiveCall("send", keys, Group(ring, stride * sharing))
         yield Traffic(name, message, ring - 1, 2 * (ring - 1), "attention")
 
@@ -316,7 +307,7 @@ def _expert_parallel(training: TrainingConfig) -> Iterator[Traffic]:
         else:
             sent = rows * row * training.expert_load
             yield Traffic("expert parallel", CollectiveCall("all_to_all", sent, group), 2, 2, beside)
-            # Before them how many tokens each expert gets; beside the tokens their probabilities.
+            # First the token counts per expert; probabilities accompany tokens.
             counts = CollectiveCall("all_gather", 8.0 * training.num_experts * training.ep, group)
             yield Traffic("expert parallel", counts, 1, 0)
             share = 4.0 * rows * training.expert_load

@@ -1,4 +1,4 @@
-"""Assigns layers to pipeline stages, chunk by chunk, as Megatron divides them."""
+"""Assigns layers to pipeline stages and chunks, as in Megatron."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .training import ArgumentError, TrainingConfig
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the model on one rank: all of it, a pipeline stage, or one of a stage's virtual stages.
+    """Model part on one rank: all of it, a pipeline stage or a virtual stage.
 
     Attributes:
-        layers: numbers of its layers in the whole model, from 0.
-        embeds: whether it begins with the embedding.
-        normalizes: whether the model's final norm is in it.
-        further: layers of multi-token prediction behind them.
-        computes_loss: whether it ends with the output layer.
+        layers: layer numbers in the model, from 0.
+        embeds: has the embedding at its start.
+        normalizes: has the final norm.
+        further: number of MTP layers.
+        computes_loss: has the output layer.
     """
 
     layers: tuple[int, ...]
@@ -28,12 +28,11 @@ class Chunk:
 
     @property
     def has_embedding(self) -> bool:
-        """The first chunk's, or the copy of it for multi-token prediction."""
         return self.embeds or self.further > 0
 
 
 def stages(training: TrainingConfig) -> list[list[Chunk]]:
-    """For each pipeline stage its chunks, in the order in which a micro-batch goes through them."""
+    """Chunks of each stage, in execution order."""
     if training.pipeline_model_parallel_layout:
         return _by_hand(training)
     pp, vpp = training.pp, training.vpp if training.pp > 1 else 1
@@ -58,7 +57,7 @@ def _by_hand(training: TrainingConfig) -> list[list[Chunk]]:
     begin, found = 0, [[] for _ in range(training.pp)]  # type: ignore[var-annotated]
     for place, letters in enumerate(layout.parts(training.pipeline_model_parallel_layout)):
         count, further, computes_loss = letters.count("t"), letters.count("m"), "L" in letters
-        # With multi-token prediction the final norm is behind the last layer, wherever that is.
+        # With MTP the final norm follows the last layer, in any chunk.
         ends = begin < training.num_layers == begin + count
         normalizes = ends if training.mtp_num_layers else computes_loss
         numbers = tuple(range(begin, begin + count))
@@ -68,7 +67,7 @@ def _by_hand(training: TrainingConfig) -> list[list[Chunk]]:
 
 
 def _counts(training: TrainingConfig, pp: int, vpp: int) -> list[int]:
-    """Layers of each stage's chunks, places that embedding and loss are counted for included."""
+    """Layers per chunk, including places counted for embedding and loss."""
     first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
     rest = training.num_layers - (first or 0) - (last or 0)
     rest += training.account_for_embedding_in_pipeline_split + training.account_for_loss_in_pipeline_split

@@ -1,7 +1,7 @@
-"""Reads `--pipeline-model-parallel-layout`: which layers each pipeline stage holds, written down by hand.
+"""Reads `--pipeline-model-parallel-layout`.
 
-`E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss; `|` ends a stage,
-commas are for the eye, and `*n` repeats a letter or what is in parentheses.
+`E` is the embedding, `t` a transformer layer, `m` an MTP layer, `L` the loss; `|` ends a stage, commas are ignored,
+`*n` repeats a letter or parentheses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALONE = (
 
 
 def parts(text: str) -> list[str]:
-    """The letters of each model chunk, in the order in which a micro-batch goes through them."""
+    """Letters of each model chunk, in execution order."""
     written = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
         written = re.sub(repeated, _repeat, written)
@@ -36,7 +36,7 @@ def _repeat(found: re.Match[str]) -> str:
 
 
 def read(training: TrainingConfig) -> int:
-    """How many chunks each stage has by the layout, which is checked; ArgumentError with what is wrong."""
+    """Check the layout and return chunks per stage; raises ArgumentError."""
     text = training.pipeline_model_parallel_layout
     found = parts(text)
     letters = "".join(found)

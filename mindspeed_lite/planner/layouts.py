@@ -1,6 +1,6 @@
-"""Writes a pipeline layout down: layers over any number of stages, as even in time as whole layers allow.
+"""Generates balanced `--pipeline-model-parallel-layout` values.
 
-`--pipeline-model-parallel-layout` in Megatron's letters: E, t for a layer, m for multi-token prediction, L.
+E embedding, t layer, m MTP layer, L loss.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 
 def balanced(layers: Sequence[float], further: float, count: int, output: float, stages: int) -> str | None:
-    """The layout of these layers, in which the slowest stage is as fast as can be; None if there are too few layers.
+    """Layout with the fastest slowest stage; None if there are too few layers.
 
     Args:
-        layers: seconds of each layer, of any unit.
-        further: of a layer of multi-token prediction; `count` of them stay together, before the loss.
+        layers: relative seconds of each.
+        further: of an MTP layer; `count` of them stay together.
         output: of output layer and loss.
-        stages: of the pipeline, virtual ones included.
+        stages: including virtual ones.
     """
     units = [*layers, *([further * count] if count else []), output]
-    # The loss may be a stage of its own, and so may multi-token prediction.
+    # The loss and MTP may each be a stage.
     if stages > len(units) or stages < 1:
         return None
     low, high = max(units), sum(units)
@@ -40,7 +40,7 @@ def balanced(layers: Sequence[float], further: float, count: int, output: float,
 
 
 def _cut(units: Sequence[float], most: float) -> list[int]:
-    """Units of each stage, taken from the end as long as they fit: the first stage embeds, and gets what is left."""
+    """Units per stage, filled from the end; the first stage embeds and gets the rest."""
     sizes: list[int] = []
     room = 0.0
     for unit in reversed(units):
@@ -53,7 +53,6 @@ def _cut(units: Sequence[float], most: float) -> list[int]:
 
 
 def _spread(sizes: list[int], stages: int) -> list[int] | None:
-    """As many stages as are wanted: the largest are cut in two."""
     found = list(sizes)
     while len(found) < stages:
         place = max(range(len(found)), key=lambda each: found[each])

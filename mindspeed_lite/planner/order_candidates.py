@@ -1,4 +1,4 @@
-"""The pipeline order that a training command runs and those it is compared with, built and simulated."""
+"""Builds and simulates a command's pipeline order and its alternatives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .training import ArgumentError, TrainingConfig
 
 GIB = float(1 << 30)
 _IN_ADVANCE, _IN_BUBBLE = "+recompute-in-advance", "+recompute-in-bubble"
-# Orders that follow from costs, or are another order with recomputation.
+# Orders that depend on costs, or add recomputation.
 DERIVED = ("zb-auto", "zbv-auto", f"interleaved{_IN_ADVANCE}", f"interleaved{_IN_BUBBLE}")
-# Flags that choose the order and the groups, which `planner.read` does not know.
+# Order and group flags that `planner.read` ignores.
 _VALUES = ("--schedules-method", "--pipeline-schedule", "--pipeline-schedule-max-live", "--pipeline-schedule-trace")
 _SWITCHES = (
     "--dualpipev-dw-detach", "--recompute-in-bubble", "--recompute-in-advance", "--overlap-moe-expert-parallel-comm",
@@ -28,8 +28,6 @@ _SWITCHES = (
 
 @dataclass(frozen=True)
 class OrderFlags:
-    """The flags of a training command that choose its order, and the other words."""
-
     rest: Sequence[str] = ()
     values: Mapping[str, str] = field(default_factory=dict)
     switches: frozenset[str] = frozenset()
@@ -55,7 +53,6 @@ class OrderFlags:
 
     @property
     def max_live(self) -> int | None:
-        """Return the bound of the command's own automatic order."""
         text = self.values.get("--pipeline-schedule-max-live")
         if text is None:
             return None
@@ -64,7 +61,6 @@ class OrderFlags:
         return int(text)
 
     def order(self, training: TrainingConfig) -> str:
-        """Return the name of the order that the command runs."""
         name = self.values.get("--schedules-method") or self.values.get("--pipeline-schedule", "")
         if name == "dualpipev" and "--dualpipev-dw-detach" in self.switches:
             name = "dualpipev-dw-detach"
@@ -77,9 +73,9 @@ class OrderFlags:
         return name + "".join(each for each in (_IN_ADVANCE, _IN_BUBBLE) if f"--{each[1:]}" in self.switches)
 
     def has_one_queue(self, schedule: Schedule) -> bool:
-        """Return whether one group carries all messages between two ranks, one after the other.
+        """Whether one group carries all messages between two ranks in sequence.
 
-        Between exactly two ranks Megatron's single messages, not batched ones, have a group for each sender.
+        With exactly two ranks, Megatron's unbatched messages use a group per sender.
         """
         if "--optimize-send-recv-comm" in self.switches:
             return False
@@ -89,10 +85,10 @@ class OrderFlags:
 
 @dataclass(frozen=True)
 class OrderCandidate:
-    """An order, simulated.
+    """A simulated order.
 
-    constant_bytes: of each rank, what no micro-batch changes. activation_bytes: of each rank, the rest at its peak.
-    fits: whether every rank stays within the limit; True where there is none.
+    constant_bytes: per rank, independent of micro-batches. activation_bytes: per rank, the rest at its peak.
+    fits: every rank is within the limit; True without a limit.
     """
 
     name: str
@@ -103,18 +99,16 @@ class OrderCandidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the rank that takes most."""
         return max(map(sum, zip(self.constant_bytes, self.activation_bytes, strict=True)))
 
     @property
     def peak_live(self) -> int:
-        """Most chunk activations that a rank holds at once."""
         schedule = self.simulation.schedule
         return max(costs.peak_live(schedule, rank) for rank in range(schedule.num_ranks))
 
 
 def fastest(found: Sequence[OrderCandidate]) -> OrderCandidate | None:
-    """Return the fastest of those that fit; among equals the one that takes least memory."""
+    """Fastest that fits; ties by memory."""
     fitting = [each for each in found if each.fits]
     return min(fitting, key=lambda each: (each.simulation.makespan, each.peak_bytes), default=None)
 
@@ -123,9 +117,8 @@ def fastest(found: Sequence[OrderCandidate]) -> OrderCandidate | None:
 class OrderBuilder:
     """Builds and simulates orders of one training.
 
-    flags: of the command, whose groups carry the messages.
-    seconds: measured ones; None: relative. overlap: seconds of an overlapped pair as a share of its two steps.
-    limit: GiB of a rank. max_live: the bound of an automatic order, which else follows from the limit.
+    seconds: measured; None: relative. overlap: seconds of an overlapped pair over the sum of its steps.
+    limit: GiB per rank. max_live: bound of automatic orders, by default from the limit.
     """
 
     training: TrainingConfig
@@ -136,10 +129,10 @@ class OrderBuilder:
     max_live: int | None = None
 
     def compare(self, asked: str) -> tuple[list[OrderCandidate], dict[str, str]]:
-        """Return the command's own order and those asked for, and why the others of `all` do not apply.
+        """The command's and the requested orders, and why others of `all` do not apply.
 
-        asked: names with commas between; `all`.
-        Raises OrderError, ScheduleError or ArgumentError where an order that is named does not apply.
+        asked: comma-separated names; `all`.
+        Raises OrderError, ScheduleError or ArgumentError if a named order does not apply.
         """
         own = self.flags.order(self.training)
         named = [name for name in asked.split(",") if name]
@@ -148,7 +141,7 @@ class OrderBuilder:
         found, refused = [], {}
         for name in dict.fromkeys(every):
             try:
-                # The command's own order is what it is, whatever the limit.
+                # The command's own order ignores the limit.
                 builder = replace(self, max_live=self.flags.max_live, limit=None) if name == own else self
                 found.append(self._simulated(name, builder._schedule(name)))
             except (OrderError, ArgumentError) as error:
@@ -180,7 +173,7 @@ class OrderBuilder:
             if is_full:
                 raise OrderError(f"{name}: with --recompute-granularity full all is recomputed already")
             schedule = self._schedule(name.removesuffix(_IN_BUBBLE))
-            # As a training finds it: for stages and steps that all take the same time.
+            # As in training: equal times of stages and steps.
             return recompute_plan.in_bubble(schedule, self.max_live, costs.uniform(schedule.num_stages))
         if name in ("zb-auto", "zbv-auto"):
             return self._automatic(name, chunks if name == "zb-auto" else 2)
@@ -197,10 +190,7 @@ class OrderBuilder:
         return PipelineShape(t.pp, t.microbatches, chunks, t.microbatch_group_size_per_vp_stage)
 
     def _automatic(self, name: str, chunks: int) -> Schedule:
-        """Return the zero-bubble order as a training finds it: for stages and steps that all take the same time.
-
-        Its bound is `max_live`, or the largest that fits into the limit.
-        """
+        """Automatic order bounded by `max_live`, or the largest bound within the limit."""
         shape, ranks = self._shape(chunks), self.training.pp
         placement = steps.v_placement(ranks) if name == "zbv-auto" else steps.interleaved_placement(ranks, chunks)
         alike = costs.uniform(ranks * chunks)

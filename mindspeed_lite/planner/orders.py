@@ -1,4 +1,4 @@
-"""Chooses the pipeline schedule of a training, and where it places the model's chunks."""
+"""Pipeline schedule and chunk placement of a training."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from mindspeed_lite.pipeline.steps import Placement, Schedule
 from .layers import Chunk, stages
 from .training import ArgumentError, TrainingConfig
 
-# Megatron's own pairs run layer by layer; those of an order that is executed by name run one after the other.
+# Megatron's own pairs overlap layer by layer; those of orders executed by name run in sequence.
 LAYER_BY_LAYER = "overlapped experts"
 
 
 def name_of(training: TrainingConfig) -> str:
-    """The order by its name in the pipeline's table."""
     if training.schedules_method == "dualpipev":
         return "dualpipev"
     if training.pipeline_schedule:
@@ -26,14 +25,13 @@ def name_of(training: TrainingConfig) -> str:
 
 
 def chunks_of(training: TrainingConfig) -> int:
-    """Model chunks of a rank."""
     if name_of(training).startswith("dualpipev"):
         return 2
     return training.vpp if training.pp > 1 else 1
 
 
 def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
-    """The schedule for so many micro-batches, 0 for those of a step; ArgumentError if there is none."""
+    """Schedule of `microbatches`, 0 for a step's; raises ArgumentError."""
     count = microbatches or training.microbatches
     group = training.microbatch_group_size_per_vp_stage or training.pp
     shape = PipelineShape(training.pp, count, chunks_of(training), min(group, count))
@@ -43,10 +41,10 @@ def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
 @functools.lru_cache(maxsize=512)
 def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
     if overlaps and name in ("interleaved", "1f1b"):
-        # Also with one chunk: Megatron then runs a forward ahead of each backward.
+        # Even with one chunk, Megatron runs a forward ahead of each backward.
         return published.from_function(LAYER_BY_LAYER, published.interleaved_overlap, shape)
     if name == "interleaved":
-        # Also with few micro-batches, where ranks wait for each other more.
+        # Also for few micro-batches, with longer waits.
         return published.from_function(name, published.interleaved, shape)
     if name not in published.TRAINING_ORDERS:
         known = ", ".join(published.TRAINING_ORDERS)
@@ -58,14 +56,12 @@ def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
 
 
 def placement(training: TrainingConfig) -> Placement:
-    """`placement[rank][chunk]` is a stage of the model."""
     if name_of(training).startswith("dualpipev"):
         return steps.v_placement(training.pp)
     return steps.interleaved_placement(training.pp, chunks_of(training))
 
 
 def chunks_of_ranks(training: TrainingConfig) -> list[list[Chunk]]:
-    """For each pipeline rank its chunks, by the schedule's placement."""
     where = placement(training)
     if chunks_of(training) != training.vpp:
         training = training.replace(num_virtual_stages_per_pipeline_rank=chunks_of(training))

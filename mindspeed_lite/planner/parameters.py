@@ -1,4 +1,4 @@
-"""Counts the parameters of a rank exactly: of dense layers and of experts, which are split differently."""
+"""Exact parameter count of a rank, dense and expert."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .training import TrainingConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one rank.
+    """Parameters of one rank, by gradient reduction group.
 
     Attributes:
-        dense: those whose gradients are summed over the data-parallel ranks.
-        experts: those of the rank's experts, whose gradients are summed over fewer ranks.
+        dense: reduced over data-parallel ranks.
+        experts: reduced over expert-data-parallel ranks.
     """
 
     dense: int
@@ -32,7 +32,6 @@ class Parameters:
 
 
 def of_stage(training: TrainingConfig, chunks: Iterable[Chunk]) -> Parameters:
-    """Of a pipeline stage with these chunks, on one of its ranks."""
     found = Parameters(0)
     for chunk in chunks:
         if chunk.has_embedding:
@@ -53,12 +52,11 @@ def of_stage(training: TrainingConfig, chunks: Iterable[Chunk]) -> Parameters:
 
 
 def of_layer(training: TrainingConfig, has_experts: bool) -> Parameters:
-    """Of one transformer layer."""
     dense = _attention(training) + 2 * norm_parameters(training, training.hidden_size)
     if not has_experts:
         return Parameters(dense + mlp_parameters(training, training.ffn_hidden_size, training.tp))
     hidden = training.hidden_size
-    # The router, and its bias where linear layers have one.
+    # Router, with bias if linear layers have one.
     dense += training.num_experts * (hidden + training.add_bias_linear)
     shared = training.moe_shared_expert_intermediate_size
     if shared:
@@ -75,7 +73,7 @@ def _embedding(training: TrainingConfig) -> int:
 
 
 def _output_layer(training: TrainingConfig) -> int:
-    # A tied weight is the embedding itself, of which the last stage of a pipeline has a copy.
+    # Tied weights are the embedding; the last pipeline stage has a copy.
     if not training.untie_embeddings_and_output_weights and training.pp == 1:
         return 0
     return training.padded_vocab_size // training.tp * training.hidden_size
@@ -90,6 +88,6 @@ def _attention(training: TrainingConfig) -> int:
     projected = (heads + 2 * groups) * size
     has_qkv_bias = training.add_bias_linear or training.add_qkv_bias
     found = projected * (hidden + has_qkv_bias) + heads * size * hidden
-    # A row-parallel layer adds its bias after the sum over ranks: every rank has all of it.
+    # Row-parallel bias follows the sum over ranks: replicated.
     found += hidden * training.add_bias_linear
     return found + (2 * norm_parameters(training, size) if training.qk_layernorm else 0)

@@ -1,4 +1,4 @@
-"""Shares among layers: tokens per rank, what is recomputed, and what norms and MLPs keep."""
+"""Common pieces of layers: token counts, recomputation, norms and MLPs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from .training import TrainingConfig
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One kept storage.
+    """One saved storage.
 
     Attributes:
-        part: where in the model.
-        name: what it is.
-        bytes: of one micro-batch, in one layer.
-        restored: bytes that come back while this layer's backward pass runs, of what was released.
+        part: of the model.
+        bytes: per micro-batch and layer.
+        restored: released bytes restored in this layer's backward.
     """
 
     part: str
@@ -25,24 +24,24 @@ class MemoryEntry:
 
 
 def tokens(training: TrainingConfig) -> int:
-    """Tokens of a micro-batch inside attention and the MLP."""
+    """Tokens inside attention and MLP."""
     return training.seq_length // training.cp * training.micro_batch_size
 
 
 def norm_tokens(training: TrainingConfig) -> int:
-    """Tokens of a micro-batch on this rank between them."""
+    """Tokens between attention and MLP."""
     return tokens(training) // (training.tp if training.sequence_parallel else 1)
 
 
 def hidden_bytes(training: TrainingConfig) -> int:
-    """A micro-batch's hidden states on this rank between attention and MLP."""
+    """Hidden-state bytes between attention and MLP, per micro-batch and rank."""
     return norm_tokens(training) * training.hidden_size * training.width
 
 
 def is_chosen(training: TrainingConfig, number: int | None, place: int, chunk: int) -> bool:
-    """Whether the layer at a place of a chunk is among the first `number` of its rank; None is all.
+    """Whether a layer is among the first `number` of its rank; None is all.
 
-    In the order of the features that give an output up: the first layer of every chunk, then the second ones.
+    Counts the first layer of every chunk, then the second ones.
     """
     whole = training.recompute_granularity == "full"
     passed_over = training.recompute_num_layers if whole and training.recompute_method == "block" else 0
@@ -65,7 +64,7 @@ def activation_is_recomputed(training: TrainingConfig, place: int, chunk: int) -
 
 
 def zero_memory_level(training: TrainingConfig, place: int, chunk: int) -> str:
-    """What the experts of a layer release: "level0", "level1" or nothing."""
+    """What experts release: "level0", "level1" or nothing."""
     level, number = training.moe_zero_memory, training.moe_zero_memory_num_layers
     serves = training.moe_grouped_gemm and training.moe_token_dispatcher_type == "alltoall"
     if level not in ("level0", "level1") or not serves:
@@ -80,12 +79,11 @@ def given_up(part: str, name: str, size: int, gives_up: bool) -> MemoryEntry:
 
 
 def norm_parameters(training: TrainingConfig, width: int) -> int:
-    """Of a norm over rows of so many numbers."""
     return width if training.normalization == "RMSNorm" else 2 * width
 
 
 def mlp_parameters(training: TrainingConfig, width: int, split: int) -> int:
-    """Of an MLP of this width, of which each of `split` ranks has a part."""
+    """Parameters of an MLP split over `split` ranks."""
     local = width // split
     first = local * (2 if training.gated else 1)
     bias = training.add_bias_linear
@@ -93,25 +91,24 @@ def mlp_parameters(training: TrainingConfig, width: int, split: int) -> int:
 
 
 def keeps_norm_input(training: TrainingConfig) -> bool:
-    """Whether a norm keeps its input as it is.
+    """Whether a norm saves its input unchanged.
 
-    torch has RMSNorm as one operator on CUDA alone; spelled out it keeps the fp32 input and the normalized one.
+    torch fuses RMSNorm only on CUDA; composed, it saves the fp32 input and the normalized one.
     """
     return training.normalization != "RMSNorm" or training.use_fused_rmsnorm or training.device == "cuda"
 
 
 def norm_bytes(training: TrainingConfig, rows: int, width: int) -> int:
-    """Of a norm over rows of so many numbers."""
     if not keeps_norm_input(training):
         return 8 * rows * width + 4 * rows
-    # A mean and a deviation; torch's LayerNorm on the CPU has them in the dtype of the model.
+    # Mean and deviation; torch's CPU LayerNorm saves them in the model's dtype.
     narrow = training.normalization != "RMSNorm" and not training.use_fused_layernorm and training.device == "cpu"
     statistics = rows * (1 if training.normalization == "RMSNorm" else 2)
     return training.width * rows * width + (training.width if narrow else 4) * statistics
 
 
 def mask_width(training: TrainingConfig) -> int:
-    """Bytes of a number of a dropout mask: a scaled number of the model on the CPU, else one byte."""
+    """Bytes per dropout mask element: the model's dtype on the CPU (scaled), else 1."""
     return training.width if training.device == "cpu" else 1
 
 
@@ -124,7 +121,7 @@ def mlp(
     of: str = "",
     gives_up_input: bool = False,
 ) -> list[MemoryEntry]:
-    """Of an MLP of this width on so many tokens; its input is not in it."""
+    """Entries of an MLP without its input."""
     size = rows * width * training.width
     middle = 2 * size if training.gated else size
     found = [given_up(part, f"input of the activation{of}", middle, gives_up_input)]

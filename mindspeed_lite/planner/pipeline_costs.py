@@ -1,6 +1,6 @@
-"""Predicts what pipeline steps of a training take: bytes of each stage from its tensors, seconds from its operations.
+"""Predicts pipeline step costs: bytes from saved tensors, seconds from operations.
 
-Seconds are relative unless measured ones are given: 1 is the forward pass of one micro-batch on an average rank.
+Without measurements, 1 is the forward pass of a micro-batch on an average rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .training import ArgumentError, TrainingConfig
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Measured seconds of a micro-batch on an average rank, all its chunks together, and of a message."""
+    """Seconds of a micro-batch on an average rank, all chunks, and of a message."""
 
     forward: float
     input_grad: float
@@ -29,7 +29,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of one micro-batch on one rank; a backward's two parts apart."""
+    """FLOPs of one micro-batch on one rank."""
 
     forward: float = 0.0
     input_grad: float = 0.0
@@ -42,10 +42,7 @@ class Flops:
 
 
 def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
-    """Return the chunks of the model in its order, if each rank has so many.
-
-    Raises ArgumentError if the layers cannot be divided so.
-    """
+    """Model chunks in order, `chunks` per rank. Raises ArgumentError if layers do not divide."""
     if training.pipeline_model_parallel_layout and chunks != training.vpp:
         raise ArgumentError(
             f"--pipeline-model-parallel-layout gives each rank {training.vpp} model chunks, not {chunks}"
@@ -59,10 +56,7 @@ def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
 def costs(
     training: TrainingConfig, chunks: int, seconds: StepSeconds | None = None, recompute_steps: bool = False
 ) -> Costs:
-    """Return the costs of every stage of a training whose ranks have so many model chunks.
-
-    recompute_steps: whether recomputations are steps of the schedule: they bring back all activations of a chunk.
-    """
+    """Costs of every stage; recompute_steps: recomputations are schedule steps that restore a whole chunk."""
     held = model_stages(training, chunks)
     work = [flops(training, chunk) for chunk in held]
     unit = sum(each.forward for each in work) / training.pp
@@ -94,7 +88,7 @@ def costs(
     )
     if not (recompute_steps and is_full):
         return found
-    # The last stage has no recomputations of its own: it keeps inputs, and gets layers back one by one.
+    # The last stage has none: it keeps inputs and restores layers one by one.
     last, (least, most) = len(held) - 1, estimate.sizes(training, held[-1], chunks - 1)
     return replace(
         found,
@@ -104,7 +98,7 @@ def costs(
 
 
 def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
-    """Return for each rank the bytes that no micro-batch changes: of weights, gradients, optimizer, masks."""
+    """Bytes of weights, gradients, optimizer, masks."""
     held = model_stages(training, len(placement[0]))
     found = []
     for rank, row in enumerate(placement):
@@ -116,10 +110,10 @@ def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
 
 
 def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
-    """Return the operations of a chunk for one micro-batch on one rank: matrix products alone.
+    """FLOPs of GEMMs of a chunk for one micro-batch on one rank.
 
-    A linear layer takes 2 operations for each weight and token, in the forward pass and for each of the two gradients.
-    The products of attention have no weights; their backward takes twice as many.
+    A linear layer takes 2 per weight and token, forward and for each gradient; attention's backward takes twice its
+    forward.
     """
     rows = tokens(training)
     found = Flops()
@@ -130,7 +124,7 @@ def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
 
 
 def _active_parameters(training: TrainingConfig, number: int) -> float:
-    """Weights of a layer that a token meets on a rank; of experts those that it is routed to, evenly over ranks."""
+    """Parameters a token meets on a rank; experts evenly over ranks."""
     held = parameters.of_layer(training, training.is_moe(number))
     if not training.is_moe(number):
         return held.dense
@@ -139,7 +133,7 @@ def _active_parameters(training: TrainingConfig, number: int) -> float:
 
 
 def _attention(training: TrainingConfig, rows: int) -> Flops:
-    """Scores and their product with the values, of which the causal mask leaves half."""
+    """Both attention GEMMs; the causal mask halves them."""
     heads = training.num_attention_heads / training.tp
     forward = rows * training.seq_length * heads * (training.query_size + training.value_size)
     return Flops(forward, 2 * forward)

@@ -1,4 +1,4 @@
-"""Prices work by a device's published figures: flops, bytes and messages, each at an assumed share of its peak."""
+"""Prices flops, bytes and messages at assumed shares of published peaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PublishedDevice:
         return self.figures.node
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
-        """Flops at a share of the peak that falls with the smallest side; at least the time of its bytes."""
+        """Efficiency falls with the smallest side; at least the memory time."""
         weights = work.inner * work.columns * max(1, work.experts)
         rows = work.rows / max(1, work.experts)
         least = max(1.0, min(rows, work.inner, work.columns))
@@ -32,7 +32,7 @@ class PublishedDevice:
         return max(work.flops / (peak * reached), self._bytes(moved)) + self.assumed.launch
 
     def scores(self, work: Scores, is_backward: bool, width: int) -> float:
-        """Five products backward to two forward; scores that leave the chip are vector work besides."""
+        """Two GEMMs forward, five backward; off-chip scores add vector work."""
         share = self.assumed.attention_backward if is_backward else self.assumed.attention
         seconds = work.flops * (2.5 if is_backward else 1.0) / (self.figures.flops * share)
         if not work.is_flash:
@@ -45,7 +45,7 @@ class PublishedDevice:
         return self._bytes(work.numbers * width * passes) + (self.assumed.launch if passes else 0.0)
 
     def message(self, work: CollectiveCall) -> float:
-        """A ring, or for an all-to-all every pair at once; across nodes the adapters of a group's ranks together."""
+        """Ring, or all pairs at once for an all-to-all; between nodes, the group uses all its adapters on a node."""
         size = work.group.size
         if size == 1:
             return 0.0
@@ -64,7 +64,7 @@ class PublishedDevice:
         return rounds * (latency * math.sqrt(size - 1) + moved / rate)
 
     def optimizer(self, parameters: float, is_fused: bool) -> float:
-        """Adam: gradient read, main parameter and two moments read and written, weight written; a norm of gradients."""
+        """Adam: reads gradient, reads and writes main parameter and moments, writes weight; gradient norm."""
         return self._bytes(parameters * (4 + (30 if is_fused else 54)))
 
     def host_copy(self, size: float) -> float:

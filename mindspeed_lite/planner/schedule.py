@@ -1,9 +1,4 @@
-"""Counts the micro-batches a pipeline stage keeps at once, from the steps of the schedule that it runs.
-
-Without pipelining one after the other. With it 1F1B: a stage runs as many forward passes ahead as there are stages
-behind it, then one backward for each forward pass. Interleaved, with model chunks in turns, more of them; other
-schedules as `pipeline.orders` has them.
-"""
+"""Counts micro-batches a pipeline stage holds, from its schedule."""
 
 from __future__ import annotations
 
@@ -22,12 +17,12 @@ Pass = tuple[str, int]  # ("forward" or "backward", model chunk)
 
 @dataclass(frozen=True)
 class Moment:
-    """The start of a backward pass, or of the forward pass of another micro-batch beside it.
+    """Start of a backward, or of the forward that overlaps with it.
 
     Attributes:
-        chunk: whose backward pass it is.
-        kept: micro-batches that each chunk keeps, this one included.
-        forward: the chunk that another micro-batch runs through meanwhile, which `kept` leaves out.
+        chunk: of the backward.
+        kept: micro-batches held by each chunk, including this one.
+        forward: chunk of the overlapping forward, not in `kept`.
     """
 
     chunk: int
@@ -36,20 +31,19 @@ class Moment:
 
 
 def passes(training: TrainingConfig, stage: int) -> Iterator[Pass]:
-    """The passes of one training step on a stage, in their order."""
     for step in _schedule(training).steps(stage):
         if step.kind is Kind.FORWARD or step.kind in BACKWARDS:
             yield ("forward" if step.kind is Kind.FORWARD else "backward"), step.chunk
 
 
 def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """At the start of each backward pass: its chunk, and how many micro-batches each chunk keeps, this one included."""
+    """Chunk of each backward, and micro-batches held by each chunk, including this one."""
     for each in _moments(_schedule(training), stage):
         yield each.chunk, each.kept
 
 
 def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
-    """The different moments of a stage's backward passes; ArgumentError where weight gradients wait for memory."""
+    """Distinct moments; ArgumentError if weight gradients wait for memory."""
     schedule = _schedule(training)
     if _queues(schedule, stage):
         raise ArgumentError(
@@ -61,7 +55,7 @@ def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
 
 @functools.lru_cache(maxsize=4096)
 def _queues(schedule: Schedule, stage: int) -> bool:
-    """Whether weight gradients wait while another pass runs; those that run at once hold nothing for longer."""
+    """Whether weight gradients outlast another pass."""
     return any(
         sum(now.queued) > 0 and all(step.kind is not Kind.WEIGHT_GRAD for step in steps_of(entry))
         for entry, now in zip(schedule.ranks[stage], held(schedule, stage), strict=True)
@@ -88,6 +82,6 @@ def _moments(schedule: Schedule, stage: int) -> Iterator[Moment]:
 
 def _schedule(training: TrainingConfig) -> Schedule:
     count, group = training.microbatches, training.microbatch_group_size_per_vp_stage or training.pp
-    # Later micro-batches repeat what these do.
+    # Later micro-batches repeat the pattern.
     count = min(count, 4 * max(training.pp, group)) if count % min(group, count) == 0 else count
     return orders.schedule(training, count)

@@ -1,8 +1,7 @@
-"""Searches for the fastest layouts that fit: best first by a lower bound on time, so that nothing better is missed.
+"""Best-first search for the fastest layouts that fit, by a lower bound on time.
 
-Of every layout a quick lower bound is computed. They are looked at in its order. One whose turn it is gives way to what
-memory can be bought with, each with a bound of its own; of these memory is looked at first, then the simulated step.
-The search ends where the next bound is above the slowest of the best that were found.
+A visited layout is replaced by its memory variants with their own bounds; these are checked for memory, then simulated.
+The search ends when the next bound exceeds the slowest of the best, so it misses no better one.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from .training import ArgumentError, TrainingConfig
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """A candidate that runs: its training, step, bytes of the fullest rank and whether they fit."""
-
     candidate: LayoutCandidate
     training: TrainingConfig
     step: StepTime
@@ -37,15 +34,15 @@ class FoundLayout:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search has found.
+    """Search result.
 
     Attributes:
-        best: the fastest, fastest first, each layout once.
-        front: those that no other is faster and smaller than, of all that were simulated.
-        considered: candidates of the space. impossible: those that no training runs, by reason.
-        too_large: those looked at that did not fit. simulated: those whose step was simulated.
-        pruned: those whose bound was above the best.
-        least_bytes: of the candidate that takes least, of those looked at.
+        best: fastest first, each layout once.
+        front: Pareto front of time and memory of all simulated.
+        considered: all candidates. impossible: those that cannot run, by reason.
+        too_large: do not fit. simulated: step was simulated.
+        pruned: bound above the best.
+        least_bytes: minimum of those visited.
     """
 
     best: Sequence[FoundLayout]
@@ -59,11 +56,11 @@ class Result:
 
 
 class Search:
-    """The candidates of one command on one device.
+    """Candidates of one command on one device.
 
     Args:
-        base: the training of the command for a size of tensor parallelism, on which the vocabulary's padding depends.
-        budget: bytes that a rank may take.
+        base: the training for a TP size, which affects vocabulary padding.
+        budget: bytes per rank.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class Search:
         return candidates.space(self.base(1), self.world_size, self.pricer.device.ranks_per_node)
 
     def training(self, candidate: LayoutCandidate) -> tuple[LayoutCandidate, TrainingConfig]:
-        """The candidate, with a layout if it needs one, and its training; ArgumentError if there is none."""
+        """Candidate and training, with a layout if needed; raises ArgumentError."""
         base = self.base(candidate.tp)
         stages = candidate.pp * candidate.vpp
         if candidate.pp > 1 and (base.num_layers % stages or base.mtp_num_layers):
@@ -115,11 +112,11 @@ class Search:
         return self._layouts[key]
 
     def bound(self, training: TrainingConfig) -> float:
-        """No step of this training is faster."""
+        """Lower bound on seconds."""
         return step_time.lower_bound(training, self.pricer)
 
     def least_bytes(self, training: TrainingConfig) -> float:
-        """Its states alone, of the fullest rank."""
+        """State bytes of the peak rank."""
         return max(
             states.weights + states.gradients + states.optimizer
             for stage, row in enumerate(orders.chunks_of_ranks(training))
@@ -127,7 +124,7 @@ class Search:
         )
 
     def bytes(self, training: TrainingConfig, most: float = float("inf")) -> tuple[int, int]:
-        """Bytes and stage of the fullest rank; ends early above `most`."""
+        """Bytes and stage of the peak rank; stops early above `most`."""
         worst = (0, 0)
         for stage, row in enumerate(orders.chunks_of_ranks(training)):
             worst = max(worst, (estimate.rank(training, stage, row).total + int(self._reserve), stage))
@@ -136,15 +133,15 @@ class Search:
         return worst
 
     def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
-        """All of one candidate, whether or not it fits; ArgumentError if it does not run."""
+        """Evaluate a candidate, even if it does not fit; raises ArgumentError if it cannot run."""
         candidate, training = self.training(candidate)
         size, stage = self.bytes(training)
         return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
 
     def quick(self, layout: LayoutCandidate) -> tuple[float, float]:
-        """Lower bounds on seconds and bytes of a layout with anything that memory is bought with, without its stages.
+        """Lower bounds on seconds and bytes with any memory options, without stages.
 
-        Of seconds and parameters the fullest stage has at least the average. ArgumentError if no stage runs it.
+        The peak stage has at least the average. Raises ArgumentError if no stage runs it.
         """
         key = replace(layout, pp=1, vpp=1)
         if key not in self._whole:
@@ -164,7 +161,7 @@ class Search:
         return busy / layout.pp * microbatches, size
 
     def run(self, count: int = 10, chosen: Callable[[LayoutCandidate], bool] = lambda candidate: True) -> Result:
-        """The fastest `count` that fit, of the candidates that are `chosen`."""
+        """Find the fastest `count` candidates that `chosen` accepts."""
         impossible: Counter[str] = Counter()
         queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
         considered = too_large = 0
@@ -219,7 +216,7 @@ class Search:
                 impossible[str(error).partition(":")[0]] += 1
                 continue
             every.append(found)
-            # Of each layout the fastest way to fit counts; of two alike the one that asks for less, which came first.
+            # Keeps each layout's fastest fit; ties keep the first, with fewer options.
             layout = replace(candidate, recompute="none", states="kept", layout="")
             if layout not in fastest or found.seconds < fastest[layout].seconds:
                 fastest[layout] = found
@@ -228,7 +225,7 @@ class Search:
 
 
 def front(every: Iterable[FoundLayout]) -> list[FoundLayout]:
-    """Those that no other is as fast as with less memory, fastest first."""
+    """Pareto front, fastest first."""
     found: list[FoundLayout] = []
     for each in sorted(every, key=lambda one: (one.seconds, one.bytes)):
         if not found or each.bytes < found[-1].bytes:

@@ -1,4 +1,4 @@
-"""Prices the work of a micro-batch on a device: seconds of each pass, by what they are spent on."""
+"""Prices a micro-batch's work on a device: seconds per pass and category."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ Parts = Mapping[str, float]
 
 
 def add(*several: Parts) -> dict[str, float]:
-    """The sums by category."""
     found: dict[str, float] = {}
     for each in several:
         for name, value in each.items():
@@ -26,7 +25,7 @@ def scaled(parts: Parts, factor: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """One micro-batch in a part of the model; `recompute` is what its backward pass computes again."""
+    """One micro-batch in a part of the model; `recompute` belongs to backward."""
 
     forward: Parts = field(default_factory=dict)
     input_grad: Parts = field(default_factory=dict)
@@ -43,17 +42,14 @@ class PassSeconds:
 
     @property
     def all(self) -> dict[str, float]:
-        """Of forward and backward together; what is recomputed is a category of its own."""
+        """Forward and backward; recomputation is its own category."""
         found = add(self.forward, self.input_grad, self.weight_grad)
         again = sum(self.recompute.values())
         return {**found, "recomputation": again} if again else found
 
 
 def price(work: PartWork, again: PartWork, device: DeviceCosts, width: int, overlap: float) -> PassSeconds:
-    """Seconds of a part and of what it recomputes.
-
-    overlap: the share of a message that can run beside computation on this device, 0 to 1.
-    """
+    """overlap: share of a message that can overlap with computation, 0 to 1."""
     forward = _operators(work, device, width, False, ("forward",))
     backward = _operators(work, device, width, True, ("input_grad",))
     weight = _products(work.products, device, width, "weight_grad")
@@ -91,7 +87,7 @@ def _products(products: Iterable[Product], device: DeviceCosts, width: int, dire
 def _exposed(
     work: PartWork, device: DeviceCosts, computed: Parts, overlap: float, is_backward: bool
 ) -> dict[str, float]:
-    """Seconds of messages that nothing hides, by category; what hides several is used up once."""
+    """Exposed message seconds by category; computation hides only once."""
     found: dict[str, float] = {}
     room = {
         "products": computed.get("products", 0.0) + computed.get("experts", 0.0),
@@ -111,7 +107,7 @@ def _exposed(
 def _hidden(each: Traffic, seconds: float, room: dict[str, float], overlap: float) -> float:
     if not each.beside:
         return 0.0
-    # A first and a last part always stand alone: a quarter of four chunks, a layer of a pair.
+    # First and last parts are always exposed: a quarter of four chunks, a layer of a pair.
     most = 0.75 if each.beside != "pair" else 0.9
     hidden = min(seconds * most * overlap, room[each.beside])
     room[each.beside] -= hidden

@@ -1,4 +1,4 @@
-"""Predicts the time of a training step: the schedule's steps simulated, then gradients, optimizer and parameters."""
+"""Predicts step time: simulated schedule, then gradients, optimizer and parameters."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from .seconds import Parts, PassSeconds
 from .training import TrainingConfig
 from .work import Collective, CollectiveCall, DeviceCosts, Group
 
-# Gradients are reduced in buckets; the last one has nothing left to run beside. Megatron's default size, in numbers.
+# Gradient bucket in elements, Megatron's default; the last one overlaps with nothing.
 BUCKET = 40_000_000
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of the rank that ends last.
+    """Step of the slowest rank.
 
     Attributes:
-        parts: seconds by what they are spent on; their sum is the whole.
-        microbatches: of the step. rank: the pipeline rank that this is about.
-        bound: a lower bound on the whole that `lower_bound` gave.
+        parts: seconds by category; they sum to the total.
+        rank: pipeline rank described.
     """
 
     parts: Parts
@@ -40,14 +39,14 @@ class StepTime:
 
 
 class Pricer:
-    """Prices trainings of one device; what trainings have in common is priced once."""
+    """Prices trainings on one device; caches shared work."""
 
     def __init__(self, device: DeviceCosts, overlap: float = 1.0) -> None:
         self.device, self.overlap = device, overlap
         self._priced: dict[object, PassSeconds] = {}
 
     def chunk(self, training: TrainingConfig, chunk: Chunk, number: int) -> PassSeconds:
-        """One micro-batch in a chunk; `number` is the chunk's place on its rank."""
+        """One micro-batch in a chunk; `number`: index on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
         kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
@@ -99,7 +98,6 @@ class Pricer:
 
     @staticmethod
     def _key(training: TrainingConfig) -> tuple[object, ...]:
-        """What the work of a layer depends on, of what a search changes."""
         return (
             training.tp, training.sequence_parallel, training.cp, training.context_parallel_algo,
             training.ulysses_degree_in_cp, training.ep, training.etp, training.micro_batch_size,
@@ -109,7 +107,7 @@ class Pricer:
 
     @staticmethod
     def _place(training: TrainingConfig, place: int, number: int) -> object:
-        """Layers of a chunk differ only in what is recomputed of them."""
+        """Layers differ only in recomputation."""
         by_count = (
             training.recompute_method == "block"
             or training.recompute_norm_num_layers is not None
@@ -124,7 +122,7 @@ class Pricer:
 
 
 def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
-    """The time of one step; ArgumentError for a layout or schedule that does not exist."""
+    """Raises ArgumentError for an invalid layout or schedule."""
     ranks = orders.chunks_of_ranks(training)
     priced = [[pricer.chunk(training, chunk, number) for number, chunk in enumerate(row)] for row in ranks]
     held = [parameters.of_stage(training, row) for row in ranks]
@@ -143,7 +141,7 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     parts = seconds.scaled(seconds.add(*(each.all for each in priced[rank])), count)
     busy = sum(parts.values())
     if training.overlap_moe_expert_parallel_comm and training.ep > 1:
-        # The first forward and the last backward of a step have nothing beside them.
+        # A step's first forward and last backward are exposed.
         alone = seconds.add(*(_alone(training, row, pricer) for row in [ranks[rank]]))
         parts = seconds.add(parts, alone)
         end += sum(alone.values())
@@ -162,7 +160,7 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
 
 
 def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
-    """No step is faster: the rank that computes most, without waiting, and the fastest optimizer step of the ranks."""
+    """Lower bound: busiest rank without waits, and fastest optimizer step."""
     most = 0.0
     tail = 0.0
     for row in orders.chunks_of_ranks(training):
@@ -174,14 +172,12 @@ def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """When each rank has computed, and how long it waits."""
-
     ends: Sequence[float]
     idle: Sequence[float]
 
 
 def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pricer: Pricer) -> _Run:
-    """The schedule's steps; many micro-batches are extrapolated from fewer, which repeat."""
+    """Simulated steps; many micro-batches are extrapolated from fewer."""
     pp, count = training.pp, training.microbatches
     busy = [sum(sum(each.all.values()) for each in row) for row in priced]
     if pp == 1:
@@ -222,7 +218,7 @@ def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pr
 
 
 def _alone(training: TrainingConfig, row: Sequence[Chunk], pricer: Pricer) -> dict[str, float]:
-    """Exchanges of experts of one micro-batch that no other hides."""
+    """Expert exchange seconds exposed without another micro-batch."""
     bare = training.replace(overlap_moe_expert_parallel_comm=False)
     plain = Pricer(pricer.device, pricer.overlap)
     name = "expert parallel"
@@ -232,12 +228,12 @@ def _alone(training: TrainingConfig, row: Sequence[Chunk], pricer: Pricer) -> di
 
 
 def _window(training: TrainingConfig, row: Sequence[PassSeconds]) -> float:
-    """Seconds of the last micro-batch's backward pass, which gradients may be reduced beside."""
+    """Seconds of the last backward, which overlaps with gradient reduction."""
     return sum(sum(each.input_grad.values()) + sum(each.weight_grad.values()) for each in row)
 
 
 def _groups(training: TrainingConfig, params: Parameters) -> list[tuple[float, Group]]:
-    """Parameters and the ranks that hold the same: dense ones, then experts."""
+    """Parameters and their replica group: dense, then experts."""
     dense = Group(training.dp * training.cp, training.tp)
     experts = Group(training.edp, training.ep * training.etp)
     return [(params.dense, dense), (params.experts, experts)]
@@ -254,7 +250,7 @@ def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) 
 
 
 def _gathered(training: TrainingConfig, params: Parameters, device: DeviceCosts, overlap: float) -> float:
-    """The parameters' all-gather; beside the first forward pass but for its first bucket."""
+    """All-gather seconds; all but the first bucket overlaps with the first forward."""
     if not training.use_distributed_optimizer:
         return 0.0
     whole = sum(
@@ -274,19 +270,18 @@ def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts
         share += count / group.size if training.use_distributed_optimizer else count
     found = device.optimizer(share, training.fused_step)
     if optimizer.moves(training):
-        # Main parameters and moments come and go; the step itself hides a part.
+        # Main parameters and moments move both ways; the step overlaps with a part.
         away = share * (8 if training.reuse_fp32_param else 12)
         found = max(found, 2 * device.host_copy(away))
     return found
 
 
 def throughput(training: TrainingConfig, seconds_of_step: float) -> float:
-    """Tokens a second of all ranks."""
     return training.global_batch_size * training.seq_length / seconds_of_step
 
 
 def model_flops(training: TrainingConfig) -> float:
-    """Flops of a step without recomputation, all ranks: what MFU counts."""
+    """Flops of a step without recomputation, all ranks, as in MFU."""
     found = 0.0
     single = training.replace(
         tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,
@@ -301,5 +296,4 @@ def model_flops(training: TrainingConfig) -> float:
 
 
 def by_category(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Largest first."""
     return sorted(parts.items(), key=lambda each: -each[1])

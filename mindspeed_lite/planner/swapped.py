@@ -1,7 +1,7 @@
-"""Predicts `--swap-attention`: what chosen modules keep waits in host memory, but for the layers that run next.
+"""Predicts `--swap-attention`: saved tensors of chosen modules move to host memory.
 
-The last layer of every pass stays, because its backward pass comes next. While it runs backward the layer before it
-comes back. Storages under 1 MiB stay. A CPU has one memory, and nothing moves there.
+Each pass keeps its last layer, which runs backward next; the previous layer is restored meanwhile. Storages under 1 MiB
+stay, and so does everything on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def moves(training: TrainingConfig) -> bool:
 
 
 def chosen(training: TrainingConfig) -> frozenset[str]:
-    """Megatron's names of the modules; ArgumentError for one that is not predicted."""
+    """Megatron's module names; raises ArgumentError."""
     names = [each.strip() for each in training.swap_modules.split(",") if each.strip()]
     found = frozenset(_ALSO.get(name, name) for name in names)
     for name in sorted(found - set(MODULES)):
@@ -31,7 +31,7 @@ def chosen(training: TrainingConfig) -> frozenset[str]:
 
 
 def layers(training: TrainingConfig, kept: list[list[MemoryEntry]]) -> list[list[MemoryEntry]]:
-    """The entries of a chunk's layers, as they are after its forward pass; what left is restored later."""
+    """Entries after forward; swapped bytes are restored later."""
     if not moves(training):
         return kept
     names = chosen(training)

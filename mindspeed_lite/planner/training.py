@@ -1,4 +1,4 @@
-"""Describes a training to the prediction: the model, its layout and its features, frozen."""
+"""Frozen description of a training: model, layout and features."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-# Keys that a query sees before its own and after it; -1 is no limit.
+# Keys visible before and after a query; -1 is no limit.
 Window = tuple[int, int]
 
 
 class ArgumentError(ValueError):
-    """The command does not say what is needed, or asks for what is not predicted; one line."""
+    """Missing or unsupported argument; one line."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A training under Megatron's names, each with Megatron's default, and features by their own names.
+    """A training with Megatron's names and defaults, and features under their own names.
 
     Attributes:
-        device: cpu, cuda or npu, where torch's own operators keep different things.
-        world_size: how many ranks.
-        padded_vocab_size: rows of the embedding, padding included.
-        expert_load: tokens of the experts of the rank that gets most, over those that each would get evenly.
+        device: cpu, cuda or npu, which affects what torch saves.
+        padded_vocab_size: rows of the embedding.
+        expert_load: tokens of the fullest rank's experts over the mean.
     """
 
     num_layers: int
@@ -179,27 +178,25 @@ class TrainingConfig:
 
     @property
     def dp(self) -> int:
-        """How many ranks have batches of their own."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def ep(self) -> int:
-        """Over how many ranks whole experts are spread, `--moe-tp-extend-ep` included."""
+        """Ranks that share whole experts, with `--moe-tp-extend-ep`."""
         return self.expert_model_parallel_size * (self.tp if self.moe_tp_extend_ep else 1)
 
     @property
     def etp(self) -> int:
-        """Over how many ranks each expert is split."""
+        """Ranks that split an expert."""
         return 1 if self.moe_tp_extend_ep else self.expert_tensor_parallel_size or self.tp
 
     @property
     def edp(self) -> int:
-        """How many ranks hold the same experts."""
+        """Ranks with the same experts."""
         return self.world_size // (self.ep * self.etp * self.pp)
 
     @property
     def vpp(self) -> int:
-        """Model chunks of a pipeline stage."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     @property
@@ -208,23 +205,22 @@ class TrainingConfig:
 
     @property
     def groups(self) -> int:
-        """Key-value heads; multi-latent attention has one for each query head."""
+        """Key-value heads; multi-latent attention has one per query head."""
         shares = self.group_query_attention and not self.multi_latent_attention
         return self.num_query_groups if shares else self.num_attention_heads
 
     @property
     def query_size(self) -> int:
-        """Numbers of a head's query, and of its key."""
+        """Size of a query or key head."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def value_size(self) -> int:
-        """Numbers of a head's value, and of its output."""
+        """Size of a value or output head."""
         return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def local_groups(self) -> int:
-        """Key-value heads of a tensor-parallel rank."""
         return max(1, self.groups // self.tp)
 
     @property
@@ -233,17 +229,16 @@ class TrainingConfig:
 
     @property
     def width(self) -> int:
-        """Bytes of a number of the model."""
+        """Bytes per model element."""
         return 2 if self.bf16 or self.fp16 else 4
 
     @property
     def fuses_softmax(self) -> bool:
-        """Whether our softmax of scores runs."""
         return self.has_softmax_to_fuse and self.use_masked_softmax_fusion
 
     @property
     def has_softmax_to_fuse(self) -> bool:
-        """There is a kernel for the CPU, and one for NPUs that takes some lengths."""
+        """Kernels exist for the CPU, and on NPUs for some lengths."""
         serves = self.device == "cpu" or (
             self.device == "npu" and self.seq_length % 32 == 0 and self.seq_length <= 4096
         )
@@ -251,7 +246,7 @@ class TrainingConfig:
 
     @property
     def has_dropout_to_fuse(self) -> bool:
-        """Whether our sum with dropout can do without the mask that is kept elsewhere."""
+        """Whether our dropout-add needs no saved mask."""
         return self.device == "cpu" and self.bias_dropout_fusion and self.hidden_dropout > 0
 
     @property
@@ -265,7 +260,7 @@ class TrainingConfig:
 
     @property
     def fused_step(self) -> bool:
-        """Whether the optimizer's step is ours, by its own flag or by that of a feature that turns it on."""
+        """Whether our optimizer step runs, by its own or another feature's flag."""
         asked = self.use_fused_adamw or self.reuse_fp32_param or self.quant_states
         return bool(asked or self.virtual_optimizer or self.swap_optimizer)
 
@@ -275,25 +270,23 @@ class TrainingConfig:
         return any(kind not in ("none", "sinkhorn") and float(coefficient) > 0 for kind, coefficient in pairs)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer with this number, from 0, has experts."""
         if not self.num_experts:
             return False
         every = pattern(self.moe_layer_freq)
         return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
     def window_of(self, layer: int) -> Window | None:
-        """The sliding window of the layer with this number, from 0; None if it has none."""
+        """Sliding window of a layer, from 0, or None."""
         skipped = pattern(self.window_attn_skip_freq) if self.window_attn_skip_freq else []
         if isinstance(skipped, int):
             return self.window_size if (layer + 1) % skipped else None
         return self.window_size if not skipped or skipped[layer] else None
 
     def replace(self, **changed: object) -> TrainingConfig:
-        """The same training with some arguments changed."""
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
-# Entries that a list expression may make.
+# Limit on entries of a list expression.
 MOST_ENTRIES = 100_000
 
 
@@ -303,7 +296,7 @@ def _size(value: int | list[int]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def pattern(text: str) -> int | list[int]:
-    """`--moe-layer-freq` and its like: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
+    """Parse `--moe-layer-freq`: a period, or a list expression such as `([0]*1+[1]*3)*2`."""
     text = text.strip()
     if text.isdigit():
         return int(text)

@@ -1,4 +1,4 @@
-"""Says why a layout is not the best: what it cannot do, what it lacks in memory, or what it spends its time on."""
+"""Explains why a layout is not the best: constraint, memory or time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of the layouts that were asked about.
+    """Result for the layouts asked about.
 
     Attributes:
-        asked: as it was written. result: of the search among them alone.
-        smallest: without one that fits, the one of those that run that takes least memory, if there is one.
+        result: of the search among them.
+        smallest: if none fits, the runnable one with least memory.
     """
 
     asked: str
@@ -31,7 +31,7 @@ class Answer:
 
 
 def condition(text: str) -> Callable[[LayoutCandidate], bool]:
-    """Whether a candidate is one of those that `PP8 TP4 recompute full` names; ArgumentError for other words."""
+    """Predicate for `PP8 TP4 recompute full`; raises ArgumentError."""
     words = text.replace(",", " ").split()
     tests: list[Callable[[LayoutCandidate], bool]] = []
     place = 0
@@ -56,7 +56,6 @@ def condition(text: str) -> Callable[[LayoutCandidate], bool]:
 
 
 def ask(search: Search, text: str) -> Answer:
-    """Search among the layouts that are named."""
     wanted = condition(text)
     result = search.run(1, wanted)
     smallest = None

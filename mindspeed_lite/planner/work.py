@@ -1,7 +1,6 @@
-"""The units of work that a cost model prices: operators by shape, and messages by size and group.
+"""Units of work for a cost model: operators by shape, messages by size and group.
 
-A device is anything with the methods of `DeviceCosts`: `published` from published figures, `calibrated`
-from measurements.
+`published` and `calibrated` implement `DeviceCosts`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
-# Where the seconds of a micro-batch go, in the order in which they are shown.
+# Time categories of a micro-batch, in display order.
 CATEGORIES = ("products", "attention", "experts", "vector", "tensor parallel", "context parallel", "expert parallel")
 
 
 @dataclass(frozen=True)
 class Product:
-    """[rows, inner] times [inner, columns]; `experts` above 0: rows are those of so many weights together."""
+    """[rows, inner] times [inner, columns]; `experts` above 0: rows of that many weights together."""
 
     rows: float
     inner: int
@@ -31,9 +30,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Scores:
-    """Causal attention of `rows` queries to `keys` keys in each of `heads` heads of `batch` sequences.
+    """Causal attention of `rows` queries and `keys` keys, with `heads` heads and `batch` sequences.
 
-    share: of rows times keys that is computed. is_flash: whether scores stay on the chip.
+    share: computed part of rows times keys. is_flash: scores stay on chip.
     """
 
     batch: int
@@ -53,15 +52,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Vector:
-    """An operator that moves bytes: `name` says which, `numbers` how many numbers of its output there are."""
+    """Memory-bound operator; `numbers`: output elements."""
 
     name: str
     numbers: float
     is_fused: bool = False
 
 
-# Name -> how often a number is read or written: (forward, backward) of Megatron's own, then of a fused operator. From
-# what each operator has to read and write; a plain one also writes and reads what is between its parts, in fp32.
+# Name -> reads and writes per element, (forward, backward), of Megatron's then a fused operator. Derived from
+# operands; unfused ones add fp32 intermediates.
 PASSES: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "norm": ((8.0, 12.0), (2.0, 4.0)),
     "residual": ((4.0, 3.0), (3.0, 2.0)),
@@ -78,13 +77,13 @@ PASSES: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective: `size` of them, each `stride` ranks from the next."""
+    """`size` ranks of a collective, `stride` apart."""
 
     size: int
     stride: int = 1
 
     def per_node(self, ranks_per_node: int) -> int:
-        """How many of them share a node."""
+        """Group's ranks on a node."""
         return max(1, min(self.size, ranks_per_node // self.stride))
 
 
@@ -93,9 +92,9 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective over the whole tensor of `bytes`: what a rank has after a gather, before a scatter, or sends.
+    """Collective over `bytes`: a gather's output, a scatter's input, or a message.
 
-    width: bytes of a number, which a reduction depends on where a processor computes it.
+    width: bytes per element, for CPU reductions.
     """
 
     kind: Collective
@@ -105,7 +104,7 @@ class CollectiveCall:
 
 
 class DeviceCosts(Protocol):
-    """What a cost model asks of a device; seconds for each."""
+    """A device's seconds for each unit of work."""
 
     @property
     def name(self) -> str: ...
@@ -132,5 +131,5 @@ class DeviceCosts(Protocol):
     def step_overhead(self) -> float: ...
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
-        """A step whose ranks are `busy` for so many seconds in all, where some may share a core."""
+        """Step seconds with `busy` total seconds, if ranks share cores."""
         ...

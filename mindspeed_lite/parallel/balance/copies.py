@@ -1,12 +1,11 @@
-"""Copies of hot experts on every rank for one micro-batch; gradients return to the owner.
+"""Copies hot experts to every rank for one micro-batch; gradients return to the owner.
 
     copies = CopyPlan(owners, like, group, pending).make(own)
-    copies.wait()                  the parameters have arrived
-    ...                            products with copies.of(0), copies.of(1), ...
-    pending.finish()               after the backward pass: the owners' main gradients are complete
+    copies.wait()
+    ...                            GEMMs with copies.of(0), copies.of(1), ...
+    pending.finish()               after the backward pass: main gradients are complete
 
-An expert is one broadcast, and in the backward pass one fp32 reduction to the main gradients of its owner, or to
-autograd if there are none. A copy is a tensor of the graph, no parameter.
+Each expert is one broadcast and one fp32 reduction to the owner's main gradients, or to autograd without them.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Parameters = Sequence[torch.Tensor]
 
 
 class Slots(NamedTuple):
-    """Routing over places: on each rank its `local` experts in order, then a slot for each copied expert.
+    """Places on each rank: its `local` experts, then a slot per copied expert.
 
-    A token of a copied expert goes to its own rank's slot, or on the owner to the expert itself. The exchange of tokens
-    is unchanged: every rank has the same number of places.
+    Tokens of a copied expert stay on their rank. All ranks have equally many places, so the token exchange is
+    unchanged.
     """
 
     ranks: int
@@ -34,7 +33,6 @@ class Slots(NamedTuple):
 
     @property
     def owners(self) -> list[int]:
-        """The rank of each copied expert."""
         return [expert // self.local for expert in self.copied]
 
     def experts(self) -> list[int]:
@@ -45,7 +43,7 @@ class Slots(NamedTuple):
         return found
 
     def open(self, rank: int) -> list[bool]:
-        """[places], whether tokens of `rank` go there; each expert has one such place."""
+        """[places], whether tokens of `rank` go there; one such place per expert."""
         owners = self.owners
         away = {expert for expert, owner in zip(self.copied, owners, strict=True) if owner != rank}
         found: list[bool] = []
@@ -55,7 +53,7 @@ class Slots(NamedTuple):
         return found
 
     def route(self, routing_map: torch.Tensor, probs: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """routing_map and probs [T, experts] -> both as [T, places]; closed places have no token."""
+        """[T, experts] -> [T, places]; closed places have no token."""
         index = torch.tensor(self.experts(), device=probs.device)
         is_open = torch.tensor(self.open(rank), device=probs.device)
         return routing_map.index_select(1, index) & is_open, probs.index_select(1, index)
@@ -64,13 +62,11 @@ class Slots(NamedTuple):
 def gather_counts(
     routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
 ) -> tuple[list[list[int]], bool]:
-    """([ranks][experts] tokens by source rank, whether any rank refuses), the same on all ranks.
+    """([ranks][experts] tokens by source rank, whether any rank refuses), equal on all ranks.
 
     Args:
         routing_map: [T, experts] bool, this rank's tokens.
-        ranks: of the expert-parallel group.
-        group: all ranks that share experts; ranks with shards of the same experts are neighbours.
-        refuses: whether this rank does.
+        group: all ranks that share experts; ranks with shards of the same experts are adjacent.
     """
     counts = routing_map.sum(0, dtype=torch.int64)
     sent = torch.cat([counts, counts.new_full((1,), int(refuses))])
@@ -81,7 +77,7 @@ def gather_counts(
 
 
 class PendingGradients:
-    """Reductions of copies' gradients in flight; at most those of one layer."""
+    """Gradient reductions in flight, at most one layer's."""
 
     def __init__(self) -> None:
         self._works: list[Any] = []
@@ -89,20 +85,20 @@ class PendingGradients:
         self._is_closed = False
 
     def put(self, works: Sequence[Any], sums: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Keep messages in flight; sums: (main gradient, addend)."""
+        """Track messages in flight; sums: (main gradient, addend)."""
         self.finish()
         self._works, self._sums = [*works], [*sums]
         if self._is_closed:
             self.finish()
 
     def close(self) -> None:
-        """Wait at once from here on; a backward pass may still run."""
+        """Wait immediately from here on; a backward pass may still run."""
         self._is_closed = True
         self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the messages and add the sums. No collective."""
+        """Wait and add the sums. No collective."""
         works, sums, self._works, self._sums = self._works, self._sums, [], []
         for work in works:
             work.wait()
@@ -111,12 +107,12 @@ class PendingGradients:
 
 
 class CopyPlan(NamedTuple):
-    """Which experts are copied, and how; the same on all ranks of `group`, which get the copies.
+    """Experts to copy to all ranks of `group`; equal on all of them.
 
-    owners: the rank in `group` of each copied expert.
-    like: the parameters of any expert, all of one dtype.
-    accumulates: products add weight gradients to `main_grad` of the copies.
-    before_sending: called in the backward pass before the copies' gradients are read.
+    owners: rank in `group` of each copied expert.
+    like: parameters of any expert, of one dtype.
+    accumulates: GEMMs add weight gradients to the copies' `main_grad`.
+    before_sending: called in backward before gradients are read.
     """
 
     owners: Sequence[int]
@@ -128,18 +124,17 @@ class CopyPlan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[experts, elements] of the flat copies."""
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
-        """Begin to send copies; own: the parameters of each copied expert that this rank owns, else None."""
+        """Start sending; own: parameters of each copied expert of this rank, None for others."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
-        # Ranks that own none take part in the backward pass too.
+        # Every rank runs backward.
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
-        # In the dtype of main gradients: one grouped product adds to both.
+        # One grouped GEMM adds to both.
         gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:
@@ -148,18 +143,17 @@ class CopyPlan(NamedTuple):
         return ExpertCopies(tensors, len(self.like), works)
 
     def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Views of `flat` [experts, elements] in the parameters' shapes, expert by expert."""
+        """Views of `flat` [experts, elements] in the parameters' shapes."""
         for row in flat:
             for part, like in zip(row.split([each.numel() for each in self.like]), self.like, strict=True):
                 yield part.view(like.shape)
 
     def send(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to broadcast each row from its owner."""
         return [dist.broadcast(row, self._global(owner), self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to sum each row on its owner; the values on other ranks are lost."""
+        """Values on other ranks are lost."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
@@ -169,8 +163,6 @@ class CopyPlan(NamedTuple):
 
 
 class ExpertCopies:
-    """The copies of one plan."""
-
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, works: Sequence[Any]) -> None:
         self._tensors, self._each, self._works = tensors, each, works
 
@@ -178,12 +170,10 @@ class ExpertCopies:
         return len(self._tensors) // self._each
 
     def of(self, number: int) -> Parameters:
-        """The parameters of one copied expert of the plan, to be read after `wait`."""
         return self._tensors[number * self._each : (number + 1) * self._each]
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait until all parameters have arrived."""
         works, self._works = self._works, ()
         for work in works:
             work.wait()
@@ -223,7 +213,7 @@ class _Copy(torch.autograd.Function):
         for part, gradient in zip(plan.parts(flat), given, strict=True):
             if gradient is not None:
                 part.add_(gradient)
-        # Of the layer before: the sums of one layer alone are kept.
+        # Keeps only one layer's sums.
         plan.pending.finish()
         works = plan.reduce(flat)
         sums = list(plan.parts(flat))

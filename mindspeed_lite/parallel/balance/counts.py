@@ -1,4 +1,4 @@
-"""Counts tokens of experts on the device while training, by step and as a moving average."""
+"""Counts expert tokens on the device, per step and as a moving average."""
 
 from __future__ import annotations
 
@@ -10,29 +10,23 @@ import torch.distributed as dist
 
 from .record import LoadStep
 
-# Averages are summed over ranks as integers, in this part of a token: the sum is the same on every rank.
+# Fixed-point unit (1 / 1024 token): equal sums on every rank.
 _PARTS = 1024
-# Weight of the past in an average.
 _DECAY = 0.9
 
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A rank's replica of all experts, the number of replicas, and the ranks that one is spread over."""
-
     replica: int
     replicas: int
     expert_parallel: int
 
 
 class LoadCounter:
-    """Counts of one rank by step, layer and expert, until they are summed over all ranks.
+    """One rank's counts by step, layer and expert.
 
-    Args:
-        layers: of the model; a rank counts in those of its own.
-        experts: of a layer, over all ranks.
-        interval: the most steps between two messages.
-        device: of routing maps.
+    layers, experts: of the whole model.
+    interval: maximum steps between two messages.
     """
 
     def __init__(self, layers: int, experts: int, interval: int, device: torch.device) -> None:
@@ -40,12 +34,11 @@ class LoadCounter:
         self._counts = torch.zeros(interval, layers, experts, dtype=torch.int32, device=device)
         self._tokens = [[0] * layers for _ in range(interval)]
         self._steps: list[int] = []
-        # (index of the step, row) -> the expert at each place, where experts have moved.
+        # (step index, row) -> expert at each place.
         self._experts_at: dict[tuple[int, int], Sequence[int]] = {}
 
     @property
     def steps(self) -> int:
-        """Steps that were counted since the last message."""
         return len(self._steps)
 
     @property
@@ -53,28 +46,21 @@ class LoadCounter:
         return len(self._steps) == len(self._tokens)
 
     def add(self, row: int, routing_map: torch.Tensor) -> None:
-        """Count a micro-batch of layer `row`; routing_map: bool [tokens, experts]. No sync."""
+        """routing_map: bool [tokens, experts]. No sync."""
         place = len(self._steps)
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
         self._tokens[place][row] += routing_map.shape[0]
 
     def end_step(self, step: int, experts_at: Mapping[int, Sequence[int]] | None = None) -> None:
-        """End step number `step`.
-
-        experts_at: row -> the expert at each place, for layers whose experts have moved.
-        """
+        """experts_at: row -> expert at each place, where experts moved."""
         self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
     def take(self, place: ExpertPlace, group: dist.ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
-        """Sum the counts over all ranks and reset. A collective: every rank calls it after the same step.
-
-        Args:
-            group: all ranks that train the model; None for one rank alone.
+        """Sum over all ranks and reset. A collective after the same step on every rank.
 
         Returns:
-            On the group's first rank the rows that have counted a token, and the steps with these rows; nothing on
-            other ranks.
+            On the group's first rank, rows with tokens and the steps with these rows; else nothing.
         """
         steps, (layers, experts) = self._steps, self.shape
         ranks = place.replicas * place.expert_parallel
@@ -111,7 +97,7 @@ class LoadCounter:
 
 
 class LoadAverage:
-    """Exponential average of one layer's tokens by expert, counted on this rank."""
+    """Exponential average of one layer's tokens by expert."""
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self._counts = torch.zeros(experts, dtype=torch.int64, device=device)
@@ -119,7 +105,7 @@ class LoadAverage:
         self._weight = 0.0
 
     def add(self, routing_map: torch.Tensor) -> None:
-        """Count a micro-batch; routing_map: bool [tokens, experts]. No sync."""
+        """routing_map: bool [tokens, experts]. No sync."""
         self._counts += routing_map.sum(0, dtype=torch.int64)
 
     def end_step(self) -> None:
@@ -133,7 +119,7 @@ class LoadAverage:
 
 
 def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -> list[list[float]]:
-    """[layers][experts], tokens in a step over all ranks of the group. A collective."""
+    """[layers][experts], tokens of a step over all ranks. A collective."""
     parts = torch.stack([each.parts() for each in averages])
     dist.all_reduce(parts, group=group)
     found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()
@@ -141,7 +127,7 @@ def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -
 
 
 def same_on_all_ranks(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Which of the values are equal on all ranks of the group. A collective."""
+    """Whether each value is equal on all ranks. A collective."""
     sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return [largest == -smallest for largest, smallest in sent.tolist()]

@@ -1,7 +1,4 @@
-"""What ordering micro-batches by attention cost gains, for documents read or drawn.
-
-Standard library alone.
-"""
+"""Simulates the gain of ordering micro-batches by attention cost. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ _HEADER = struct.Struct("<9sQBQQ")
 
 @dataclass(frozen=True)
 class GeneratedLengths:
-    """Lengths of documents drawn from a Pareto distribution: few long ones hold many of the tokens.
+    """Document lengths from a Pareto distribution.
 
     shortest, longest: tokens; longer documents are cut.
-    tail: exponent; the smaller, the more tokens long documents hold.
+    tail: exponent; smaller means more long documents.
     """
 
     shortest: int = 16
@@ -34,25 +31,19 @@ class GeneratedLengths:
     seed: int = 1234
 
     def draw(self) -> Iterator[int]:
-        """Lengths without end."""
         chance = random.Random(self.seed)
         while True:
             yield min(self.longest, int(self.shortest * chance.paretovariate(self.tail)))
 
 
 def read_index(path: str | Path) -> Sequence[int]:
-    """Lengths of the documents of a data set, from the `.idx` file of Megatron's preprocessing.
-
-    Raises:
-        ValueError: the file is no such index.
-        OSError: it cannot be read.
-    """
+    """Document lengths from Megatron's `.idx` file. Raises ValueError for other files, or OSError."""
     with Path(path).open("rb") as file:
         head = file.read(_HEADER.size)
         if len(head) < _HEADER.size or _HEADER.unpack(head)[:2] != (_MAGIC, 1):
             raise ValueError(f"{path} is no index of a Megatron data set (.idx)")
         count = _HEADER.unpack(head)[3]
-        # A damaged count may be more than memory holds.
+        # A corrupt count may exceed memory.
         held = min(count, (Path(path).stat().st_size - _HEADER.size) // 4)
         if held < count or not count:
             raise ValueError(f"{path} holds {held} lengths of {count} documents")
@@ -63,7 +54,6 @@ def read_index(path: str | Path) -> Sequence[int]:
 
 
 def shuffled(found: Sequence[int], seed: int) -> Iterator[int]:
-    """The lengths, shuffled again and again, without end."""
     chance, order = random.Random(seed), list(found)
     while True:
         chance.shuffle(order)
@@ -71,9 +61,9 @@ def shuffled(found: Sequence[int], seed: int) -> Iterator[int]:
 
 
 def sample_costs(documents: Iterator[int], sequence: int, samples: int, seed: int) -> list[int]:
-    """[samples], the attention cost of samples filled with documents in turn, in a shuffled order.
+    """[samples], attention cost of samples filled with shuffled documents.
 
-    A document that does not fit continues in the next sample, as in Megatron's GPTDataset.
+    Documents continue in the next sample, as in Megatron's GPTDataset.
     """
     costs, left = [], 0
     for _ in range(samples):
@@ -89,12 +79,11 @@ def sample_costs(documents: Iterator[int], sequence: int, samples: int, seed: in
 
 
 def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list[float]:
-    """[ranks], the sum of the costs of each rank's units."""
     return [sum(costs[unit] for unit in islice(order, rank, None, ranks)) for rank in range(ranks)]
 
 
 def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """The least cost of the slowest rank: the mean, or the most expensive unit with the cheapest others."""
+    """Least slowest rank: the mean, or the most expensive unit with the cheapest others."""
     each = len(costs) // ranks
     ordered = sorted(costs)
     return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))
@@ -102,11 +91,10 @@ def lower_bound(costs: Sequence[float], ranks: int) -> float:
 
 @dataclass(frozen=True)
 class LengthOutcome:
-    """Attention cost of the slowest rank under one assignment, over that of equal ranks.
+    """Cost of the slowest rank over the mean.
 
-    name: "in order", "balanced", "balanced for waits" (for experts over several ranks) or "lower bound".
-    step: ranks wait for each other at the end of a step.
-    micro_batch: ranks wait in each micro-batch, as with expert parallelism.
+    name: "in order", "balanced", "balanced for waits" (experts over several ranks) or "lower bound".
+    step, micro_batch: where ranks synchronise; the latter with expert parallelism.
     """
 
     name: str
@@ -126,11 +114,7 @@ def _groups(items: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def simulate(costs: Sequence[int], ranks: int, step: int, micro_batch: int = 1) -> list[LengthOutcome]:
-    """The outcome of each assignment over whole steps of `step` samples, and the lower bound.
-
-    Raises:
-        ValueError: a step does not consist of equal numbers of micro-batches, or there is none.
-    """
+    """Outcomes over whole steps of `step` samples. Raises ValueError without equal micro-batches."""
     if step % (micro_batch * ranks):
         raise ValueError(f"{step} samples are no micro-batches of {micro_batch} for each of {ranks} ranks")
     steps = [
@@ -149,6 +133,6 @@ def simulate(costs: Sequence[int], ranks: int, step: int, micro_batch: int = 1) 
             waited += sum(max(units[each] for each in row) for row in _groups(order, ranks))
         outcomes.append(LengthOutcome(name, slowest / even, waited / even))
     bound = sum(lower_bound(units, ranks) for units in steps)
-    # Units sorted and grouped have the least sum of largest ones.
+    # Sorting minimises the sum of the groups' maxima.
     waited = sum(sum(sorted(units, reverse=True)[::ranks]) for units in steps)
     return [*outcomes, LengthOutcome("lower bound", bound / even, waited / even)]

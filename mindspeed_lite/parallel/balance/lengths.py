@@ -1,7 +1,6 @@
-"""Orders the micro-batches of a step so that data-parallel ranks have equal attention cost.
+"""Orders a step's micro-batches for equal attention cost on data-parallel ranks.
 
-Attention within a document costs the square of its length, so samples of one size differ. Micro-batches stay whole and
-keep their loss; the order decides which rank trains on them. Standard library alone.
+Attention cost is quadratic in document length. Only the ranks of micro-batches change. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,25 +8,20 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 
-# Steps whose order is kept: loaders read ahead, into the next one.
+# Loaders read ahead into the next step.
 KEPT_STEPS = 4
 
 
 def attention_pairs(lengths: Iterable[int]) -> int:
-    """Query-key pairs of causal attention within documents: n (n + 1) / 2 each."""
+    """Causal query-key pairs within documents: n (n + 1) / 2 each."""
     return sum(each * (each + 1) // 2 for each in lengths)
 
 
 def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -> list[int]:
     """[units], the unit at each place; place p belongs to rank p mod ranks.
 
-    Args:
-        waits: whether ranks wait for each other in every micro-batch, as experts over several ranks make them. Units at
-            the same time then have similar costs. Otherwise the sums of ranks are equal, as far as `_spread` makes
-            them, and each rank has its most expensive units first.
-
-    Raises:
-        ValueError: the ranks do not divide the units.
+    waits: ranks synchronise in every micro-batch (expert parallelism): simultaneous units get similar costs. Otherwise
+        rank sums are balanced, the most expensive units first. Raises ValueError if ranks do not divide the units.
     """
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"{len(costs)} micro-batches are not equally many for each of {ranks} ranks")
@@ -48,10 +42,7 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
 
 
 def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[int]:
-    """[units], the rank of each: greedy by falling cost, then exchanges of pairs.
-
-    Source: longest processing time first (Graham, 1969), with a fixed number of units per rank.
-    """
+    """[units], the rank of each: LPT (Graham, 1969) with equal counts, then pair exchanges."""
     room = [len(costs) // ranks] * ranks
     sums = [0.0] * ranks
     found = [0] * len(costs)
@@ -65,7 +56,7 @@ def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[
 
 
 def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> None:
-    """Exchange a unit of the fullest rank with another rank's, while the larger of the two sums falls."""
+    """Exchange pairs with the fullest rank while the larger sum falls."""
     held: list[list[tuple[float, int]]] = [[] for _ in sums]
     for unit, rank in enumerate(found):
         bisect.insort(held[rank], (costs[unit], unit))
@@ -75,7 +66,7 @@ def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> No
         for rank, others in enumerate(held):
             half = (sums[full] - sums[rank]) / 2
             for own in held[full] if half > 0 else ():
-                # The partner that brings the two ranks closest is one of two neighbours.
+                # The best partner is one of two neighbours.
                 near = bisect.bisect(others, (own[0] - half, 0))
                 for other in others[max(0, near - 1) : near + 1]:
                     gain = own[0] - other[0]
@@ -94,23 +85,18 @@ def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> No
 
 
 class StepOrder:
-    """The sample at each place of a training, each step ordering its own micro-batches.
+    """The sample at each place of a training, with each step's micro-batches reordered.
 
-    As in Megatron's sampler, place i of a step belongs to micro-batch i // (micro_batch * ranks) of rank
-    (i // micro_batch) mod ranks. A step's order depends on the step alone, so a resumed training continues in it.
-    Samples after the last whole step keep their places.
+    As in Megatron's sampler, place i of a step belongs to micro-batch i // (micro_batch * ranks) of rank (i //
+    micro_batch) mod ranks. Orders depend only on the step, so a training can resume. An incomplete last step keeps its
+    order.
 
-    Args:
-        first: the first sample of the first step.
-        total: samples of the data set.
-        step: samples of a step, over all ranks.
-        micro_batch: samples of a micro-batch.
-        ranks: data-parallel ranks.
-        cost_of: the cost of a sample by its number.
-        waits: see `balanced_order`.
+    first, total: first sample, samples of the data set.
+    step, micro_batch: samples, the former over all ranks.
+    cost_of: cost of a sample by its index.
 
     Raises:
-        ValueError: a step does not consist of equal numbers of micro-batches.
+        ValueError: a step has no equal numbers of micro-batches.
     """
 
     def __init__(
@@ -131,7 +117,6 @@ class StepOrder:
         self._orders: dict[int, list[int]] = {}
 
     def source(self, place: int) -> int:
-        """The number of the sample at `place`."""
         within = (place - self._first) % self._step
         start = place - within
         if start < self._first or start + self._step > self._total:

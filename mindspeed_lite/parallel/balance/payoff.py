@@ -1,7 +1,6 @@
-"""Measures what a copy or a move of an expert costs and what a token off the fullest rank saves.
+"""Measures the cost of copying or moving an expert, and of a token on the fullest rank.
 
-A copy costs a broadcast of its parameters and a reduction of its gradients in fp32. A token that the fullest rank loses
-saves the products of both passes and four messages of a row.
+Copy: parameter broadcast and fp32 gradient reduction. Token: GEMMs of both passes and four row messages.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# The quickest counts.
+# The fastest counts.
 _ROUNDS = 4
 
 
 class CopyCosts(NamedTuple):
-    """Seconds of one copy, of one row's products in both passes, and of one row's four messages."""
+    """Seconds of one copy, one row's GEMMs, and one row's four messages."""
 
     copy: float
     products: float
@@ -26,12 +25,12 @@ class CopyCosts(NamedTuple):
 
     @property
     def break_even(self) -> float:
-        """Tokens that a copy must take off the fullest rank to pay."""
+        """Tokens a copy must take off the fullest rank to pay."""
         saved = self.products + self.messages
         return self.copy / saved if saved else float("inf")
 
     def break_even_of_move(self, share: float, steps: int) -> float:
-        """Tokens of a step that the fullest rank must lose for a move to pay.
+        """The same for a move, in tokens per step.
 
         share: bytes of a move over those of a copy. steps: until the next placement.
         """
@@ -39,7 +38,6 @@ class CopyCosts(NamedTuple):
 
 
 def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes that a copy of an expert sends: its parameters, and their gradients in fp32."""
     return sum(each.numel() * (each.element_size() + 4) for each in parameters)
 
 
@@ -47,13 +45,10 @@ def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
 def measure(
     parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup
 ) -> CopyCosts:
-    """Time copies and products on all ranks together; the slowest rank's times hold for all.
+    """Time copies and GEMMs; returns the slowest rank's times.
 
-    Args:
-        parameters: of one expert; matrices are [N, K].
-        rows: tokens of an expert in a micro-batch, about.
-        sharers: ranks that copies go to.
-        all_sharers: ranks that must decide the same.
+    parameters: of one expert, [N, K]. rows: approximate tokens per expert and micro-batch.
+    sharers, all_sharers: ranks that copies go to, that must decide alike.
     """
     matrices = [each.detach() for each in parameters if each.dim() == 2]
     inputs = [torch.ones(max(1, rows), each.shape[1], dtype=each.dtype, device=each.device) for each in matrices]
@@ -70,7 +65,7 @@ def measure(
     summed = _seconds(lambda: dist.reduce(gradients, root, group=sharers), flat.device)
     multiplied = _seconds(multiply, flat.device)
     row = 4 * hidden * sent / flat.numel()
-    # The backward pass has two products for each of the forward pass.
+    # The backward pass has two GEMMs per forward GEMM.
     found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=all_sharers)
     return CopyCosts(*found.tolist())

@@ -1,7 +1,6 @@
-"""Assigns experts to ranks for equal load, and chooses hot experts that every rank gets a copy of.
+"""Expert placement for equal load, and choice of hot experts to copy.
 
-A placement is the rank of each expert. An expert keeps its local slot, so that a move is an exchange of equal pieces.
-Loads are tokens by expert. Standard library alone.
+A placement is each expert's rank. Experts keep their local slot, so moves exchange equal pieces. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# A placement is taken if it lowers the largest predicted load by this share.
+# Minimum relative reduction of the largest predicted load.
 MIN_GAIN = 0.02
 
 
 class SlotMove(NamedTuple):
-    """An exchange of the experts in one local slot.
+    """Exchange within one local slot.
 
-    to: [ranks], the rank that a rank's expert goes to; its own where it stays.
-    source: [ranks], the rank that a rank gets its next expert from.
+    to: [ranks], destination of each rank's expert.
+    source: [ranks], sender of the next expert.
     """
 
     slot: int
@@ -27,18 +26,13 @@ class SlotMove(NamedTuple):
 
 
 def contiguous(experts: int, ranks: int) -> list[int]:
-    """Megatron's placement: neighbouring experts on a rank, in order.
-
-    Raises:
-        ValueError: the ranks do not divide the experts.
-    """
+    """Megatron's placement: adjacent experts on a rank. Raises ValueError if ranks do not divide them."""
     if ranks < 1 or experts % ranks:
         raise ValueError(f"{ranks} ranks cannot hold {experts} experts in equal numbers")
     return [expert * ranks // experts for expert in range(experts)]
 
 
 def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
-    """[ranks], the sum of the loads of each rank's experts."""
     found = [0.0] * ranks
     for load, rank in zip(loads, placement, strict=True):
         found[rank] += load
@@ -46,7 +40,7 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
 
 
 def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Slot by slot the heaviest expert on the least loaded rank, then `improved`."""
+    """Slot by slot, the heaviest expert on the least loaded rank, then `improved`."""
     sums = [0.0] * ranks
     placement = [0] * len(loads)
     slots = _slots(len(loads), ranks)
@@ -59,10 +53,7 @@ def greedy(loads: Sequence[float], ranks: int) -> list[int]:
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange experts of the fullest rank with others' in the same slot, while the larger sum falls.
-
-    Each exchange is the one after which the larger of the two is least, so few experts move.
-    """
+    """Exchange the fullest rank's experts within their slot, while the larger sum falls."""
     placement, local = list(before), len(loads) // ranks
     sums = rank_loads(loads, before, ranks)
     held = [[0] * local for _ in range(ranks)]
@@ -89,7 +80,7 @@ def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[
 
 
 def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
-    """The same groups of experts, each on a rank that holds many of it already, so that fewer move."""
+    """Keep groups; each goes to the rank that holds most of it."""
     shared = [[0] * ranks for _ in range(ranks)]
     for new, old in zip(placement, before, strict=True):
         shared[new][old] += 1
@@ -102,10 +93,7 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """The placement for predicted loads, or `before` if no other pays.
-
-    price: tokens of a step that the fullest rank must lose for each slot in which experts move.
-    """
+    """Best placement, or `before` if none pays; price: tokens per step to gain per moved slot."""
 
     def cost(placement: Sequence[int]) -> tuple[float, int]:
         moves = len(slot_moves(placement, before, ranks))
@@ -116,12 +104,10 @@ def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: flo
 
 
 def moved(placement: Sequence[int], before: Sequence[int]) -> int:
-    """Number of experts that change their rank."""
     return sum(new != old for new, old in zip(placement, before, strict=True))
 
 
 def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[SlotMove]:
-    """The slots in which experts change their rank."""
     found = []
     for number, slot in enumerate(_slots(len(after), ranks)):
         to, source = [0] * ranks, [0] * ranks
@@ -133,7 +119,7 @@ def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[
 
 
 def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
-    """[experts], the expert at each place; places go rank by rank, in the order of slots."""
+    """[experts]: rank by rank, in slot order."""
     local = len(placement) // ranks
     found = [0] * len(placement)
     for expert, rank in enumerate(placement):
@@ -142,17 +128,15 @@ def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
 
 
 def _slots(experts: int, ranks: int) -> list[list[int]]:
-    """[local experts][ranks], the experts that may change places with each other."""
     local = len(contiguous(experts, ranks)) // ranks
     return [list(range(slot, experts, local)) for slot in range(local)]
 
 
 @dataclass(frozen=True)
 class SentTokens:
-    """Tokens that the ranks of an expert-parallel group send to experts.
+    """Tokens sent to experts in an expert-parallel group.
 
-    totals: [experts], tokens of each expert.
-    by_source: expert -> [ranks], its tokens by the rank that they come from.
+    totals: [experts]. by_source: expert -> [ranks], tokens by source rank.
     """
 
     totals: Sequence[float]
@@ -161,18 +145,16 @@ class SentTokens:
 
     @classmethod
     def counted(cls, counts: Sequence[Sequence[float]]) -> SentTokens:
-        """From counts [ranks][experts]."""
         totals = [sum(column) for column in zip(*counts, strict=True)]
         return cls(totals, lambda expert: [row[expert] for row in counts], len(counts))
 
     @classmethod
     def evenly(cls, loads: Sequence[float], ranks: int) -> SentTokens:
-        """With each rank sending an equal part of an expert's tokens."""
         return cls(loads, lambda expert: [loads[expert] / ranks] * ranks, ranks)
 
 
 def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collection[int]) -> list[float]:
-    """[ranks], tokens that each rank computes; those of a copied expert stay on their source."""
+    """[ranks]; tokens of a copied expert stay on their source."""
     found = rank_loads(sent.totals, placement, sent.ranks)
     for expert in copied:
         found[placement[expert]] -= sent.totals[expert]
@@ -181,9 +163,9 @@ def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collec
 
 
 def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
-    """The experts to copy, at most `number`: repeatedly the heaviest expert of the fullest rank.
+    """At most `number` experts to copy: repeatedly the heaviest of the fullest rank.
 
-    Of these, as many as lower the largest load most, each by more than `price`.
+    Returns the prefix with the lowest maximum load, if each saves more than `price`.
     """
     loads = rank_loads(sent.totals, placement, sent.ranks)
     if max(loads) - sum(loads) / sent.ranks <= price:

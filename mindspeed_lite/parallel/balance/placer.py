@@ -1,4 +1,4 @@
-"""Moves experts between ranks while a model trains: every few steps, home for checkpoints, and back."""
+"""Moves experts between ranks during training; checkpoints use the home placement."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from . import placement as placements
 from .counts import LoadAverage, predicted_loads, same_on_all_ranks
 from .placement import SlotMove
 
-# Parameters of an expert -> a context in which all tensors that training keeps of them may be read and written.
+# Parameters of an expert -> read-write access to all their training state.
 StateOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]]
-# The same for the expert in a slot.
+# The same by slot.
 StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 
 
 @torch.no_grad()
 def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
-    """Exchange an expert's tensors in place; returns the bytes sent. A collective.
+    """Exchange tensors in place; returns the bytes sent. A collective.
 
-    tensors: of this rank's expert in the slot; in number, shapes and dtypes the same on every rank of `group`.
+    tensors: equal in number, shapes and dtypes on every rank of `group`.
     """
     rank = group.rank()
     stays = move.to[rank] == rank
-    # Wide elements first, so that each tensor's bytes begin at a multiple of its element size.
+    # Wide elements first, for alignment.
     some = [] if stays else sorted(tensors, key=lambda each: -each.element_size())
     parts = [each.detach().reshape(-1).view(torch.uint8) for each in some]
     sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
@@ -55,8 +55,8 @@ class PlacedExperts:
 
     Attributes:
         placement: [experts], the rank of each.
-        home: the placement of checkpoints and parameter names.
-        wanted: the placement to return to from home, or None.
+        home: placement in checkpoints and parameter names.
+        wanted: placement to return to from home, or None.
     """
 
     def __init__(self, experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -73,12 +73,10 @@ class PlacedExperts:
 
     @property
     def intended(self) -> list[int]:
-        """The placement, or the one to return to."""
         return self.wanted or self.placement
 
     @property
     def experts_at(self) -> list[int]:
-        """[experts], the expert at each place."""
         return placements.experts_at(self.placement, self.ranks)
 
     def by_place(self, columns: torch.Tensor) -> torch.Tensor:
@@ -90,7 +88,7 @@ class PlacedExperts:
         return columns.index_select(-1, self._index)
 
     def chosen(self, loads: list[float], price: float) -> tuple[list[int], float, float]:
-        """The placement for predicted loads, and the fullest rank over the mean before and after it."""
+        """Placement, and fullest rank over mean before and after."""
         before = self.intended
         after = placements.chosen(loads, before, self.ranks, price)
         mean = sum(loads) / self.ranks or 1.0
@@ -98,7 +96,7 @@ class PlacedExperts:
         return after, now, then
 
     def move(self, after: list[int], state_of: StateOfSlot) -> int:
-        """Exchange experts until the placement is `after`; returns the bytes sent. A collective."""
+        """Returns the bytes sent. A collective."""
         sent = 0
         for each in placements.slot_moves(after, self.placement, self.ranks):
             with state_of(each.slot) as tensors:
@@ -108,22 +106,15 @@ class PlacedExperts:
 
 
 class PlacementGroup(NamedTuple):
-    """The ranks that hold experts of the same layers, and how often each expert is among them."""
-
     group: dist.ProcessGroup
     replicas: int
 
 
 class Placer(abc.ABC):
-    """Places the experts of every layer; a subclass gives access to the model and its optimizers.
+    """Places the experts of every layer; subclasses access the model and its optimizers.
 
-    Args:
-        interval: steps between two placements.
-        break_even: tokens of a step that the fullest rank must lose for each moved slot; None to measure it.
-
-    Attributes:
-        layers: by layer, in the order of the first forward pass.
-        prices: measured break-even by the sizes of an expert's parameters.
+    interval: steps between two placements. break_even: tokens per step to gain per moved slot; None to measure it.
+    layers: in the order of the first forward pass. prices: break-even by the sizes of an expert's parameters.
     """
 
     def __init__(self, interval: int, break_even: float | None) -> None:
@@ -135,7 +126,7 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def placement_group(self) -> PlacementGroup | None:
-        """None, after logging why, where there is none."""
+        """None if there is none, after logging why."""
 
     @abc.abstractmethod
     def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
@@ -143,11 +134,11 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
-        """Why a layer's experts may not move, the same on every rank, or ""."""
+        """Reason, equal on every rank, or ""."""
 
     @abc.abstractmethod
     def state_of(self) -> StateOf:
-        """Access to an expert's tensors, requested once before each exchange."""
+        """Requested once before each exchange."""
 
     @abc.abstractmethod
     def has_moved(self) -> None:
@@ -158,7 +149,7 @@ class Placer(abc.ABC):
         """Log a "fallback", a "decision", or a "move"."""
 
     def end_step(self) -> None:
-        """Place experts if it is time, between two steps. A collective then."""
+        """Place experts if due; then a collective."""
         self._step += 1
         for each in self.layers.values():
             each.average.end_step()
@@ -168,7 +159,7 @@ class Placer(abc.ABC):
             self._move({layer: each.wanted for layer, each in self.layers.items() if each.wanted is not None})
 
     def go_home(self) -> None:
-        """Put every expert back home until the end of the next step. A collective."""
+        """Restore the home placement until the end of the next step. A collective."""
         away = {layer: each for layer, each in self.layers.items() if not each.is_home}
         places = [each.placement for each in away.values()]
         self._move({layer: each.home for layer, each in away.items()})
@@ -177,11 +168,9 @@ class Placer(abc.ABC):
 
     @property
     def away(self) -> list[Any]:
-        """Layers whose experts are not at home."""
         return [layer for layer, each in self.layers.items() if not each.is_home]
 
     def _place(self) -> None:
-        """Choose places for the predicted loads. A collective."""
         found = self.placement_group()
         layers = self._served_layers(found.group) if found else []
         if found is None or not layers:
@@ -189,7 +178,6 @@ class Placer(abc.ABC):
         plans, imbalances = {}, []
         averages = [self.layers[each].average for each in layers]
         for layer, totals in zip(layers, predicted_loads(averages, found.group), strict=True):
-            # One replica of the experts has an equal part of the tokens.
             loads = [each / found.replicas for each in totals]
             price = self._price(layer, sum(loads) / len(loads), found.group)
             plans[layer], *both = self.layers[layer].chosen(loads, price)
@@ -221,7 +209,7 @@ class Placer(abc.ABC):
         return [each for each in self.layers if self._served[each]]
 
     def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
-        """Break-even of a move in tokens of a step; tokens: of an expert, about."""
+        """Break-even in tokens per step; tokens: approximate, of an expert."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
@@ -230,7 +218,6 @@ class Placer(abc.ABC):
             costs = payoff.measure(parameters, round(tokens), self.layers[layer].group, group)
             with self.state_of()(parameters) as tensors:
                 size = torch.tensor(sum(each.nbytes for each in tensors), device=parameters[0].device)
-            # Shards of ranks differ in size.
             dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
             share = int(size) / payoff.copied_bytes(parameters)
             price = self.prices[shapes] = costs.break_even_of_move(share, self._interval)
@@ -240,7 +227,7 @@ class Placer(abc.ABC):
         return self.prices[shapes]
 
     def _move(self, plans: Mapping[Any, list[int]]) -> int:
-        """Bring layers to these placements; returns the bytes that this rank sent. A collective."""
+        """Returns the bytes sent. A collective."""
         moving = {layer: after for layer, after in plans.items() if after != self.layers[layer].placement}
         for layer in plans:
             self.layers[layer].wanted = None
@@ -261,7 +248,6 @@ def _state_of_slot(
 
 
 def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
-    """A hash of what experts must have in common to change places."""
     text = [
         [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
     ]

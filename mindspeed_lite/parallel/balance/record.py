@@ -1,7 +1,6 @@
-"""The record of expert load: JSON lines that training appends to a file.
+"""Expert load record: JSON lines, a header and a line per step.
 
-A header, then a line for each step. A resumed training appends steps again; the later line counts. An unfinished line
-is skipped if it is the last or a header follows. Standard library alone.
+Later lines for a step win (resumed trainings). An unfinished line is skipped if it is the last or a header follows.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ FORMAT, VERSION = "mindspeed_lite expert load", 1
 
 @dataclass(frozen=True)
 class LoadHeader:
-    """What all steps of a training have in common.
+    """Header of a training.
 
-    experts: of a layer, over all ranks. topk: of a token.
-    expert_parallel: ranks that the experts of a layer are spread over.
-    replicas: groups of ranks that hold the same experts.
-    decoder_layers: layers of the model; those of multi-token prediction are numbered after them.
-    layers: numbers of the layers with experts, from 1.
+    experts: per layer. expert_parallel: ranks that share them. replicas: groups of ranks with the same experts.
+    decoder_layers: MTP layers are numbered after them. layers: numbers of MoE layers, from 1.
     """
 
     experts: int
@@ -42,11 +38,10 @@ class LoadHeader:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """One training step, numbered from 1; rows in the order of `LoadHeader.layers`.
+    """One step, numbered from 1; rows in the order of `LoadHeader.layers`.
 
-    tokens: [layers], tokens that went through the router, over all ranks and micro-batches.
-    experts: [layers][experts], tokens of each expert, over all replicas.
-    ranks: [layers][replicas * expert_parallel], tokens of each rank's experts; ranks of a replica are neighbours.
+    tokens: [layers], routed. experts: [layers][experts], over all replicas.
+    ranks: [layers][replicas * expert_parallel]; ranks of a replica are adjacent.
     """
 
     step: int
@@ -57,14 +52,13 @@ class LoadStep:
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """Statistics of the load of one layer over some steps.
+    """Load statistics of one layer, averaged over steps.
 
-    imbalance: max / mean over the experts, averaged over the steps; 1 is even.
-    worst: the largest max / mean of any step.
-    variation: coefficient of variation over the experts, averaged over the steps.
-    idle: experts without a token in all of the steps.
-    rank_imbalance: max / mean over the ranks, averaged over the steps.
-    dropped: share of the router's choices that capacity dropped.
+    imbalance, rank_imbalance: max / mean over experts, ranks; 1 is even.
+    worst: largest max / mean of any step.
+    variation: coefficient of variation over experts.
+    idle: experts without a token in all steps.
+    dropped: share of choices dropped by capacity.
     """
 
     layer: int
@@ -78,28 +72,22 @@ class LayerBalance:
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """All steps in a file, ascending, and the last header."""
-
     header: LoadHeader
     steps: tuple[LoadStep, ...]
 
     def last(self, steps: int) -> LoadRecord:
-        """The record of the last `steps` steps."""
         return LoadRecord(self.header, self.steps[-steps:])
 
     def label(self, layer: int) -> str:
-        """A layer's number, or `mtp N` for multi-token prediction."""
         beyond = layer - self.header.decoder_layers
         return f"mtp {beyond}" if beyond > 0 else str(layer)
 
     def totals(self) -> list[list[int]]:
-        """[layers][experts], tokens of each expert over all steps."""
         rows = range(len(self.header.layers))
         by_row = (zip(*(each.experts[row] for each in self.steps), strict=True) for row in rows)
         return [[sum(column) for column in columns] for columns in by_row]
 
     def balance(self) -> list[LayerBalance]:
-        """Statistics of each layer."""
         found = []
         for row, (layer, totals) in enumerate(zip(self.header.layers, self.totals(), strict=True)):
             uneven = [imbalance(each.experts[row]) for each in self.steps]
@@ -125,13 +113,12 @@ def imbalance(loads: Sequence[int]) -> float:
 
 
 def variation(loads: Sequence[int]) -> float:
-    """Population standard deviation / mean; 0 without tokens."""
     mean = fmean(loads)
     return math.sqrt(fmean((each - mean) ** 2 for each in loads)) / mean if mean else 0.0
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """Why no record can be appended to this file, or None; does not change it."""
+    """Reason, or None; leaves the file unchanged."""
     place = Path(path)
     if place.is_dir():
         return "it is a folder; give a file"
@@ -141,7 +128,7 @@ def why_not_writable(path: str | Path) -> str | None:
     try:
         with place.open("a"):
             pass
-        # Every rank looks, and another may have removed it already.
+        # All ranks probe; another may have removed it.
         if is_new:
             place.unlink(missing_ok=True)
         elif place.is_file() and place.stat().st_size and not _starts_with_header(place):
@@ -154,27 +141,22 @@ def why_not_writable(path: str | Path) -> str | None:
 
 
 def append(path: str | Path, steps: Sequence[LoadStep], header: LoadHeader | None) -> None:
-    """Append `header`, if given, and steps to the file."""
     entries = [{"format": FORMAT, "version": VERSION, **asdict(header)}] if header is not None else []
     entries += [asdict(each) for each in steps]
     lines = "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in entries)
     with open(path, "a", encoding="utf-8") as file:
-        # Ends a line that a killed run left unfinished.
+        # Ends a line left unfinished by a killed run.
         file.write(f"\n{lines}" if header is not None and file.tell() else lines)
 
 
 def read(path: str | Path) -> LoadRecord:
-    """Read the record in a file.
-
-    Raises:
-        JsonFileError: it cannot be read, or holds no record, no step, or records of different models.
-    """
+    """Raises JsonFileError: unreadable, no record or step, or records of different models."""
     header, steps, cut = None, {}, None
     for place, text in json_file.lines(path):
         try:
             entry = json_file.decode(text, place, _entry(header))
         except json_file.NotJson as error:
-            # Only the header of another training may follow an unfinished line.
+            # Only another training's header may follow an unfinished line.
             cut = cut or error
             continue
         if isinstance(entry, LoadStep):
@@ -193,8 +175,6 @@ def read(path: str | Path) -> LoadRecord:
 
 
 def _entry(header: LoadHeader | None) -> Description[LoadHeader | LoadStep]:
-    """Description of a line after this header."""
-
     def check(value: Any) -> LoadHeader | LoadStep:
         is_header = isinstance(value, dict) and "format" in value
         if header is None and not is_header:
@@ -230,7 +210,6 @@ _HEADER = json_file.fields(
 
 @functools.lru_cache(maxsize=1)
 def _step(header: LoadHeader) -> Description[LoadStep]:
-    """Description of a step of a training with this header."""
     tokens, layers = json_file.whole("a number of tokens"), len(header.layers)
 
     def by_layer(count: int) -> Description[list[list[int]]]:

@@ -1,6 +1,6 @@
-"""What copies of hot experts, placement, and both would have gained in recorded steps.
+"""Simulates expert copies and placement on recorded steps. Standard library only.
 
-Each policy sees an exponential average of the loads before the step it is judged on. Standard library alone.
+Policies see an exponential average of earlier loads.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from .record import LoadHeader, LoadRecord, LoadStep
 
 @dataclass(frozen=True)
 class BalancingOptions:
-    """How a policy works.
+    """Policy settings.
 
-    copies: experts copied for a micro-batch, at most.
-    interval: steps between two placements.
-    decay: weight of the past in the average of loads, below 1.
-    break_even: tokens of a step that a copy must take off the fullest rank.
+    copies: maximum per micro-batch. interval: steps between two placements.
+    decay: weight of the past, below 1. break_even: tokens per step a copy must take off the fullest rank.
     """
 
     copies: int = 3
@@ -32,39 +30,35 @@ class BalancingOptions:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Hidden sizes of the model and of an expert with a gated (SwiGLU) first product."""
+    """Hidden sizes of model and SwiGLU expert."""
 
     hidden: int
     ffn: int
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of one copy to a rank: bf16 weights, and their fp32 gradients to the owner."""
+        """bf16 weights to a rank, fp32 gradients to the owner."""
         return 3 * self.hidden * self.ffn * (2 + 4)
 
     @property
     def move_bytes(self) -> int:
-        """Bytes of one expert that moves: bf16 weights, fp32 ones, and two moments."""
+        """bf16 and fp32 weights, and two moments."""
         return 3 * self.hidden * self.ffn * (2 + 3 * 4)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: dispatch and combine, forward and backward, bf16."""
+        """Dispatch and combine, forward and backward, bf16."""
         return 4 * 2 * self.hidden
 
 
 @dataclass
 class PolicyOutcome:
-    """The result of one policy, over all steps and layers.
+    """Result of one policy over all steps and layers.
 
     name: "none", "copies", "placement" or "both".
-    fullest: tokens of the fullest rank, summed over layers and steps; layers run one after the other.
-    known: the same if the policy knew each step's loads.
-    even: tokens of a rank if all were equal.
+    fullest: tokens of the fullest rank, summed; known: with perfect prediction; even: at equal load.
     by_step: fullest / even of each step.
-    copied: copies of experts that were made.
-    stayed: tokens of copied experts that did not travel.
-    moved: experts that changed their rank.
+    copied: copies made. moved: experts that changed rank. stayed: tokens of copied experts that stayed.
     """
 
     name: str
@@ -78,7 +72,6 @@ class PolicyOutcome:
 
     @property
     def imbalance(self) -> float:
-        """Time of the experts over that of even load."""
         return self.fullest / self.even if self.even else 1.0
 
     @property
@@ -87,11 +80,7 @@ class PolicyOutcome:
 
 
 def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
-    """All four policies over the steps of a record; ranks: of the expert-parallel group.
-
-    Raises:
-        ValueError: the ranks do not divide the experts.
-    """
+    """Run all policies; ranks: of the expert-parallel group. Raises ValueError if they do not divide the experts."""
     experts = record.header.experts
     home = placements.contiguous(experts, ranks)
     outcomes = [PolicyOutcome(name) for name in ("none", "copies", "placement", "both")]
@@ -100,7 +89,7 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
     for row in range(len(record.header.layers)):
         placed, average = home, [0.0] * experts
         for at, step in enumerate(record.steps):
-            # One replica of the experts has an equal part of the tokens.
+            # Each replica has an equal share of tokens.
             loads = [load / record.header.replicas for load in step.experts[row]]
             evens[at] += sum(loads) / ranks
             moves = 0
@@ -120,7 +109,7 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
                 fullest[outcome.name][at] += max(loads_with_copies(sent, where, hot))
                 hot = hot_experts(sent, known, copies, options.break_even)
                 outcome.known += max(loads_with_copies(sent, known, hot))
-            # The first step is the average of what was seen so far.
+            # The first step initialises the average.
             weight = options.decay if at else 0.0
             average = [weight * old + (1 - weight) * new for old, new in zip(average, loads, strict=True)]
     for outcome in outcomes:
@@ -131,10 +120,10 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
 
 @dataclass(frozen=True)
 class GeneratedLoad:
-    """A generated training: popularity of experts falls like a power, and wanders.
+    """Power-law expert popularity with drift.
 
-    skew: load of the most popular expert over the mean at the start.
-    drift: share of an expert's popularity that changes in a step.
+    skew: initial load of the most popular expert over the mean.
+    drift: relative change of popularity per step.
     """
 
     experts: int = 64
@@ -148,11 +137,7 @@ class GeneratedLoad:
     seed: int = 1234
 
     def record(self) -> LoadRecord:
-        """Generate the record.
-
-        Raises:
-            ValueError: a skew that no power gives, or more experts for a token than there are.
-        """
+        """Raises ValueError for an unreachable skew, or topk above the number of experts."""
         if self.topk > self.experts:
             raise ValueError(f"topk={self.topk}: a token has at most all {self.experts} experts")
         if not 1 <= self.skew < self.experts:
@@ -173,13 +158,13 @@ class GeneratedLoad:
         chance.shuffle(weights)
         while True:
             total = sum(weights)
-            # An expert has a token at most once, which bounds its load.
+            # An expert gets a token at most once.
             yield [min(self.tokens, round(self.tokens * self.topk * each / total)) for each in weights]
             weights = [each * (1 + self.drift) ** chance.uniform(-1, 1) for each in weights]
 
 
 def _power(experts: int, skew: float) -> float:
-    """The power p at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean, by bisection."""
+    """Power p at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean."""
     low, high = 0.0, 64.0
     for _ in range(80):
         power = (low + high) / 2

@@ -1,14 +1,11 @@
-"""Attention over a sequence that is split over ranks: ring, Ulysses, both, or gathered keys.
+"""Context-parallel attention: ring, Ulysses, both, or gathered keys.
 
-layout          the rows of each rank, and the products that a mask by position leaves
-blocks          one rank's queries against one rank's keys after another, summed in fp32
-schedule        a ring or double ring as a list of steps for each rank
-ring            the steps executed over process groups
-gathered_keys   keys and values gathered by one collective
+layout          rows of each rank, blocks left by a positional mask
+blocks          attention over one rank's keys at a time
+schedule, ring  ring steps, and their execution
+gathered_keys   all-gathered keys and values
 ulysses         all-to-alls between rows and heads
-cost            predicted exposed communication
-
-`attend` combines them. Every algorithm takes and returns the same rows of each rank, those of `Layout`.
+cost            exposed communication
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from mindspeed_lite.parallel.context.ring import Ring
 
 __all__ = ["Algorithm", "Layout", "Ring", "UnequalLengthsError", "attend", "attend_masked", "packed_zigzag", "zigzag"]
 
-# Groups whose ranks have compared their lengths.
+# Groups whose ranks have compared lengths.
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
@@ -41,11 +38,11 @@ class UnequalLengthsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How ranks share one attention: `ulysses`, `ring` or `gathered`, or `ulysses` with another.
+    """Context-parallel algorithm: `ulysses`, `ring` or `gathered`, or `ulysses` with another.
 
-    ulysses: adjacent ranks, which share heads.
-    ring, gathered: ranks that share the sequence; with `ulysses` those of the same place in their Ulysses groups.
-    gather_keys: Ulysses gathers all key heads instead of sending each rank its own.
+    ulysses: adjacent ranks that share heads.
+    ring, gathered: ranks that share the sequence; with `ulysses`, those of the same place in their Ulysses groups.
+    gather_keys: Ulysses gathers all key heads instead.
     """
 
     ulysses: dist.ProcessGroup | None = None
@@ -55,12 +52,10 @@ class Algorithm:
 
     @property
     def outer(self) -> dist.ProcessGroup | None:
-        """The ranks that share the sequence."""
         return self.ring.group if self.ring else self.gathered
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the sequence is split over."""
         return (self.outer.size() if self.outer else 1) * (self.ulysses.size() if self.ulysses else 1)
 
 
@@ -76,20 +71,19 @@ def attend(
     dropout_p: float = 0.0,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of the whole sequence for this rank's rows; differentiable in q, k, v and sink.
+    """Softmax attention over the whole sequence for this rank's rows; differentiable in q, k, v, sink.
 
-    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with the s rows of this rank in `layout`, or of a pack [t, n, d],
-    [t, g, d] and [t, g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows of a pack are 0.
+    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with this rank's s rows; for a pack [t, n, d], [t, g, d] and [t,
+        g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows are 0.
 
     band: see `layout.Band`; (-1, 0) is causal.
     scale: 1 / sqrt(d) by default.
-    dropout_p: drawn by position from the device's default generator; with equal seeds on all ranks, every algorithm
-        drops the same.
-    sink: [n], one logit per head that takes weight and gives no value.
+    dropout_p: drawn by position from the device's default generator; with equal seeds all algorithms drop the same.
+    sink: [n], one logit per head that takes weight but adds no value.
 
     Raises:
-        ValueError: rows or ranks do not match the layout, or heads are fewer than the ranks of Ulysses.
-        UnequalLengthsError: the ranks have sequences of different lengths.
+        ValueError: rows or ranks do not match the layout, or fewer heads than Ulysses ranks.
+        UnequalLengthsError: sequences of different lengths.
     """
     if algorithm.ranks != layout.ranks:
         raise ValueError(f"context parallelism: a layout of {layout.ranks} ranks over groups of {algorithm.ranks}")
@@ -102,7 +96,7 @@ def attend(
         if group is not None:
             _compare_lengths(q, k, group)
     is_pack, heads, first_head = q.dim() == 3, q.shape[-2], 0
-    # One seed, before the heads are split: all ranks draw the same.
+    # Drawn before heads are split: equal on all ranks.
     seed = torch.randint(1 << 62, (), device=q.device) if dropout_p > 0.0 else None
     outer_rank = 0 if algorithm.outer is None else algorithm.outer.rank()
     exchange, order, split = algorithm.ulysses, None, None
@@ -125,7 +119,7 @@ def attend(
             keys = algorithm.ring
         else:
             assert exchange is not None
-            keys = Ring(exchange)  # of one rank: sends nothing
+            keys = Ring(exchange)  # single rank: sends nothing
         if is_pack:
             q, k, v = (t.unsqueeze(1) for t in (q, k, v))
         out = attend_blocks(q, k, v, sink, blocks, keys)
@@ -151,9 +145,8 @@ def attend_masked(
 ) -> torch.Tensor:
     """`attend` under any mask, with gathered keys and values.
 
-    mask: bool, True hides the key, [b or 1, n or 1, s or 1, keys of the whole sequence]: this rank's queries in the
-        order of its rows, keys in the order of the sequence.
-    window: a band of positions, in addition to the mask.
+    mask: bool, True hides the key, [b or 1, n or 1, s or 1, total keys]: queries in rank order, keys in sequence order.
+    window: an additional band.
 
     Raises:
         ValueError: the mask does not fit.
@@ -177,7 +170,6 @@ def _attend_alone(
     scale: float | None,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The whole sequence on one rank: the operator itself."""
     if q.dim() == 4:
         return op.attend(q, k, v, op.prepare(q, k, v, window=band, scale=scale, sink=sink))[0]
     packing = packed.Packing(layout.documents, layout.documents)
@@ -185,11 +177,7 @@ def _attend_alone(
 
 
 def _compare_lengths(q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Check that ranks have equal lengths: on CPU always, on a device in a group's first call.
-
-    Raises:
-        UnequalLengthsError: on every rank, with what each rank has.
-    """
+    """Compare lengths: on CPU always, on a device in a group's first call. Raises UnequalLengthsError."""
     if group.size() == 1 or (q.device.type != "cpu" and group in _compared):
         return
     own = (q.shape[0], k.shape[0], q.shape[1] if q.dim() == 4 else 1)

@@ -1,7 +1,7 @@
-"""Attention of one rank's queries over one rank's keys after another, merged in fp32.
+"""Attention of one rank's queries over one rank's keys at a time.
 
-Outputs and gradients are summed in fp32 (float64 for float64) and rounded once. Each row's results are weighted by
-their log-sum-exp; a row that has seen no key has the lse -inf and takes no part, and NaN stays NaN.
+Sums are fp32 (float64 for float64) and rounded once. Rows are weighted by their log-sum-exp; rows without keys have lse
+-inf and are skipped, NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_lite.parallel.context.layout import Band, Layout, Piece, pieces
 
 
 class Dropout(NamedTuple):
-    """Probability, seed of the call, this rank's first head, and the heads of all ranks."""
+    """Probability, seed of the call, this rank's first head, and total heads."""
 
     p: float
     seed: torch.Tensor
@@ -29,7 +29,7 @@ class Dropout(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients of q, k and v in the dtype of sums."""
+    """Gradients in the accumulation dtype."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -37,34 +37,31 @@ class Sums(NamedTuple):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def zero_sum(t: torch.Tensor) -> torch.Tensor:
-    """Zeros of a tensor's shape in the dtype of sums."""
     return torch.zeros(t.shape, dtype=sum_dtype(t.dtype), device=t.device)
 
 
 @dataclass
 class Partial:
-    """out [s, b, n, dv] and lse [b, n, s] over the keys merged so far."""
+    """out [s, b, n, dv] and lse [b, n, s] over merged keys."""
 
     out: torch.Tensor
     lse: torch.Tensor
 
     @classmethod
     def of(cls, q: torch.Tensor, v: torch.Tensor) -> Partial:
-        """Over no keys yet, for q [s, b, n, d]."""
         s, b, n, _ = q.shape
         dtype = sum_dtype(q.dtype)
         return cls(q.new_zeros(s, b, n, v.shape[-1], dtype=dtype), q.new_full((b, n, s), float("-inf"), dtype=dtype))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, rows: slice) -> None:
-        """Add the result of some rows over further keys."""
+        """Merge the result of some rows over further keys."""
         before = self.lse[..., rows]
         both = torch.logaddexp(before, lse)
-        # exp(-inf - -inf) would be NaN where neither has seen a key.
+        # Avoids exp(-inf - -inf) = NaN where neither has seen a key.
         level = both.masked_fill(both == float("-inf"), 0.0)
         here, there = ((each - level).exp_().permute(2, 0, 1).unsqueeze(-1) for each in (before, lse))
         self.out[rows].mul_(here).add_(out * there)
@@ -73,12 +70,12 @@ class Partial:
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The products of one rank's queries and any rank's keys.
+    """Attention blocks of one rank's queries and any rank's keys.
 
-    layout, rank: the rows of all ranks, and whose queries these are.
-    band: the mask by position, causal order included.
-    is_pack: whether the rows are those of a pack; tensors are [t, 1, n, d] then.
-    keys: the layout of the keys, where it is not that of the queries.
+    layout, rank: rows of all ranks, and the queries' rank.
+    band: positional mask, including causality.
+    is_pack: tensors are [t, 1, n, d].
+    keys: layout of the keys if different.
     """
 
     layout: Layout
@@ -90,7 +87,7 @@ class RankBlocks:
     keys: Layout | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, partial: Partial) -> None:
-        """Merge attention over the keys and values of `owner` into `partial`."""
+        """Merge the block with `owner`'s keys."""
         for piece in self._pieces(owner):
             if self.is_pack:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
@@ -117,7 +114,7 @@ class RankBlocks:
         owner: int,
         sums: Sums,
     ) -> None:
-        """Add the gradients that the keys of `owner` contribute; lse: [b, n, s]."""
+        """Add the block's gradients; lse: [b, n, s]."""
         for piece in self._pieces(owner):
             if self.is_pack:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
@@ -157,18 +154,15 @@ class RankBlocks:
 
 
 def _positions(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """[rows] int64, the row of the stream for each row of a rank."""
     runs = [torch.arange(run.start, run.start + run.length, device=device) for run in layout.shares[rank]]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
 class KeyExchange(Protocol):
-    """How a rank's queries meet the keys and values of all ranks."""
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: RankBlocks, partial: Partial
     ) -> dict[int, torch.Tensor]:
-        """Merge every block into `partial`; returns what to save for the backward pass, by owner."""
+        """Returns tensors to save for backward, by owner."""
         ...
 
     def backward(
@@ -178,7 +172,7 @@ class KeyExchange(Protocol):
         kept: Mapping[int, torch.Tensor],
         blocks: RankBlocks,
     ) -> Sums:
-        """The gradients of this rank's rows, summed over all ranks; saved: (q, k, v, out, lse)."""
+        """Gradients summed over all ranks; saved: (q, k, v, out, lse)."""
         ...
 
 
@@ -190,7 +184,7 @@ def attend(
     blocks: RankBlocks,
     exchange: KeyExchange,
 ) -> torch.Tensor:
-    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv] of this rank's rows."""
+    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv]."""
     out: torch.Tensor = _Attention.apply(q, k, v, sink, blocks, exchange)  # type: ignore[no-untyped-call]
     return out
 

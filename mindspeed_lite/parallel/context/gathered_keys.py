@@ -1,7 +1,6 @@
-"""Attention with keys and values gathered by one collective: for few key heads, and for any mask.
+"""Attention over all-gathered keys and values: for few key heads, and for any mask.
 
-Every rank computes its own queries over the keys of the whole sequence. The backward pass gathers again, and scatters
-the sums of the gradients. Nothing overlaps.
+The backward pass gathers again and reduce-scatters the gradients. Nothing overlaps.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from mindspeed_lite.parallel.context.ring import KVMessage
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """A `KeyExchange` by all-gather and reduce-scatter over the ranks of a group."""
-
     group: dist.ProcessGroup
 
     def forward(
@@ -68,7 +65,6 @@ def gather(
 def _scatter(
     dk: torch.Tensor, dv: torch.Tensor, pair: KVMessage, group: dist.ProcessGroup, order: Spans
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse: each rank's rows of the sums over all ranks."""
     ranks = group.size()
     messages = [pair.pack(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)]
     own = torch.empty_like(messages[0])
@@ -79,7 +75,7 @@ def _scatter(
 def gather_keys(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole sequence's keys and values in its order, differentiable."""
+    """Keys and values of the whole sequence in order, differentiable."""
     order = gathered(layout, layout.ranks).order[0]
     pair: tuple[torch.Tensor, torch.Tensor] = _Keys.apply(k, v, group, order)  # type: ignore[no-untyped-call]
     return pair

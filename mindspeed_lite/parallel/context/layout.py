@@ -1,7 +1,7 @@
-"""The rows of each context-parallel rank, and the products that a mask by position leaves.
+"""Rows of each context-parallel rank, and attention blocks left by a positional mask.
 
-The stream is the whole sequence, or the sequences of a pack in order. In Megatron's zigzag each sequence is cut into 2P
-chunks, and rank r holds the chunks r and 2P - 1 - r: under a causal mask all ranks have the same work.
+The stream is the sequence, or the sequences of a pack. Megatron's zigzag gives rank r the chunks r and 2P - 1 - r of
+2P, which balances a causal mask.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-# (first, end) of runs of rows.
+# (first, end) of row runs.
 Spans = tuple[tuple[int, int], ...]
-# (left, right) as in `ops.attention.band`: keys seen before and after a query's position; -1 is no limit.
+# (left, right) as in `ops.attention.band`: keys visible before and after a query; -1 is no limit.
 Band = tuple[int, int]
 CAUSAL: Band = (-1, 0)
 FREE: Band = (-1, -1)
 
 
 class RowRun(NamedTuple):
-    """Rows `row` to `row + length` of a rank: rows `start` to `start + length` of the stream."""
+    """Rows `row` to `row + length` of a rank, `start` to `start + length` of the stream."""
 
     row: int
     start: int
@@ -34,10 +34,10 @@ Share = tuple[RowRun, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of every rank.
+    """Rows of every rank.
 
-    shares: the runs of each rank, ascending in rows and in the stream.
-    documents: spans of the stream that see only themselves, ascending; rows outside of them are padding.
+    shares: runs of each rank, ascending. documents: stream spans that attend only to themselves; other rows are
+        padding.
     """
 
     shares: tuple[Share, ...]
@@ -48,27 +48,20 @@ class Layout:
         return len(self.shares)
 
     def rows(self, rank: int) -> int:
-        """Number of rows of a rank."""
         return sum(run.length for run in self.shares[rank])
 
 
 @functools.lru_cache(maxsize=64)
 def zigzag(length: int, ranks: int) -> Layout:
-    """Split one sequence as Megatron's get_batch_on_this_cp_rank does.
-
-    Raises:
-        ValueError: the length is not divisible by 2 * ranks.
-    """
+    """Megatron's get_batch_on_this_cp_rank. Raises ValueError if 2 * ranks do not divide the length."""
     return packed_zigzag(((0, length),), ((0, length),), ranks)
 
 
 @functools.lru_cache(maxsize=64)
 def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
-    """Split each sequence of a pack as Transformer Engine's thd_get_partitioned_indices does.
+    """Transformer Engine's thd_get_partitioned_indices.
 
-    Args:
-        documents: the rows of each sequence in the stream, without padding.
-        padded: the same with the padding after each sequence; these tile the stream.
+    documents, padded: stream rows of each sequence, without and with trailing padding.
 
     Raises:
         ValueError: a padded length is not divisible by 2 * ranks.
@@ -89,7 +82,6 @@ def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
 
 
 def _share(chunks: Sequence[tuple[int, int]]) -> Share:
-    """Runs for (start, length) of consecutive rows; adjacent ones become one run."""
     runs: list[RowRun] = []
     row = 0
     for start, length in chunks:
@@ -103,10 +95,10 @@ def _share(chunks: Sequence[tuple[int, int]]) -> Share:
 
 
 class Gathered(NamedTuple):
-    """What `size` adjacent ranks hold together.
+    """Joined rows of adjacent ranks.
 
-    layout: the layout over ranks / size groups of ranks.
-    order: for each group, (first row, length) in its ranks' concatenated rows, in the order of `layout`.
+    layout: over groups of ranks.
+    order: for each group, (first row, length) in its concatenated rows, in the order of `layout`.
     """
 
     layout: Layout
@@ -115,10 +107,7 @@ class Gathered(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def gathered(layout: Layout, size: int) -> Gathered:
-    """Join the rows of `size` adjacent ranks in the order of the stream.
-
-    A zigzag over P ranks becomes one over P / size.
-    """
+    """Join adjacent ranks: a zigzag over P ranks becomes one over P / size."""
     shares, orders = [], []
     for first in range(0, layout.ranks, size):
         runs, offset = [], 0
@@ -132,18 +121,16 @@ def gathered(layout: Layout, size: int) -> Gathered:
 
 
 def stream_rows(layout: Layout, rank: int) -> list[int]:
-    """The row of the stream for each row of a rank."""
     return [run.start + i for run in layout.shares[rank] for i in range(run.length)]
 
 
 def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
-    """Concatenate the ranks' rows in `order` (see `Gathered`); no span crosses two tensors."""
+    """Concatenate in `order` (see `Gathered`); no span crosses two tensors."""
     rows = parts[0].shape[0]
     return torch.cat([parts[first // rows][first % rows : first % rows + length] for first, length in order])
 
 
 def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
-    """The inverse of `in_order`."""
     spans, row = {}, 0
     for first, length in order:
         spans[first] = t[row : row + length]
@@ -152,7 +139,7 @@ def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
 
 
 class Piece(NamedTuple):
-    """One call of attention: q, k: spans of rows for each sequence, pairwise; band: the mask between them."""
+    """q, k: row spans of each sequence, pairwise; band: the mask between them."""
 
     q: Spans
     k: Spans
@@ -167,10 +154,10 @@ class _Product(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def pieces(queries: Share, keys: Share, documents: Spans, band: Band) -> tuple[Piece, ...]:
-    """The products that a mask by position leaves of one rank's queries and another's keys.
+    """Attention calls that a positional mask leaves of one rank's queries and another's keys.
 
-    Between two ranks of a zigzag a causal mask leaves one unmasked half: all queries with the first half of an earlier
-    rank's keys, or the second half of the queries with all keys of a later rank.
+    Between zigzag ranks, a causal mask leaves all queries with the first half of an earlier rank's keys, or the second
+    half of the queries with all keys of a later rank.
     """
     slots: dict[tuple[int, Band], list[_Product]] = {}
     for document in documents:
@@ -189,7 +176,6 @@ def needs(layout: Layout, reader: int, owner: int, band: Band) -> bool:
 
 
 def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
-    """The runs of a share, cut to a document."""
     found = []
     for run in share:
         start, stop = max(run.start, document[0]), min(run.start + run.length, document[1])
@@ -199,11 +185,10 @@ def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
 
 
 def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Product]:
-    """The products of one sequence, as few as possible."""
     if not queries or not keys:
         return []
     if queries == keys and band in (CAUSAL, FREE):
-        # Positions ascend with rows, so one triangle over all rows is that of the positions.
+        # Positions ascend with rows, so one triangle covers all rows.
         rows = queries[0].row, queries[-1].row + queries[-1].length
         if rows[1] - rows[0] == sum(run.length for run in queries):
             return [_Product(rows, rows, band)]
@@ -229,9 +214,7 @@ def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Pr
 
 
 def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
-    """What a run of queries sees of a run of keys, or None; rows and keys that see nothing are cut off."""
     left, right = band
-    # Positions, first and end.
     q0, q1, k0, k1 = query.start, query.start + query.length, key.start, key.start + key.length
     if right >= 0:
         q0, k1 = max(q0, k0 - right), min(k1, q1 + right)
@@ -239,7 +222,7 @@ def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
         q1, k0 = min(q1, k1 + left), max(k0, q0 - left)
     if q0 >= q1 or k0 >= k1:
         return None
-    # From distances of positions to the last query aligned with the last key; limits that hide nothing are dropped.
+    # Relative to the last query aligned with the last key.
     shift = k1 - q1
     left = FREE[0] if left < 0 or left + shift >= k1 - k0 - 1 else left + shift
     right = FREE[1] if right < 0 or right - shift >= q1 - q0 - 1 else right - shift

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel from rank to rank during products."""
+"""Ring attention: keys and values rotate between ranks during compute."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mindspeed_lite.parallel.context.layout import needs
 from mindspeed_lite.parallel.context.schedule import Move
 
 Cache = Literal["none", "half", "full"]
-# ("kv" or "sum", owner) -> the message.
+# ("kv" or "sum", owner) -> message.
 _Held = dict[tuple[str, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How a ring communicates; a `KeyExchange`.
+    """Ring communication; a `KeyExchange`.
 
-    group: its ranks, in the order of the sequence.
-    second: another group of the same ranks, on which sums and a double ring's outer hops do not wait for inner hops.
+    group: ranks in sequence order.
+    second: another group of the same ranks, so that sums and outer hops do not wait for inner hops.
     window: ranks of an inner ring; 1 is a single ring.
-    cache: what of the received keys and values is kept for the backward pass: nothing, the keys, or both.
+    cache: received tensors kept for backward: none, keys, or keys and values.
     """
 
     group: dist.ProcessGroup
@@ -62,7 +62,7 @@ class Ring:
     ) -> Sums:
         q, k, v, out, lse = saved
         rank, pair = blocks.rank, KVMessage.of(k, v)
-        # With the keys kept, values alone travel.
+        # With cached keys only values are sent.
         own = v.reshape(-1) if self.cache == "half" else pair.pack(k, v)
         dq, home = zero_sum(q), pair.zero_sums(k)
         p2p = RingP2P(self._lanes, {"kv": own, "sum": home})
@@ -100,7 +100,6 @@ class Ring:
 
 
 def _arrive(p2p: RingP2P, held: _Held, step: schedule.RingStep) -> torch.Tensor:
-    """Wait for the keys and values of a step, then start its messages."""
     if p2p.expects("kv", step.owner):
         held["kv", step.owner] = p2p.take("kv", step.owner)
     p2p.post(step.moves, held)
@@ -111,8 +110,6 @@ def _arrive(p2p: RingP2P, held: _Held, step: schedule.RingStep) -> torch.Tensor:
 
 
 class KVMessage(NamedTuple):
-    """The shapes of keys and values that travel as one flat message."""
-
     keys: torch.Size
     values: torch.Size
 
@@ -121,25 +118,22 @@ class KVMessage(NamedTuple):
         return cls(k.shape, v.shape)
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Copy both into one flat tensor."""
         return torch.cat([k.reshape(-1), v.reshape(-1)])
 
     def unpack(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of both."""
         keys, values = torch.split_with_sizes(message, [self.keys.numel(), self.values.numel()])
         return keys.view(self.keys), values.view(self.values)
 
     def zero_sums(self, like: torch.Tensor) -> torch.Tensor:
-        """A message of zeros in the dtype of sums."""
         size = self.keys.numel() + self.values.numel()
         return torch.zeros(size, dtype=sum_dtype(like.dtype), device=like.device)
 
 
 class RingP2P:
-    """Asynchronous messages between one rank and its neighbours during one pass.
+    """Asynchronous neighbour messages of one pass.
 
     groups: of lane 0 and lane 1 (see `schedule.Move`).
-    likes: for "kv" and "sum", a message of the size and dtype of those that are received.
+    likes: for "kv" and "sum", a message like received ones.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], likes: Mapping[str, torch.Tensor]) -> None:
@@ -148,7 +142,6 @@ class RingP2P:
         self._going: list[tuple[torch.Tensor, Any]] = []
 
     def post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Start these messages; `held` has what is sent."""
         self._going = [each for each in self._going if not each[1].is_completed()]
         for lane, group in enumerate(self._groups):
             chosen = [move for move in moves if move.lane == lane]
@@ -162,7 +155,7 @@ class RingP2P:
                 peer = dist.get_global_rank(group, move.peer)
                 operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, group))
             works = dist.batch_isend_irecv(operations)
-            # NCCL and HCCL give one handle for all.
+            # NCCL and HCCL return a single handle.
             works = works if len(works) == len(chosen) else works * len(chosen)
             for move, tensor, work in zip(chosen, tensors, works, strict=True):
                 if move.direction == "send":
@@ -171,17 +164,14 @@ class RingP2P:
                     self._coming[move.what, move.owner] = tensor, work
 
     def expects(self, what: str, owner: int) -> bool:
-        """Whether a receive of this message was posted and not taken."""
         return (what, owner) in self._coming
 
     def take(self, what: str, owner: int) -> torch.Tensor:
-        """Wait for a message."""
         tensor, work = self._coming.pop((what, owner))
         work.wait()
         return tensor
 
     def finish(self) -> None:
-        """Wait for all sends."""
         for _, work in self._going:
             work.wait()
         self._going.clear()

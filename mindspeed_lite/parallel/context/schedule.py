@@ -1,10 +1,10 @@
-"""Ring attention as a list of steps for each rank: which messages start, which block is computed.
+"""Ring attention as a list of steps for each rank.
 
-A block is one rank's queries against one owner's keys and values, which travel while the block before is computed. In
-the backward pass the sum of an owner's gradients follows: each rank adds its block's, and the last one sends it home.
+Keys and values of a block travel during the previous block. In backward the owner's gradient sum follows: each rank
+adds its block's, the last one returns it.
 
-A double ring has windows of `window` adjacent ranks. The inner ring turns within a window; the hop to the next window
-overlaps with a whole turn, which suits slow links between hosts.
+A double ring rotates within windows of `window` adjacent ranks; the hop to the next window overlaps with a whole inner
+rotation, for slow links between hosts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 
 class Move(NamedTuple):
-    """One message: the keys and values of `owner`, or the sum of their gradients.
+    """Keys and values of `owner`, or their gradient sum.
 
-    lane: 0 for hops that the next block waits for; 1 for those that have longer, and for sums.
+    lane: 0 for hops the next block waits for; 1 for longer ones and sums.
     """
 
     what: Literal["kv", "sum"]
@@ -30,11 +30,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of a rank: messages that start, then the block of `owner`.
+    """Messages to start, then the block of `owner`.
 
-    moves: in the order in which both sides post them.
-    computes: whether a query of this rank sees one of the owner's keys.
-    receives_sum: whether the block's gradients are added to a received sum.
+    moves: in the posting order of both sides.
+    computes: whether any of the owner's keys is visible.
+    receives_sum: adds to a received sum.
     """
 
     moves: tuple[Move, ...]
@@ -45,7 +45,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one rank in both passes; `last`: the moves after the last block of the backward pass."""
+    """Steps of one rank; `last`: moves after the last backward block."""
 
     rank: int
     forward: tuple[RingStep, ...]
@@ -55,18 +55,18 @@ class Program:
 
 # needed[reader][owner]: whether a query of `reader` sees a key of `owner`.
 Needed = tuple[tuple[bool, ...], ...]
-# (step, rank) -> the messages that start there.
+# (step, rank) -> messages to start.
 _Moves = dict[tuple[int, int], tuple[Move, ...]]
 
 
 @functools.lru_cache(maxsize=256)
 def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again: bool = True) -> tuple[Program, ...]:
-    """The program of each rank of a ring (`window` 1 or `ranks`) or double ring.
+    """Programs of a ring (`window` 1 or `ranks`) or double ring.
 
     Args:
-        window: ranks of an inner ring; divides `ranks`.
-        needed: blocks that are computed, all by default; keys that no later rank needs are not sent.
-        kv_again: whether keys and values travel in the backward pass too; not if the forward pass has kept them.
+        window: ranks of an inner ring.
+        needed: blocks to compute, default all; keys no later rank needs are not sent.
+        kv_again: send keys and values in backward too; False if cached.
 
     Raises:
         ValueError: `window` does not divide `ranks`.
@@ -88,7 +88,7 @@ def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again
 
 
 def _ring_order(ranks: int, window: int, rank: int, sign: int) -> list[int]:
-    """By step: the owners of a rank's blocks (sign -1), or the readers of an owner's block (sign 1)."""
+    """By step: owners of a rank's blocks (sign -1), readers of an owner's block (sign 1)."""
     windows = ranks // window
     outer, inner = divmod(rank, window)
     return [
@@ -99,9 +99,9 @@ def _ring_order(ranks: int, window: int, rank: int, sign: int) -> list[int]:
 
 
 def _moves(ranks: int, window: int, needed: Needed) -> tuple[_Moves, _Moves, set[tuple[int, int]]]:
-    """(hops of keys and values, hops of sums, (reader, owner) that adds to a received sum).
+    """(KV hops, sum hops, (reader, owner) that adds to a received sum).
 
-    A sum leaves after the block of the step before; step `ranks` is the end of the pass.
+    A sum leaves after the previous step's block; step `ranks` is the end of the pass.
     """
     kv: _Moves = {}
     sums: _Moves = {}
@@ -109,7 +109,7 @@ def _moves(ranks: int, window: int, needed: Needed) -> tuple[_Moves, _Moves, set
     for owner in range(ranks):
         readers = _ring_order(ranks, window, owner, 1)
         computing = [step for step, reader in enumerate(readers) if step and needed[reader][owner]]
-        # The step that a reader has the block from: the hop before in its window, or the window before.
+        # The previous hop in the window, or the previous window.
         parents = {step: step - 1 if step % window else step - window for step in range(1, ranks)}
         wanted = set(computing)
         for step in range(ranks - 1, 0, -1):

@@ -1,7 +1,7 @@
-"""Ulysses: all-to-alls from some rows with all heads to all rows with some heads, and back.
+"""Ulysses: all-to-alls between a rank's rows with all heads and all rows with its heads.
 
-Each rank gets whole groups of query heads with their key heads. With fewer key heads than ranks, several ranks get the
-same key head, and its gradients are summed. Received rows are put in the order of the sequence.
+Ranks get whole query-head groups with their key heads. With fewer key heads than ranks, key heads are shared and their
+gradients summed. Received rows are put in sequence order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_lite.parallel.context.layout import Spans, by_rank, in_order
 
 
 class HeadSplit(NamedTuple):
-    """The query heads and the key heads of each rank, as (first, end)."""
+    """Query heads and key heads of each rank, as (first, end)."""
 
     q: Spans
     k: Spans
@@ -30,11 +30,7 @@ class HeadSplit(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
-    """Spread heads over ranks as evenly as they divide.
-
-    Raises:
-        ValueError: there are fewer query heads than ranks, or so few for a key head that a rank would have none.
-    """
+    """Split heads evenly. Raises ValueError if a rank gets no query head or no key head."""
     ratio = heads // groups
     if groups >= ranks:
         keys = _evenly(groups, ranks)
@@ -52,7 +48,6 @@ def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
 
 
 def _evenly(items: int, parts: int) -> Spans:
-    """Spans of nearly one size, the larger ones first."""
     size, more = divmod(items, parts)
     ends = [size * i + min(i, more) for i in range(parts + 1)]
     return tuple(itertools.pairwise(ends))
@@ -67,10 +62,10 @@ def to_heads(
     *,
     gather_keys: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[rows, .., heads, size] of this rank -> [all rows, .., its heads, size], differentiable.
+    """[rows, .., heads, size] -> [all rows, .., its heads, size], differentiable.
 
     order: of the ranks' concatenated rows (see `layout.Gathered`).
-    gather_keys: gather all key heads and take what is needed, instead of sending each rank its own.
+    gather_keys: gather all key heads instead.
     """
     split = split_heads(q.shape[-2], k.shape[-2], group.size())
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -126,7 +121,6 @@ class _ToRows(torch.autograd.Function):
 def _scatter_heads(
     tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
 ) -> list[torch.Tensor]:
-    """Send each rank its heads of these tensors; one all-to-all for all of them."""
     rank = group.rank()
     outgoing = [
         torch.cat([t[..., slice(*its[peer]), :].reshape(-1) for t, its in zip(tensors, heads, strict=True)])
@@ -139,7 +133,7 @@ def _scatter_heads(
 def _gather_heads(
     tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
 ) -> list[torch.Tensor]:
-    """The inverse: this rank's rows with all heads; parts of a head from several ranks are summed."""
+    """Inverse; shared heads are summed."""
     rank, ranks = group.rank(), group.size()
     rows = [by_rank(t, order, ranks) for t in tensors]
     outgoing = [torch.cat([parts[peer].reshape(-1) for parts in rows]) for peer in range(ranks)]
@@ -155,7 +149,7 @@ def _gather_heads(
 
 
 def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
-    """Heads of all ranks as one tensor; sums are fp32 (float64 for float64) and rounded once."""
+    """Sums are fp32 (float64 for float64) and rounded once."""
     if len(set(heads)) == len(heads):
         return torch.cat(list(parts), -2)
     first = parts[0]
@@ -169,7 +163,6 @@ def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 def _all_to_all(
     outgoing: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
 ) -> list[list[torch.Tensor]]:
-    """Send each rank a flat message; returns the received tensors, of shapes[rank][tensor]."""
     sizes = [[math.prod(shape) for shape in its] for its in shapes]
     received = outgoing[0].new_empty(sum(map(sum, sizes)))
     sent = [each.numel() for each in outgoing]

@@ -1,10 +1,10 @@
-"""Exchange of experts' tokens and grouped GEMM in one CANN operator (MC2), on Ascend NPUs over HCCL.
+"""Fused all-to-all and grouped GEMM (CANN MC2) for experts, on Ascend NPUs over HCCL.
 
-`dispatch_linear` is the all-to-all to the experts and their first product, `linear_combine` the last product and the
-all-to-all back. Each is the other's gradient with respect to its rows. Unsupported calls run in separate steps.
+`dispatch_linear` is the dispatch and first GEMM, `linear_combine` the last GEMM and combine. Each is the other's
+gradient with respect to its rows. Unsupported calls run unfused.
 
 Source: documentation of torch_npu.npu_alltoallv_gmm and npu_gmm_alltoallv (op-plugin 7.3), and of CANN's
-aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
+    aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_lite.ops.grouped_matmul import TakeGradients, grouped_matmul
 from mindspeed_lite.ops.permute import sort_chunks
 from mindspeed_lite.parallel.mc2 import communicator
 
-# Limits on Atlas A3: ranks of a group, experts of a rank and of a group, columns, bytes of a message.
+# Atlas A3: group ranks, experts per rank and group, columns, message bytes.
 RANKS = (8, 16, 32, 64, 128)
 MOST_EXPERTS_OF_RANK, MOST_EXPERTS = 32, 256
 WIDTH_LIMIT = 65536
@@ -29,26 +29,25 @@ LEAST_BYTES, MOST_BYTES = 2 << 20, 100 << 20
 
 
 class ExpertCounts(NamedTuple):
-    """Rows sent to each expert of the group, and received by rank and local expert."""
+    """Rows sent to each expert, and received by rank and local expert."""
 
     sent: list[int]
     received: list[int]
 
     def of_experts(self, ranks: int) -> list[int]:
-        """Rows of each local expert."""
         each = len(self.received) // ranks
         return [sum(self.received[expert::each]) for expert in range(each)]
 
 
 class RowsOfRank(NamedTuple):
-    """The fewest and the most rows that any rank sends or receives."""
+    """Fewest and most rows that any rank sends or receives."""
 
     least: int
     most: int
 
     @classmethod
     def of_group(cls, counts: ExpertCounts, group: dist.ProcessGroup, device: torch.device) -> RowsOfRank:
-        """The same on every rank. A collective."""
+        """Equal on every rank. A collective."""
         totals = sum(counts.sent), sum(counts.received)
         found = torch.tensor([-min(totals), max(totals)], device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -57,9 +56,9 @@ class RowsOfRank(NamedTuple):
 
 
 def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
-    """Reasons why the operators cannot take rows x [T, K] and experts' weights [K, width].
+    """Reasons against rows x [T, K] and weights [K, width]; equal on all ranks.
 
-    experts: of this rank. The same on all ranks of the group.
+    experts: of this rank.
     """
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -89,7 +88,7 @@ def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: 
 
 @dataclass(frozen=True)
 class AlltoAllMC2:
-    """The exchange of one batch; `log` gets the reasons of a fallback."""
+    """Exchange of one batch; `log` gets fallback reasons."""
 
     group: dist.ProcessGroup
     counts: ExpertCounts
@@ -101,7 +100,7 @@ class AlltoAllMC2:
     ) -> torch.Tensor:
         """x [T, K] by expert of the group -> x w_e^T [A, N] by local expert, with weights w_e [N, K].
 
-        take_gradients: as for `ops.grouped_matmul`, of the rows that have arrived.
+        take_gradients: as for `ops.grouped_matmul`.
         """
         y: torch.Tensor = _DispatchLinear.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
@@ -109,14 +108,14 @@ class AlltoAllMC2:
     def linear_combine(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
     ) -> torch.Tensor:
-        """x [A, K] by local expert -> x w_e^T, returned to its source as [T, N] by expert of the group."""
+        """x [A, K] by local expert -> x w_e^T [T, N] by expert of the group."""
         y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
     def arrive(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(products, rows that have arrived); with w_e^T if `transposed`, else with w_e."""
+        """(outputs, received rows); with w_e^T if `transposed`, else with w_e."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
             name = communicator(self.group, x.device)
@@ -132,7 +131,6 @@ class AlltoAllMC2:
         return grouped_matmul(arrived, weights, self.counts.of_experts(ranks), transposed=transposed), arrived
 
     def leave(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
-        """Products of this rank's rows, returned to the rows' sources."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
             name = communicator(self.group, x.device)
@@ -167,7 +165,6 @@ def _by_rank(counts: list[int], ranks: int) -> list[int]:
 
 
 def _transposed(chunks: int, parts: int) -> list[int]:
-    """The order of chunks after transposing [parts, chunks / parts]."""
     each = chunks // parts
     return [part * each + place for place in range(each) for part in range(parts)]
 

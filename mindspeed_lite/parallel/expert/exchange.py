@@ -1,10 +1,10 @@
-"""Asynchronous collectives that overlap with the operators between issue and wait, in both passes.
+"""Async collectives with separate issue and wait; code in between overlaps in both passes.
 
     out = issue(x, ...)         forward: starts the message         backward: waits for the gradient
     shared_expert(...)                   overlaps                             overlaps
-    messages.wait()                      waits for it                         (the gradient was sent when it was ready)
+    messages.wait()                      waits for it                         (gradient already sent)
 
-Autograd runs ready nodes in reverse order, so the same operators run between send and wait of the gradient.
+Autograd runs ready nodes in reverse order, so the same operators overlap with the gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ Splits = Sequence[int] | None
 
 
 class Collective(Protocol):
-    """A collective whose gradient is another collective."""
-
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """(work, out) for a contiguous x [rows, ...]; `out` is valid after `work.wait()`."""
 
     def reversed(self) -> Collective:
-        """The collective of the gradient."""
+        """The gradient's collective."""
 
 
 class AllToAll(NamedTuple):
-    """Rows received and sent by rank; None for equal parts."""
+    """Rows by rank; None for equal parts."""
 
     received: Splits
     sent: Splits
@@ -45,8 +43,6 @@ class AllToAll(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """Concatenates the rows of all ranks."""
-
     group: dist.ProcessGroup
 
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -58,8 +54,6 @@ class AllGather(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    """This rank's part of the sum over all ranks."""
-
     group: dist.ProcessGroup
 
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -71,24 +65,23 @@ class ReduceScatter(NamedTuple):
 
 
 class Messages:
-    """Messages in flight, and jobs to run while the next gradient message of a backward pass is."""
+    """Messages in flight, and jobs to overlap with them in backward."""
 
     def __init__(self) -> None:
         self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._jobs: list[Callable[[], None]] = []
-        # Whether jobs can overlap with a gradient message that is still to be sent.
         self.takes_jobs = False
-        # Autograd sequence number of the wait for the gradient of the message before.
+        # Autograd sequence number of the previous message's gradient wait.
         self._place: int | None = None
-        # That of the dispatch's first message, and whether jobs will overlap with the dispatch's gradients.
+        # Of the dispatch's first message, and whether jobs overlap with dispatch gradients.
         self._first: int | None = None
         self._expects_jobs = False
 
     def begin(self, is_dispatch: bool = True) -> None:
-        """Group the messages issued from here on: the backward pass sends all of them before it waits for one.
+        """Group subsequent messages: backward sends all of them before it waits for one.
 
-        is_dispatch: they bring tokens to experts; else they return results, and their gradients travel first. With
-            `expect_jobs` these overlap with all other operators, and the dispatch's gradients with the jobs.
+        is_dispatch: messages bring tokens to experts; otherwise gradients travel first. With `expect_jobs`, result
+            gradients overlap with all other operators and dispatch gradients with the jobs.
         """
         if is_dispatch:
             self._place, self._first, self._expects_jobs = None, None, False
@@ -98,11 +91,11 @@ class Messages:
             self._place = None
 
     def expect_jobs(self) -> None:
-        """Announce jobs between the gradients that arrive at experts and those that leave them."""
+        """Jobs between gradients that reach experts and those that leave them."""
         self._expects_jobs = True
 
     def place(self, node: Any) -> None:
-        """Order a backward node after those of the messages of its group."""
+        """Order a node after its group's messages."""
         self._place = node._sequence_nr() - 2 if self._place is None else self._place - 1
         if self._first is None:
             self._first = self._place
@@ -112,7 +105,7 @@ class Messages:
         return len(self._works) + len(self._jobs)
 
     def send(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        """Start a collective of x [rows, ...]; its result is valid after `wait`."""
+        """Valid after `wait`; x [rows, ...]."""
         x = x.contiguous()
         work, out = collective.start(x)
         self._works.append((work, x, out))
@@ -120,25 +113,23 @@ class Messages:
 
     @torch.no_grad()
     def wait(self, leaving: int = 0) -> None:
-        """Wait for messages, the oldest first, until `leaving` are left."""
-        # Without a graph: gloo copies a sum into place in wait().
+        # Outside the graph: gloo copies a sum into place in wait().
         while len(self._works) > leaving:
             self._works.pop(0)[0].wait()
 
     def put(self, job: Callable[[], None], is_certain: bool = False) -> bool:
-        """Run `job` before the wait for the next message; returns False if none will come."""
+        """Run a job before the wait for the next message; returns False if none will come."""
         if self.takes_jobs or is_certain:
             self._jobs.append(job)
         return self.takes_jobs or is_certain
 
     def run_jobs(self) -> None:
-        """Run all jobs, the oldest first."""
         while self._jobs:
             self._jobs.pop(0)()
 
 
 class _Return(torch.autograd.Function):
-    """Identity; its backward runs the jobs and waits for the gradient that `_Leave` sent."""
+    """Identity; its backward runs the jobs and waits for `_Leave`'s gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: Messages, with_jobs: bool) -> torch.Tensor:
@@ -155,7 +146,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sends the rows; its backward sends their gradients back. Neither waits."""
+    """Sends rows, in backward their gradients. Never waits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
@@ -165,15 +156,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.with_jobs:
-            # Experts come next, and after them another message.
+            # After the experts there is another message.
             ctx.messages.takes_jobs = True
         return ctx.messages.send(grad, ctx.collective.reversed()), None, None, None
 
 
 def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
-    """Start a collective of x [rows, ...], whose result is valid after `messages.wait()`; differentiable.
+    """Start a collective of x [rows, ...], valid after `messages.wait()`; differentiable.
 
-    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they are made after it arrives.
+    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they follow it.
     """
     back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
     if back.grad_fn is not None:

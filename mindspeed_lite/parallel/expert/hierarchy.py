@@ -1,10 +1,9 @@
-"""Hierarchical exchange of experts' tokens: one copy to each node, then one to each rank inside it.
+"""Hierarchical expert exchange: one token copy per node, then one per rank inside it.
 
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 
-Peers between nodes are the ranks of the same place. Results return by the same path, summed in fp32 on each rank and
-node, so that one row per token and node crosses the network. `spread` and `collect` are each other's gradient.
-Probabilities travel by (token, expert) pair.
+Results return by the same path, summed in fp32 on each rank and node: one row per token and node crosses the network.
+    `spread` and `collect` are each other's gradient. Probabilities travel by (token, expert) pair.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -26,17 +25,17 @@ from mindspeed_lite.ops.permute import rows as row_ids
 
 from ..groups import new_groups
 
-# Group -> ranks of a node -> (group within the node, group between nodes); kept for the next session.
+# Group -> ranks of a node -> (intra-node, inter-node group); reused by the next session.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
-    """The number of a group's ranks on each node; ranks: global ranks in the order of the group.
+    """Ranks per node; ranks: global, in group order.
 
     Raises:
-        ValueError: all ranks are on one node, or not equally many and adjacent on each.
+        ValueError: a single node, or unequal or non-adjacent ranks per node.
     """
     nodes = [rank // node_size for rank in ranks]
     count = nodes.count(nodes[0])
@@ -52,11 +51,7 @@ def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
 
 
 class NodeGroups:
-    """Process groups within this rank's node and between nodes, created once per `group`. A collective.
-
-    Raises:
-        ValueError: see `ranks_per_node`.
-    """
+    """Intra-node and inter-node groups, created once per `group`. A collective."""
 
     def __init__(self, group: dist.ProcessGroup, node_size: int) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -67,23 +62,20 @@ class NodeGroups:
         made = _MADE.setdefault(group, {})
         if self.ranks not in made:
             mates, peers = ranks[node * self.ranks : (node + 1) * self.ranks], ranks[place :: self.ranks]
-            # A single rank of a node sends nothing within it.
             *within, between = new_groups(group, *([mates] if len(mates) > 1 else []), peers)
             made[self.ranks] = within[0] if within else None, between
         self.within, self.between = made[self.ranks]
 
 
 class Splits(NamedTuple):
-    """Rows sent to and received from each rank of a group."""
-
     sent: list[int]
     received: list[int]
 
 
 class TwoLevels(NamedTuple):
-    """What one rank sends and receives: rows, and (token, expert) pairs, between and within nodes.
+    """Rows and (token, expert) pairs of one rank, between and within nodes.
 
-    sources: (rank of the group, rows) in the order in which rows arrive.
+    sources: (rank of the group, rows) in arrival order.
     """
 
     rows_between: Splits
@@ -94,7 +86,7 @@ class TwoLevels(NamedTuple):
 
 
 def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
-    """What rank `rank` of a group sends and receives.
+    """What one rank sends and receives.
 
     table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
     """
@@ -121,7 +113,7 @@ def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
 
 
 class Exchange(NamedTuple):
-    """An all-to-all of rows and its inverse; group: None for a rank alone."""
+    """All-to-all of rows; group: None for a single rank."""
 
     group: dist.ProcessGroup | None
     splits: Splits
@@ -143,7 +135,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Copies of rows: copy i is of row index[i] (int32) of `rows` rows."""
+    """Row copies: copy i is of row index[i] (int32) of `rows` rows."""
 
     index: torch.Tensor
     rows: int
@@ -164,7 +156,7 @@ class RowCopies:
 
 
 class Path(NamedTuple):
-    """The path of rows to experts; `spread` starts after `to_nodes`, and `collect` ends there."""
+    """Path to experts; `spread` starts after `to_nodes`, `collect` ends there."""
 
     to_nodes: RowCopies
     between: Exchange
@@ -179,21 +171,21 @@ class Path(NamedTuple):
         return self.to_experts.spread(arrived)
 
     def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """Rows of local experts -> rows of nodes, in y's dtype; sums and messages within a node are fp32."""
+        """Rows of local experts -> rows of nodes, in y's dtype; intra-node sums and messages are fp32."""
         partial = self.to_experts.collect(y.to(torch.promote_types(y.dtype, torch.float32)))
         partial = self.to_ranks.collect(self.within.send_back(partial))
         return self.between.send_back(partial.to(y.dtype))
 
 
 class Route(NamedTuple):
-    """Paths of a batch's tokens [T, H] and of their probabilities [T * E]."""
+    """Paths of tokens [T, H] and of probabilities [T * E]."""
 
     tokens: Path
     probs: Path
 
 
 def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
-    """The paths of this rank's tokens; routing_map: [T, E] bool, any T. A collective."""
+    """Paths of tokens; routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
@@ -228,7 +220,7 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
 
 
 def padded_map(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Add tokens of probability 0 to routing_map [T, E] so that each expert has `capacity`."""
+    """Pad routing_map [T, E] with zero-probability tokens to `capacity` per expert."""
     by_expert = routing_map.t()
     token = by_expert.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     return torch.zeros_like(by_expert).scatter_(1, token, True).t()
@@ -244,12 +236,11 @@ def _counts(by_rank: torch.Tensor, nodes: int) -> torch.Tensor:
 class _Level(NamedTuple):
     rows: RowCopies
     pairs: RowCopies
-    # [rows that are sent, experts of a place]: which of these experts each row is for.
+    # [sent rows, experts of a place].
     wanted: torch.Tensor
 
 
 def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int) -> _Level:
-    """Rows to send to each of `places` and the numbers of their pairs, place by place."""
     shape = (len(wanted), places, wanted.shape[1] // places)
     by_place = wanted.reshape(shape).transpose(0, 1)
     needs = by_place.any(-1)
@@ -262,7 +253,6 @@ def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int)
 
 
 def _numbers(wanted: torch.Tensor) -> torch.Tensor:
-    """[R, E] -> the index of each pair among all, row by row."""
     return (wanted.flatten().cumsum(0, dtype=torch.int32) - 1).view(wanted.shape)
 
 
@@ -274,17 +264,16 @@ def _packed(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """The inverse of `_packed`."""
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) & weights).bool()
     return bits.view(len(packed), packed.shape[1] * 8)[:, :count]
 
 
 def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Rows to experts, differentiable. Saves only indices."""
+    """Rows to experts, differentiable; saves only indices."""
     return linear_map(x, way.spread, way.collect)
 
 
 def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Results to tokens, differentiable. Saves only indices."""
+    """Results to tokens, differentiable; saves only indices."""
     return linear_map(y, way.collect, way.spread)

@@ -1,4 +1,4 @@
-"""Rows of experts' tokens that are released after use and exchanged again in the backward pass."""
+"""Expert input rows, freed after use and exchanged again in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .exchange import Collective, Messages
 
 
 class RecomputedRows:
-    """The rows of one layer and micro-batch.
+    """Rows of one layer and micro-batch.
 
-        rows.release(x)    forward, after the first product has read x [rows, hidden]
+        rows.release(x)    forward, after the first GEMM has read x [rows, hidden]
         rows.leave()       backward, before work that overlaps with the message
         rows.arrive()      before x is read: waits, sorts the rows, fills x
 
-    Every rank of the group calls `leave` at the same place among its collectives, with rows or without.
+    All ranks call `leave` at the same place among their collectives.
 
     Args:
-        permute: makes the rows that this rank sends.
-        collective: how they travel; None if they stay.
+        permute: makes the outgoing rows.
+        collective: None if rows stay.
         order: sorts received rows by expert.
     """
 
@@ -38,12 +38,10 @@ class RecomputedRows:
         self._received: torch.Tensor | None = None
 
     def release(self, x: torch.Tensor) -> None:
-        """Free the memory of x."""
         self._released = ReleasedTensor(x)
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Send the rows, once."""
         if self._released is None or self._received is not None:
             return
         rows = self._permute()
@@ -51,7 +49,6 @@ class RecomputedRows:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Fill the released tensor, once."""
         self.leave()
         if self._released is None or self._received is None:
             return
