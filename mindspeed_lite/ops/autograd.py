@@ -24,14 +24,9 @@ class Kernel(NamedTuple):
     backward: Callable[[torch.Tensor, Any, Any, Sequence[bool]], Inputs]
 
 
-def apply(kernel: Kernel, inputs: Inputs, options: Any = None) -> Any:
-    """The outputs of `kernel`, recorded for the backward pass if an input requires a gradient."""
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
-        return _Function.apply(kernel, options, *inputs)  # type: ignore[no-untyped-call]
-    return kernel.forward(inputs, options)[0]
+class KernelFunction(torch.autograd.Function):
+    """Runs a kernel; a subclass gives it another name in profiles."""
 
-
-class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, options: Any, *inputs: torch.Tensor | None) -> Any:
         outputs, saved = kernel.forward(inputs, options)
@@ -50,6 +45,13 @@ class _Function(torch.autograd.Function):
             return (None, None, *(None for _ in wanted))
         gradients = ctx.kernel.backward(dout, ctx.saved_tensors, ctx.options, wanted)
         return (None, None, *(each if want else None for each, want in zip(gradients, wanted, strict=True)))
+
+
+def apply(kernel: Kernel, inputs: Inputs, options: Any = None, function: type[KernelFunction] = KernelFunction) -> Any:
+    """The outputs of `kernel`, recorded for the backward pass if an input requires a gradient."""
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        return function.apply(kernel, options, *inputs)  # type: ignore[no-untyped-call]
+    return kernel.forward(inputs, options)[0]
 
 
 def linear_map(x: torch.Tensor, forward: Map, adjoint: Map) -> torch.Tensor:
