@@ -1,4 +1,4 @@
-"""Cases of accumulate_wgrad, compared with the matmul and the addition of autograd and a gradient hook.
+"""Cases of accumulate_wgrad, compared with autograd's matmul and addition.
 
 Work counts dy and x read, main_grad read and written, and the matmul.
 """
@@ -53,7 +53,7 @@ def apex(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# Layers of a small model (query-key-value, MLP, output layer), and Llama 8B's.
+# A small model's QKV, MLP and output layers; Llama 8B.
 CASES = OperatorCases(
     operator="accumulate_wgrad",
     shape=Shape,

@@ -28,7 +28,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     if main_grad.dtype == x.dtype:
         return main_grad.addmm_(dy.t(), x)
     if torch.compiler.is_compiling() or type(main_grad) is not torch.Tensor:
-        # PyTorch's decomposition of the operator takes the dtype for beta.
+        # PyTorch's decomposition of addmm.dtype_out takes the dtype for beta.
         return reference.accumulate_wgrad(main_grad, dy, x)
     return _add_product(main_grad, dy, x)
 

@@ -1,6 +1,6 @@
-"""Cases of bias_dropout_add, compared with Megatron's steps. With dropout, results are random and not compared.
+"""Cases of bias_dropout_add, compared with Megatron's steps; random results are not compared.
 
-Operations of an element: two additions forward, one backward, and two more each with dropout.
+Operations of an element: 2 forward, 1 backward, and 2 more each with dropout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 
 @dataclass(frozen=True)
 class Shape:
-    """[rows, width]; p: probability of dropping an element."""
+    """[rows, width]; p: dropout probability."""
 
     rows: int
     width: int

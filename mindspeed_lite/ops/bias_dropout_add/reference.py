@@ -1,4 +1,4 @@
-"""bias_dropout_add in plain PyTorch, step by step as Megatron writes it."""
+"""bias_dropout_add in plain PyTorch, with Megatron's steps."""
 
 from __future__ import annotations
 

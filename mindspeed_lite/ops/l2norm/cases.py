@@ -1,6 +1,6 @@
-"""Cases of l2norm, compared with Megatron's norm of norms without its transfers to the host.
+"""Cases of l2norm, compared with Megatron's norm of norms without host transfers.
 
-The tensors are gradients in fp32, also for 16-bit models. Operations of an element: a multiplication and an addition.
+Gradients are fp32, also for 16-bit models. Operations of an element: 2.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from mindspeed_lite.ops.l2norm import l2norm
 
 @dataclass(frozen=True)
 class Shape:
-    """`tensors` tensors of `elements`."""
-
     tensors: int
     elements: int
 

@@ -1,7 +1,7 @@
 """Cases of masked_softmax, compared with the steps of Megatron's local attention.
 
-Work counts visible scores read, all probabilities written, and a mask tensor read; backward likewise with gradients.
-Under the causal mask only the lower triangle is visible. Operations of a visible score: 5 forward, 7 backward.
+Work counts visible scores, all probabilities, their gradients, and a mask tensor. Operations of a visible score: 5
+forward, 7 backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspeed_lite.ops.masked_softmax import masked_softmax
 
 @dataclass(frozen=True)
 class Shape:
-    """Scores [b, n, sq, sk]; the causal mask, or a random one."""
+    """Scores [b, n, sq, sk]; causal or random mask."""
 
     b: int
     n: int
@@ -58,7 +58,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((2 * visible + total) * size + mask, 7 * visible)
 
 
-# correctness: lengths that NPUs take.
+# correctness: lengths that NPUs support.
 CASES = OperatorCases(
     operator="masked_softmax",
     shape=Shape,

@@ -1,4 +1,4 @@
-"""permute on CPU in C++: indices from one pass over the map, rows copied, sums over a token's rows in fp32."""
+"""permute on CPU in C++: one pass over the map for row ids; row sums in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of rms_norm, compared with `torch.nn.functional.rms_norm`, which Megatron's local norm calls.
+"""Cases of rms_norm, compared with `torch.nn.functional.rms_norm` (Megatron's local norm).
 
 Work counts every tensor once. Operations of an element: 4 forward, 9 backward.
 """
@@ -29,7 +29,7 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """x, and a weight to which 1 can be added without rounding."""
+    """x, and a weight for which 1 + weight is exact."""
     x, weight = draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0)
     return x, (weight.detach() - 1).requires_grad_() if shape.zero_centered else weight
 
@@ -49,13 +49,12 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel with Gemma's rounding (all in fp32, like ours), without overwriting dy."""
+    """Liger-Kernel with Gemma's rounding (all fp32, like ours), not overwriting dy."""
     function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
 
 
 def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Transformer Engine's module, with the problem's weight as its own."""
     module: Any = importlib.import_module("transformer_engine.pytorch")
 
     @functools.lru_cache(1)

@@ -1,10 +1,8 @@
-"""Cases of vocab_embedding, compared with Megatron's embedding and its assignments to masked positions.
+"""Cases of vocab_embedding, compared with Megatron's masked embedding.
 
-The rank holds one of four vocabulary shards. Work counts a row read for each local id and one written for each id;
-backward the output's gradient read and the weight's written.
-
-`main=1`: the shard is the whole vocabulary, and the case adds the lookup's gradient to an fp32 main gradient, as one
-micro-batch does.
+The rank holds one of four shards. Work counts a row read per local id and one written per id; backward, dy read and the
+weight gradient written. `main=1`: unsharded; adds the lookup's gradient to an fp32 main gradient, as one micro-batch
+does.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """weight and ids; with a main gradient also dy and that gradient."""
+    """weight and ids; with `main` also dy and the main gradient."""
     weight = draw(shape.rows, shape.hidden, gradient=not shape.main)
     ids = draw.integers(shape.rows * (1 if shape.main else SHARDS), shape.ids)
     if not shape.main:
@@ -63,7 +61,7 @@ def reference(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torc
         out[mask, :] = 0.0
         return out
     dy, main_grad = main
-    # What autograd does, in a form that torch.compile can trace.
+    # Autograd's computation in a form that torch.compile can trace.
     out = torch.nn.functional.embedding(ids, weight)
     gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
     return main_grad.add_(gradient)
@@ -77,7 +75,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work | None]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel's embedding, whose dense gradient is added."""
+    """Liger-Kernel's embedding with a dense gradient."""
     function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
 
     def run(weight: torch.Tensor, ids: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
