@@ -1,8 +1,8 @@
 """Recomputes checkpointed functions ahead of their backward pass.
 
-A checkpoint recomputes its function when the gradient arrives, although that needs only the inputs. `recompute` runs
-what one micro-batch of a model chunk has checkpointed at any time before; the checkpoint's own recomputation then gets
-that graph. Inputs and random numbers are the same, so results are bitwise equal.
+A checkpoint recomputes when the gradient arrives, but needs only its inputs. `recompute` does so earlier for one
+micro-batch of a model chunk; the checkpoint's own recomputation then reuses that graph. Same inputs and random state:
+bitwise equal results.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 Function = Callable[..., Any]
 Unit = tuple[int, int]
-# Saves the random number generators' state; the returned function restores it within a `with` block.
+# Saves the RNG state; the returned function restores it within a `with` block.
 Snapshot = Callable[[], Callable[[], AbstractContextManager[object]]]
 
 
 class AheadFunction:
-    """A function given to a checkpoint, which calls it in forward and, to recompute, in backward."""
+    """Checkpointed function, called in forward and, to recompute, in backward."""
 
     def __init__(self, function: Function, snapshot: Snapshot, paused: Callable[[], AbstractContextManager[object]]):
         self._function, self._snapshot, self._paused = function, snapshot, paused
@@ -37,13 +37,13 @@ class AheadFunction:
         if self._outputs is None:
             return self._function(*inputs)
         is_single = isinstance(self._outputs, torch.Tensor)
-        # Weights give the outputs a graph even if no input needs a gradient.
+        # Gives the outputs a graph for weights even if no input needs a gradient.
         anchor = torch.empty(0, requires_grad=True)
         found = _Reattached.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
         return found[0] if is_single else found
 
     def recompute(self) -> None:
-        """Run the function again, with a graph."""
+        """Reruns the function with a graph."""
         assert self._restored is not None, "it has not run yet"
         self._inputs = tuple(
             each.detach().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
@@ -53,14 +53,13 @@ class AheadFunction:
             self._outputs = self._function(*self._inputs)
 
     def _take(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return and drop inputs and outputs."""
         outputs = (self._outputs,) if isinstance(self._outputs, torch.Tensor) else tuple(self._outputs)
         inputs, self._inputs, self._outputs = self._inputs, (), None
         return inputs, outputs
 
 
 class _Reattached(torch.autograd.Function):
-    """Attaches the outputs of a recomputation to the inputs of the checkpoint's own recomputation."""
+    """Attaches recomputed outputs to the inputs of the checkpoint's own recomputation."""
 
     @staticmethod
     def forward(ctx: Any, ahead: AheadFunction, anchor: torch.Tensor, *inputs: Any) -> Any:
@@ -91,9 +90,9 @@ class _Reattached(torch.autograd.Function):
 
 
 class RecomputedUnits:
-    """The checkpoints of each unit (chunk, micro-batch), in the order of their forward passes.
+    """Checkpoints of each unit (chunk, micro-batch) in forward order.
 
-    stores_others: units that are not recomputed ahead checkpoint nothing; else they recompute in their backward pass.
+    stores_others: units not recomputed ahead checkpoint nothing; else they recompute in backward.
     """
 
     def __init__(self, snapshot: Snapshot, stores_others: bool) -> None:
@@ -104,12 +103,12 @@ class RecomputedUnits:
         self._is_stored = False
 
     def begin(self, units: frozenset[Unit]) -> None:
-        """Start a training step in which `units` are recomputed ahead."""
+        """Starts a training step that recomputes `units` ahead."""
         self._units = units
         self._recorded.clear()
 
     def recording(self, forward: Callable[[int, Any], Any], chunk: int) -> Callable[[int, Any], Any]:
-        """Wrap a chunk's forward pass (micro-batch, input) to record what it checkpoints."""
+        """Wraps a chunk's forward (micro-batch, input) to record its checkpoints."""
 
         def recorded(microbatch: int, received: Any) -> Any:
             if (chunk, microbatch) in self._units:
@@ -136,10 +135,10 @@ class RecomputedUnits:
             self._now = now
 
     def checkpoint(self, checkpoint: Function, function: Function, arguments: Sequence[Any], inputs: Any) -> Any:
-        """Call `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
+        """Calls `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
 
-        A checkpoint loses the gradients of weights if no input needs a gradient; with `stores_others` the function then
-        runs without one.
+        A checkpoint loses weight gradients if no input needs a gradient; with `stores_others` the function then runs
+        without one.
         """
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         loses_gradients = bool(tensors) and not any(each.requires_grad for each in tensors)
@@ -151,6 +150,6 @@ class RecomputedUnits:
         return checkpoint(function, *arguments, *inputs)
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Recompute what a unit has checkpointed, after its forward."""
+        """Recomputes a unit's checkpoints, after its forward."""
         for each in self._recorded.pop((chunk, microbatch)):
             each.recompute()

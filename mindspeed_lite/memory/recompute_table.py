@@ -1,4 +1,4 @@
-"""Prints what was chosen for a pipeline stage, by runs of equal layers."""
+"""Prints the choice of a pipeline stage, by runs of equal layers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def table(
     rates: tuple[float, float] | None = None,
     why_kept: str = "",
 ) -> str:
-    """The choice of one pipeline stage, several lines.
+    """Choice of one pipeline stage, several lines.
 
-    everything: the peak if everything is kept.
-    rates: bytes a second to the host and back; None if nothing moves, for the reason `why_kept`.
+    everything: peak if everything is kept.
+    rates: bytes per second to the host and back; None if nothing moves, for the reason `why_kept`.
     """
     where = f" of pipeline stage {stage}" if stages > 1 else ""
     share = ""
@@ -49,7 +49,7 @@ def table(
 
 
 def changes(before: Sequence[tuple[frozenset[str], frozenset[str]]], choice: LayerChoice, what: str, stage: int) -> str:
-    """How the choice differs from an earlier one, named `what`; before: the parts of each layer."""
+    """Differences from an earlier choice named `what`; before: parts of each layer."""
     pairs = [(old, (option.again, option.swapped)) for old, option in zip(before, choice.options, strict=True)]
     found = []
     for (old, new), group in itertools.groupby(enumerate(pairs), key=lambda each: each[1]):
@@ -70,7 +70,7 @@ def _named(again: frozenset[str], swapped: frozenset[str]) -> str:
 
 
 def _runs(choice: LayerChoice) -> list[tuple[int, int, LayerOption, float]]:
-    """Runs of layers with one option: first, last, the option, and mean additional seconds of a layer."""
+    """Runs of layers with one option: first, last, option, mean additional seconds per layer."""
     found = []
     longer = [option.seconds + exposed for option, exposed in zip(choice.options, choice.exposed, strict=True)]
     for _, group in itertools.groupby(

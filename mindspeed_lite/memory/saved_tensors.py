@@ -1,7 +1,7 @@
-"""Counts the bytes that autograd saves for the backward pass while a model trains.
+"""Counts bytes that autograd saves for the backward pass.
 
-A storage counts once for all its saved tensors while one of them is alive, with its current size: 0 if it was released
-(`resize_(0)`). The peak is evaluated when a backward pass begins to read.
+A storage counts once while any saved tensor uses it, with its current size: 0 after `resize_(0)`. The peak is evaluated
+when a backward pass begins to read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _Hooks = torch.autograd.graph.saved_tensors_hooks
 
 @dataclass(frozen=True)
 class SavedTensorStats:
-    """What one place in the code has saved at the peak.
+    """Bytes saved at the peak by one place in the code.
 
-    where: the calling functions, innermost first, without torch's own.
-    shape: of the first tensor that was saved of a storage.
+    where: calling functions, innermost first, without torch's own.
+    shape: of the storage's first saved tensor.
     """
 
     where: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Storage:
 class Tracker:
     """Counts saved storages within its `with` block.
 
-    is_excluded: whether the storage at an address is not counted, such as a parameter or gradient buffer.
+    is_excluded: True for addresses not to count, e.g. parameters and gradient buffers.
     peak: bytes.
     """
 
@@ -68,11 +68,10 @@ class Tracker:
         self.update_peak()
 
     def bytes(self) -> int:
-        """Bytes saved now."""
         return sum(each.storage.nbytes() for each in self._live.values())
 
     def update_peak(self) -> None:
-        """Compare the bytes saved now with the peak."""
+        """Updates the peak with the bytes saved now."""
         self._has_grown = False
         now = self.bytes()
         if now > self.peak:
@@ -80,7 +79,7 @@ class Tracker:
             self.at_peak = _by_place(self._live.values())
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
-        """Count a saved tensor; returns what autograd holds instead."""
+        """Counts a saved tensor; returns what autograd holds instead."""
         if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -91,8 +90,8 @@ class Tracker:
         return _Reference(self, key, tensor)
 
     def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
-        """Count a storage until `release` of the returned key."""
-        # The address of the storage object: that of its memory changes when it is released.
+        """Counts a storage until `release` of the returned key."""
+        # Address of the storage object; its memory address changes on release.
         key: int = storage._cdata
         known = self._live.get(key)
         if known is None:
@@ -102,13 +101,12 @@ class Tracker:
         return key
 
     def unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
-        """The tensor, for the backward pass."""
         if self._has_grown:
             self.update_peak()
         return packed.tensor if isinstance(packed, _Reference) else packed
 
     def release(self, key: int) -> None:
-        """Drop one reference to a storage."""
+        """Drops one reference to a storage."""
         if self._has_grown:
             self.update_peak()
         known = self._live[key]
@@ -130,7 +128,7 @@ class _Reference:
 
 
 def _place(depth: int = 4) -> tuple[str, ...]:
-    """The calling functions, without torch's own."""
+    """Calling functions, without torch's own."""
     found: list[str] = []
     frame = sys._getframe(3)
     while frame is not None and len(found) < depth:
