@@ -15,26 +15,24 @@ _SLACK = 1.25
 
 
 class Buffer:
-    """Host memory and its last copy."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.last: Event | None = None
 
 
 class CopyEngine(Protocol):
-    """Copies in both directions, ordered after compute issued before."""
+    """Copies ordered after compute issued before."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 tensor in pinned host memory. Raises MemoryError or RuntimeError."""
         ...
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
-        """Copies a contiguous uint8 device tensor to the start of the buffer."""
+        """Copies a contiguous uint8 tensor to the buffer's start."""
         ...
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
-        """Copies the start of the buffer to a contiguous uint8 device tensor."""
+        """Copies the buffer's start to a contiguous uint8 tensor."""
         ...
 
     def wait(self, event: Event) -> None:
@@ -43,8 +41,6 @@ class CopyEngine(Protocol):
 
 
 class StreamCopyEngine:
-    """Copy engine with one CUDA or NPU stream per direction."""
-
     def __init__(self, device: torch.device) -> None:
         self._d2h, self._h2d = DeviceStream(device), DeviceStream(device)
 
@@ -91,7 +87,6 @@ class PinnedBufferPool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Returns a buffer; its next copy waits for the last one."""
         self._free.append(buffer)
 
     def _make_room(self, nbytes: int) -> None:
@@ -114,8 +109,7 @@ def bandwidths(
 ) -> tuple[float, float]:
     """Bytes per second to the host and back: the fastest of a few copies of `nbytes`.
 
-    Raises:
-        MemoryError, RuntimeError: no room on host or device.
+    Raises MemoryError or RuntimeError.
     """
     source, buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device), Buffer(engine.allocate(nbytes))
 

@@ -10,8 +10,6 @@ import torch
 
 
 class HookedModule:
-    """Hooks that run a module's forward within a context, also if it raises."""
-
     def __init__(self, module: torch.nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make = make
         self._open: list[tuple[contextlib.AbstractContextManager[Any], Any]] = []

@@ -40,7 +40,6 @@ class HostMappedMoments:
         return sum(tensor.nbytes for _, tensors in self._held.values() for tensor in tensors)
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Moves the parameter's moments to host memory, unless small or beyond the budget."""
         _, held = self._held.get(parameter, (None, ()))
         found = tuple(state[name] for name in _NAMES)
         if held and all(each is place for each, place in zip(found, held, strict=True)):
@@ -79,7 +78,6 @@ class HostMappedMoments:
         return nullcontext()
 
     def restore(self) -> None:
-        """Moves all moments back to device memory, permanently."""
         for state, places in self._held.values():
             for name, place in zip(_NAMES, places, strict=True):
                 if state.get(name) is place:

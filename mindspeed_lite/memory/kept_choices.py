@@ -57,7 +57,7 @@ class KeptChoices:
         return "", {}
 
     def write(self, choice: Mapping[int, Sequence[Parts]]) -> None:
-        """Stores the choice of this budget. Raises OSError or NoCache."""
+        """Raises OSError or NoCache."""
         layers = {
             stage: [(sorted(again), sorted(swapped)) for again, swapped in each] for stage, each in choice.items()
         }

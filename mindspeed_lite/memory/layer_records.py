@@ -1,7 +1,7 @@
 """Records what autograd saves in each layer, and the seconds to recompute it.
 
-While recording, every layer is recomputed, so any training that fits with full recomputation can be recorded. The
-recomputation saves what the layer would keep; a storage belongs to the layer parts that saved it.
+While recording every layer is recomputed, so whatever fits with full recomputation can be recorded. A storage belongs
+to the layer parts whose recomputation saved it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SavedStorage:
     """A storage that a layer saves.
 
     parts: those that saved it; "" for the layer itself. Empty for an input that only a recomputed part would keep.
-    enters: the norm, activation or experts it is an input of, or "".
-    leaves: the norm or activation it is the output of, or "".
-    is_shared: also saved by other layers or micro-batches (e.g. a mask), so it exists regardless of this layer.
+    enters, leaves: the norm, activation or experts it is an input of, the norm or activation it is the output of, or
+    "".
+    is_shared: also saved by other layers or micro-batches (e.g. a mask).
     """
 
     bytes: int
@@ -51,8 +51,7 @@ class SavedStorage:
 class LayerRecord:
     """Storages one layer saves per micro-batch, and forward seconds of its parts.
 
-    follower: next layer in the same pass through a chunk; NONE for the last.
-    is_first: the caller holds its input.
+    follower: next layer in the same pass; NONE for the last. is_first: the caller holds its input.
     """
 
     storages: list[SavedStorage] = field(default_factory=list)
@@ -79,8 +78,6 @@ class Instant(NamedTuple):
 
 
 class LayerRecorder(Tracker):
-    """Records `count` layers within its `with` block."""
-
     def __init__(self, count: int, is_excluded: Callable[[int], bool], synchronize: Callable[[], None]) -> None:
         super().__init__(is_excluded)
         self.layers = [LayerRecord() for _ in range(count)]
@@ -113,7 +110,6 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of a pass through a chunk's layers."""
         before, self._before = self._before, NONE
         try:
             yield
@@ -180,14 +176,12 @@ class LayerRecorder(Tracker):
             self.layers[layer] = found
 
     def enter(self, part: str, *entered: torch.Tensor | None) -> None:
-        """Starts a part of the recomputed layer on these inputs."""
         if self._again >= 0:
             for each in entered:
                 self._mark(part, each, is_input=True)
             self._parts.append((part, self._now()))
 
     def leave(self, part: str, left: torch.Tensor | None = None) -> None:
-        """Ends a part with this output."""
         if self._again >= 0 and self._parts and self._parts[-1][0] == part:
             _, began = self._parts.pop()
             self._sums[part] = self._sums.get(part, 0.0) + self._now() - began

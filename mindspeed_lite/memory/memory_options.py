@@ -39,7 +39,6 @@ class LayerOption:
     again: parts recomputed in backward.
     kept: bytes. kept_late: of these, kept by the MLP's half of the layer.
     back_late, back_early: bytes recomputed while the backward pass of that half runs.
-    seconds: additional time.
     swapped: parts with offloaded activations. moved: their bytes.
     """
 
@@ -55,9 +54,7 @@ class LayerOption:
 
 @dataclass(frozen=True)
 class Transfers:
-    """Overlap of host copies with layers.
-
-    A layer's copies overlap with forward and backward of the layer after it.
+    """Host copies of a layer, overlapped with both passes of the layer after it.
 
     followers: next layer of each in the same pass, or NONE.
     forward, backward: seconds of each layer, without recomputation.
@@ -82,7 +79,6 @@ class Transfers:
 
 
 def transfers(records: Sequence[LayerRecord], out: float, back: float) -> Transfers:
-    """Transfers at these rates (bytes per second) for recorded layers."""
     forward = tuple(each.cost(LAYER) for each in records)
     # An unrecorded backward pass takes at least as long as forward.
     backward = tuple(each.cost(BACKWARD) or each.cost(LAYER) for each in records)
@@ -92,10 +88,7 @@ def transfers(records: Sequence[LayerRecord], out: float, back: float) -> Transf
 def layer_options(
     record: LayerRecord, can: frozenset[str], swappable: frozenset[str] = frozenset()
 ) -> list[LayerOption]:
-    """All non-dominated ways to run a layer.
-
-    can: parts that may be recomputed. swappable: parts that may be offloaded.
-    """
+    """All non-dominated ways to run a layer; can, swappable: parts that may be recomputed, offloaded."""
     parts = [part for part in (*EARLY, *LATE) if part in can and record.cost(part) > 0]
     movable = [] if record.follower == NONE else [part for part in MOVABLE if part in swappable]
     found: dict[tuple[float, ...], LayerOption] = {}
@@ -114,7 +107,6 @@ def layer_options(
 
 
 def _inside(parts: frozenset[str]) -> set[str]:
-    """Parts nested in these."""
     return set[str]().union(*(INSIDE.get(part, ()) for part in parts))
 
 

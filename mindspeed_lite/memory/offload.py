@@ -1,17 +1,15 @@
 """Offloads activations to host memory until their backward pass, overlapped with compute.
 
-What autograd saves in one layer of a chunk's forward pass is a group:
+What autograd saves in one layer of a forward pass is a group:
 
-forward of layer i begins    group i-1 starts copying to the host; copied group i-2 is freed: at most three groups are
-                             on the device.
+forward of layer i begins    group i-1 starts copying to the host; copied group i-2 is freed.
 forward of the last ends     all copied groups are freed. The last layer stays: its backward pass comes next.
-backward of layer i begins   group i-1 starts copying back. Groups link to their predecessor in the same pass, so
-                             micro-batches and chunks may run in any order.
+backward of layer i begins   group i-1 of the same pass starts copying back, in any order of micro-batches and chunks.
 backward of layer i needs    a tensor: compute waits for its copy only.
 
-A storage is copied once for all saved views. Autograd holds the records; the last one releases the buffer. Storages
-emptied for recomputation, and those referenced by other code (freeing gains nothing), are not copied. The latter are
-recognized in the next pass by storage (masks) or place in the layer (activations).
+A storage is copied once for all saved views. The last record that autograd drops releases the buffer. Not copied:
+storages emptied for recomputation, and those referenced by other code, recognized in the next pass by storage (masks)
+or place in the layer (activations).
 """
 
 from __future__ import annotations
@@ -49,13 +47,11 @@ class _Record:
         self._counted: tuple[Tracker, int] | None = None
 
     def keep(self) -> None:
-        """Stays on the device and drops the copy's buffer."""
         if self.buffer is not None:
             self._pool.release(self.buffer)
             self.buffer = None
 
     def count(self, counter: Tracker | None) -> None:
-        """Counts its storage as saved on the device."""
         if counter is not None and self.storage is not None and self._counted is None:
             self._counted = counter, counter.hold(self.storage, (self.nbytes,), "uint8")
 
@@ -72,8 +68,6 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Saved:
-    """View of a record, which autograd holds instead of the tensor."""
-
     record: _Record
     dtype: torch.dtype
     size: torch.Size
@@ -83,8 +77,6 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A counted tensor that stays on the device."""
-
     counter: Tracker
     packed: Any
 
@@ -106,8 +98,6 @@ class _Group:
 
 
 class _Pass:
-    """A running forward pass through a chunk's layers."""
-
     def __init__(self) -> None:
         self.last: _Group | None = None
         # : Address -> record of a living device storage.
@@ -118,12 +108,11 @@ class Offload:
     """Offloads what autograd saves within chosen modules.
 
     Args:
-        device: device type ("cuda", "npu").
         budget: bytes of host memory; None for no limit.
         on_refusal: called once with the reason when host memory is exhausted; the rest stays on the device.
 
     Attributes:
-        counter: counts device bytes saved by autograd, also in chosen modules; None to count nothing.
+        counter: counts device bytes saved by autograd; None to count nothing.
     """
 
     def __init__(
@@ -152,7 +141,6 @@ class Offload:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of a forward pass through a chunk's layers."""
         outer, self._pass = self._pass, _Pass()
         self._shared = {address: each for address, each in self._shared.items() if not each.expired()}  # type: ignore[no-untyped-call]
         try:
@@ -164,10 +152,7 @@ class Offload:
 
     @contextlib.contextmanager
     def layer(self, layer: Hashable, parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Context of the layer's forward pass; yields a function to call with its output.
-
-        Outside of a pass, e.g. in a recomputation, nothing moves.
-        """
+        """Context of the layer's forward pass; yields a function to call with its output. Only moves in a pass."""
         current = self._pass
         if current is None or self._group is not None or not torch.is_grad_enabled():
             yield lambda output: None
@@ -251,7 +236,6 @@ class Offload:
             group.sent = self._engine.d2h(as_bytes(record.storage), record.buffer)
 
     def _free(self, group: _Group | None) -> None:
-        """Frees the device memory of a copied group."""
         if group is None or group.sent is None:
             return
         # Copies are ordered. Compute may overwrite freed memory at once, so it waits.

@@ -1,8 +1,7 @@
 """Recomputes checkpointed functions ahead of their backward pass.
 
-A checkpoint recomputes when the gradient arrives, but needs only its inputs. `recompute` does so earlier for one
-micro-batch of a model chunk; the checkpoint's own recomputation then reuses that graph. Same inputs and random state:
-bitwise equal results.
+Recomputation needs only inputs, not the gradient. `recompute` does it early for one micro-batch of a chunk; the
+checkpoint's own recomputation reuses that graph. Results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class AheadFunction:
         return found[0] if is_single else found
 
     def recompute(self) -> None:
-        """Reruns the function with a graph."""
         assert self._restored is not None, "it has not run yet"
         self._inputs = tuple(
             each.detach().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
@@ -59,8 +57,6 @@ class AheadFunction:
 
 
 class _Reattached(torch.autograd.Function):
-    """Attaches recomputed outputs to the inputs of the checkpoint's own recomputation."""
-
     @staticmethod
     def forward(ctx: Any, ahead: AheadFunction, anchor: torch.Tensor, *inputs: Any) -> Any:
         ctx.kept, outputs = ahead._take()
@@ -108,8 +104,6 @@ class RecomputedUnits:
         self._recorded.clear()
 
     def recording(self, forward: Callable[[int, Any], Any], chunk: int) -> Callable[[int, Any], Any]:
-        """Wraps a chunk's forward (micro-batch, input) to record its checkpoints."""
-
         def recorded(microbatch: int, received: Any) -> Any:
             if (chunk, microbatch) in self._units:
                 self._now = self._recorded[chunk, microbatch] = []
@@ -137,8 +131,8 @@ class RecomputedUnits:
     def checkpoint(self, checkpoint: Function, function: Function, arguments: Sequence[Any], inputs: Any) -> Any:
         """Calls `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
 
-        A checkpoint loses weight gradients if no input needs a gradient; with `stores_others` the function then runs
-        without one.
+        With `stores_others`, functions whose inputs need no gradient run without a checkpoint, which would lose weight
+        gradients.
         """
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         loses_gradients = bool(tensors) and not any(each.requires_grad for each in tensors)

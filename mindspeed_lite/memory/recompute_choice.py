@@ -1,7 +1,6 @@
 """Chooses what each layer keeps, recomputes and offloads: least time within a memory budget.
 
-An integer program for HiGHS (`scipy.optimize.milp`), solved to optimality or a proven gap: memory sums over layers at
-every recorded moment; a copy costs the time that exceeds the overlapping compute.
+An integer program for HiGHS (`scipy.optimize.milp`), solved to optimality or a proven gap.
 """
 
 from __future__ import annotations
@@ -38,11 +37,9 @@ def gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The chosen option of each layer.
+    """gap: maximum relative distance to the optimum; 0 is proven optimal, infinity unknown.
 
-    peak: bytes. seconds: additional time per micro-batch.
-    gap: maximum relative distance to the optimum; 0 is proven optimal, infinity unknown.
-    exposed: seconds per layer and micro-batch that compute waits for copies.
+    peak: bytes. seconds: additional time per micro-batch. exposed: seconds per layer that compute waits for copies.
     """
 
     options: tuple[LayerOption, ...]
@@ -56,7 +53,7 @@ class LayerChoice:
 class StageRecord:
     """Records of one rank's layers, or the maximum over a stage's ranks.
 
-    can: parts of each layer that may be recomputed. swappable: parts that may be offloaded.
+    can, swappable: parts of each layer that may be recomputed, offloaded.
     rates: bytes per second to the host and back; None if nothing moves.
     """
 
@@ -98,7 +95,6 @@ def merged(several: Sequence[StageRecord]) -> StageRecord:
 
 
 def peak(chosen: Sequence[LayerOption], moments: Mapping[Instant, int], transfers: Transfers | None = None) -> int:
-    """Maximum bytes over all moments."""
     found = 0
     for moment, outside in moments.items():
         kept = sum(count * option.kept for count, option in zip(moment.counts, chosen, strict=True))
@@ -116,7 +112,7 @@ def choose(
     budget: int,
     transfers: Transfers | None = None,
 ) -> LayerChoice:
-    """Fastest options within the budget. Raises BudgetError if there are none."""
+    """Raises BudgetError if no options fit."""
     found = _solve(options, moments, budget, transfers)
     if found is None:
         # Infeasible, or the search timed out.

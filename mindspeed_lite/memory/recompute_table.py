@@ -19,10 +19,9 @@ def table(
     rates: tuple[float, float] | None = None,
     why_kept: str = "",
 ) -> str:
-    """Choice of one pipeline stage, several lines.
+    """Several lines; rates: bytes per second to the host and back, None with the reason `why_kept`.
 
     everything: peak if everything is kept.
-    rates: bytes per second to the host and back; None if nothing moves, for the reason `why_kept`.
     """
     where = f" of pipeline stage {stage}" if stages > 1 else ""
     share = ""
@@ -70,7 +69,7 @@ def _named(again: frozenset[str], swapped: frozenset[str]) -> str:
 
 
 def _runs(choice: LayerChoice) -> list[tuple[int, int, LayerOption, float]]:
-    """Runs of layers with one option: first, last, option, mean additional seconds per layer."""
+    """Runs of equal layers: first, last, option, mean additional seconds."""
     found = []
     longer = [option.seconds + exposed for option, exposed in zip(choice.options, choice.exposed, strict=True)]
     for _, group in itertools.groupby(

@@ -15,6 +15,5 @@ class ReleasedTensor:
         tensor.untyped_storage().resize_(0)
 
     def fill(self, values: torch.Tensor) -> None:
-        """Allocates the storage and copies `values` into it."""
         self._values.untyped_storage().resize_(self._bytes)
         self._values.copy_(values)

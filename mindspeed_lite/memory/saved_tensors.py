@@ -1,7 +1,6 @@
 """Counts bytes that autograd saves for the backward pass.
 
-A storage counts once while any saved tensor uses it, with its current size: 0 after `resize_(0)`. The peak is evaluated
-when a backward pass begins to read.
+A storage counts once, with its current size. The peak is evaluated when a backward pass begins to read.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ _Hooks = torch.autograd.graph.saved_tensors_hooks
 
 @dataclass(frozen=True)
 class SavedTensorStats:
-    """Bytes saved at the peak by one place in the code.
+    """Bytes saved at the peak by one place (calling functions, innermost first, without torch's own).
 
-    where: calling functions, innermost first, without torch's own.
     shape: of the storage's first saved tensor.
     """
 
@@ -71,7 +69,6 @@ class Tracker:
         return sum(each.storage.nbytes() for each in self._live.values())
 
     def update_peak(self) -> None:
-        """Updates the peak with the bytes saved now."""
         self._has_grown = False
         now = self.bytes()
         if now > self.peak:
@@ -106,7 +103,6 @@ class Tracker:
         return packed.tensor if isinstance(packed, _Reference) else packed
 
     def release(self, key: int) -> None:
-        """Drops one reference to a storage."""
         if self._has_grown:
             self.update_peak()
         known = self._live[key]
@@ -128,7 +124,6 @@ class _Reference:
 
 
 def _place(depth: int = 4) -> tuple[str, ...]:
-    """Calling functions, without torch's own."""
     found: list[str] = []
     frame = sys._getframe(3)
     while frame is not None and len(found) < depth:

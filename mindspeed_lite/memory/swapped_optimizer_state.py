@@ -1,8 +1,7 @@
 """Stores optimizer state in host memory and copies it to the device for the step, in groups.
 
-During a group's update, the next one is copied in and the previous one out: three groups are on the device. Between
-steps tensors are placeholders with shape and dtype: reads return NaN, writes raise. Use `materialized` to access
-values.
+Three groups are on the device: one updated, one copied in, one out. Between steps tensors are placeholders: reads
+return NaN, writes raise. Use `materialized` to access values.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _SMALLEST = 1 << 16
 class _Place:
     """Host memory of one tensor.
 
-    tensor: state tensor; None for the parameter itself, to avoid a reference cycle.
-    on_host: only the buffer has the values.
-    pending_h2d: copy to the device that compute has not waited for.
+    tensor: state tensor; None for the parameter itself, which a reference would keep alive.
+    on_host: only the buffer has the values. pending_h2d: copy that compute has not waited for.
     """
 
     def __init__(self, tensor: torch.Tensor | None, buffer: Buffer, nbytes: int) -> None:
@@ -146,7 +144,6 @@ class SwappedOptimizerState:
                 self._settle()
 
     def restore(self) -> None:
-        """Moves everything to the device, permanently."""
         self._settle()
         for parameter in list(self._held):
             self._fetch(self._on_host([parameter]))
@@ -181,7 +178,6 @@ class SwappedOptimizerState:
             place.on_host = False
 
     def _ready(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Makes compute wait for their copies."""
         for parameter in parameters:
             for place in self._held.get(parameter, {}).values():
                 if place.pending_h2d is not None:
@@ -204,7 +200,6 @@ class SwappedOptimizerState:
             self._leaving_bytes -= memory.nbytes
 
     def _forget(self, places: dict[str, _Place], state: Mapping[str, Any]) -> None:
-        """Drops places of moments that a checkpoint replaced."""
         for name in _MOMENTS:
             if name in places and state.get(name) is not places[name].tensor:
                 self._pool.release(places.pop(name).buffer)

@@ -1,7 +1,7 @@
 """Fused step for torch's Adam and AdamW, with the same groups, state and checkpoints.
 
-`adopt` converts an optimizer. `split_params`, `quantized_moments` and `placement` change its storage; inside
-`materialized()` all values are fp32 on the device; `fp32_copy` returns copies.
+`split_params`, `quantized_moments` and `placement` change the storage; inside `materialized()` all is fp32 on the
+device.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class StatePlacement(Protocol):
     # : False if tensors are readable only in a step and inside `materialized`.
     device_addressable: bool
 
-    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Moves the parameter's moments to their place, before a step."""
-        ...
+    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Yields parameters in parts; each is updated when the next is requested."""
@@ -43,9 +41,7 @@ class StatePlacement(Protocol):
         """Context to read, write and replace parameters and state; not from a step."""
         ...
 
-    def restore(self) -> None:
-        """Moves everything to the device, permanently."""
-        ...
+    def restore(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,7 @@ class StepData:
 
 
 class _Row(NamedTuple):
-    """Tensors of one parameter's update.
-
-    first, low_or_cast: parameter and cast target, or high and low halves.
-    """
+    """first, low_or_cast: parameter and cast target, or high and low halves."""
 
     first: torch.Tensor
     grad: torch.Tensor
@@ -144,7 +137,6 @@ class _Fused(torch.optim.Optimizer):
             return {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
 
     def _converted(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies of split or quantized tensors."""
         found = {} if self.quantized_moments is None else self.quantized_moments.fp32_copy(parameter)
         if self.split_params is not None:
             found |= self.split_params.joined(parameter, found.get("exp_avg_sq"))
@@ -155,7 +147,6 @@ class _Fused(torch.optim.Optimizer):
         return found
 
     def restore(self) -> None:
-        """Stores all values as fp32 on the device, permanently."""
         for form in (self.placement, self.quantized_moments, self.split_params):
             if form is not None:
                 form.restore()
@@ -222,7 +213,6 @@ class _Fused(torch.optim.Optimizer):
         return updated
 
     def _initialized(self, parameter: torch.Tensor, is_split: bool) -> dict[str, Any]:
-        """State of a parameter; creates moments at its first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)

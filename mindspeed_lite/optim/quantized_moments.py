@@ -15,10 +15,7 @@ _NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class QuantizedMoments:
-    """Quantized `exp_avg` and `exp_avg_sq` of an optimizer.
-
-    dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (unchanged).
-    """
+    """dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (unchanged)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: Callable[[torch.Tensor], torch.dtype]) -> None:
         # Not its state: loading a checkpoint replaces that dictionary.
@@ -34,7 +31,6 @@ class QuantizedMoments:
         return {} if optimizer is None else optimizer.state
 
     def zeros(self, parameter: torch.Tensor) -> None:
-        """Initializes the moments of a parameter."""
         dtype = self._dtype(parameter)
         for name in _NAMES:
             self._state[parameter][name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -73,7 +69,6 @@ class QuantizedMoments:
                 self._narrow(list(self._state) if everything else [each for some in asked for each in some or ()])
 
     def restore(self) -> None:
-        """Stores all moments as fp32, permanently."""
         self._widen(list(self._state))
         self._dtype = lambda parameter: torch.float32
 

@@ -1,7 +1,6 @@
 """Stores fp32 main parameters as the model's bf16 weights plus int16 low halves.
 
-Parameters in the optimizer's groups are placeholders with shape and dtype: reads return NaN, writes raise. Use
-`materialized()` to access values.
+The optimizer's parameters are placeholders: reads return NaN, writes raise. Use `materialized()` to access values.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
 
 
 class SplitFP32Params:
-    """Split parameters of an optimizer.
-
-    highs: returns parameter -> contiguous bf16 high half, any shape; called whenever needed, since weights may move.
-    """
+    """highs: returns parameter -> contiguous bf16 high half; called whenever needed, since weights may move."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
         # Not its state: loading a checkpoint replaces that dictionary.
@@ -65,7 +61,6 @@ class SplitFP32Params:
                 self._give_up(parameter, highs[parameter], low)
 
     def restore(self) -> None:
-        """Stores all parameters as fp32, permanently."""
         for parameter in list(self._lows):
             self._restore(parameter)
 

@@ -1,4 +1,4 @@
-"""Alternates a feature off/on per step and keeps the faster."""
+"""Alternates a feature off and on per step, then keeps the faster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ MIN_SPEEDUP = 0.005
 
 
 class StepABTest:
-    """Alternates a feature off and on per step, then keeps the faster.
-
-    Args:
-        clock: seconds, after all issued work is done.
-        say: receives the result, once.
-    """
+    """clock: seconds, after all issued work is done. say: receives the result, once."""
 
     def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._clock = clock
@@ -31,7 +26,6 @@ class StepABTest:
         self.on = False
 
     def begin_step(self) -> None:
-        """Starts a step; `on` is valid for it."""
         if self.decided:
             return
         now = self._clock()

@@ -1,7 +1,7 @@
 """Caches trial results for later runs on the same system.
 
-One file per combination of devices, ranks per host, backend, threads and versions. It is stale if the time of a probe
-message changed much. Rank 0 reads, writes and broadcasts: all ranks must use the same chunk count.
+One file per devices, ranks per host, backend, threads and versions; stale if a probe message's time changed much. Rank
+0 broadcasts the result: all ranks must use the same chunk count.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TuningCache:
         self.found: dict[str, Any] = found[0]
 
     def add(self, name: str, trial: Mapping[int, list[float]]) -> str | None:
-        """Adds a trial to the file; returns the reason for failure, the first time."""
+        """Returns why the file cannot be written, the first time."""
         if self.path is not None:
             trials = {**self._read(), name: trial}
             kept = {"place": self._place, "message_seconds": self._seconds, "trials": trials}

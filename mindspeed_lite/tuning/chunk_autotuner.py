@@ -1,7 +1,6 @@
 """Chooses by trial the chunk count that best overlaps a layer's pass with communication.
 
-More chunks gain overlap and lose efficiency of messages and matmuls. All ranks of the group time the passes once per
-shape and take the slowest rank's best count. Results are cached for later runs.
+All ranks time the passes together, once per shape, and take the slowest rank's best count. Results are cached.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class ChunkAutotuner:
     def _tried(
         self, phase: str, shape: tuple[int, int, int], numbers: list[int], x: torch.Tensor, run: Callable[[int], object]
     ) -> Trial:
-        """The cached trial, or a new one."""
         if self._kept is None and self._folder is not None:
             self._kept = TuningCache(self._folder, self._group, x.device)
         kept = self._kept

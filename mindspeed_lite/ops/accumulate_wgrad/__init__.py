@@ -13,7 +13,7 @@ __all__ = ["OPERATOR", "Case", "accumulate_wgrad", "sums_in_main_dtype"]
 
 
 class Case(NamedTuple):
-    """Backend selection key; `contiguous` refers to main_grad."""
+    """`contiguous` refers to main_grad."""
 
     device: str
     dtype: torch.dtype
@@ -27,9 +27,8 @@ OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad)
 def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """main_grad += dy^T x in place: the weight gradient of y = x w^T. Returns main_grad.
 
-    main_grad: [N, K] in the dtype of x or fp32; dy: [M, N] and x: [M, K] in one dtype, any strides. CUDA and NPU add
-    the fp32 sum; the reference (CPU) first rounds it to the dtype of x, as autograd does. Deterministic, not
-    differentiable.
+    main_grad: [N, K] in x's dtype or fp32; dy: [M, N] and x: [M, K] in one dtype. CUDA and NPU add the fp32 sum; the
+    reference (CPU) first rounds it to x's dtype, as autograd does. Deterministic, not differentiable.
     """
     if (
         main_grad.dim() != 2

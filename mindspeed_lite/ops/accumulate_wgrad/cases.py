@@ -1,7 +1,4 @@
-"""Cases of accumulate_wgrad, compared with autograd's matmul and addition.
-
-Work counts dy and x read, main_grad read and written, and the matmul.
-"""
+"""Cases of accumulate_wgrad, compared with autograd's matmul and addition."""
 
 from __future__ import annotations
 

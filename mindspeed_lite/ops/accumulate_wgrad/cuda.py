@@ -40,7 +40,7 @@ def _add_product(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> 
 
 @functools.cache
 def _refusal() -> str | None:
-    """Why this PyTorch cannot add a 16-bit product to an fp32 matrix, or None."""
+    """Reason why this PyTorch lacks the 16-bit to fp32 addmm."""
     try:
         one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
         _add_product(torch.ones(8, 8, device="cuda"), one, one)

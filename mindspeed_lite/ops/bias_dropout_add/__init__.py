@@ -13,8 +13,6 @@ __all__ = ["OPERATOR", "Case", "bias_dropout_add"]
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
     bias_dtype: torch.dtype | None
@@ -29,9 +27,8 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """y = residual + dropout(x + bias).
 
-    x: [..., H]; residual: shape and dtype of x; bias: [H], or any shape with H elements; dropout_p: probability of
-    dropping. y: as residual. Random values come from the device's default generator and differ per backend. Saves only
-    the random state for backward; sums the bias gradient in fp32. Raises ValueError for invalid arguments.
+    x, residual, y: [..., H] in one shape and dtype; bias: H elements in any shape. Backends draw differently from the
+    device's default generator and save only its state. The bias gradient is summed in fp32. Raises ValueError.
 
     Replaces `megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train`.
     """

@@ -1,7 +1,4 @@
-"""Cases of bias_dropout_add, compared with Megatron's steps; random results are not compared.
-
-Operations of an element: 2 forward, 1 backward, and 2 more each with dropout.
-"""
+"""Cases of bias_dropout_add, compared with Megatron's steps; random results are not compared."""
 
 from __future__ import annotations
 

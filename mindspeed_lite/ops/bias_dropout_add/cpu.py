@@ -1,6 +1,6 @@
 """bias_dropout_add on CPU in C++: one pass over memory in each direction.
 
-A hash of seed and position decides each element, again in backward: no mask is stored. The sum is rounded once.
+A hash of seed and position replaces a stored mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lib = native.Library(
     },
 )
 
-# Maximum number of row blocks; each has its own fp32 sums for the bias gradient.
+# Maximum number of row blocks with own fp32 bias gradient sums.
 _BLOCKS = 64
 
 

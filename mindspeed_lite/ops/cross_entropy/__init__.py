@@ -14,8 +14,6 @@ __all__ = ["OPERATOR", "Case", "Gather", "cross_entropy"]
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
 
@@ -32,14 +30,14 @@ def cross_entropy(
 ) -> torch.Tensor:
     """loss = log(sum_v exp x_v) - x_target over the whole vocabulary, for every row x of the logits.
 
-    logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64 logits).
+    logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64).
 
     With the shard [vocab_start, vocab_start + V) of `vocab_size`, `gather` maps this shard's statistics [3, T]
-    (maximum, sum of exponentials relative to it, target's logit) to those of all shards, [shards, 3, T]. Rows with a
-    target outside the vocabulary are to be masked: their loss is log(sum_v exp(x_v - max x)).
+    (maximum, relative sum of exponentials, target's logit) to all shards', [shards, 3, T]. A target outside the
+    vocabulary marks a row to mask, with loss log(sum_v exp(x_v - max x)).
 
-    Saves logits in their own dtype, target and two fp32 values per row. The gradient overwrites the logits if only the
-    graph references their memory; a second backward pass then raises autograd's error. Deterministic.
+    Saves logits, target and two fp32 values per row. The gradient overwrites logits that only the graph references; a
+    second backward pass then raises. Deterministic.
     """
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise ValueError(f"cross_entropy: want logits [..., V] and target [...], not {_shapes(logits, target)}")

@@ -26,7 +26,7 @@ class Kernels(NamedTuple):
     statistics(rows [T, V], target [T], start, whole) -> [3, T]. With `whole` (unsharded), row 2 is the loss.
     gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], out [T, V]); `out` may be `rows`.
 
-    Rows and out are contiguous, target is int64 and may lie outside the shard. A row of -inf has the sum 0.
+    Contiguous rows and out; int64 target, possibly outside the shard. A row of -inf has the sum 0.
     """
 
     statistics: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
@@ -34,7 +34,6 @@ class Kernels(NamedTuple):
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of statistics and loss."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -114,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def only_the_graph_has(references: tuple[int, ...]) -> bool:
-    """True if a tensor of ctx.saved_tensors has no other reference; `references` counted there."""
+    """True if a tensor of ctx.saved_tensors has no other reference."""
     return bool(references) and references == of_nobody_else()
 
 
@@ -130,9 +129,9 @@ def references(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def of_nobody_else() -> tuple[int, ...]:
-    """`references` of a tensor that only a graph holds, which depends on the PyTorch and Python version.
+    """`references` of a tensor that only a graph holds; depends on PyTorch and Python versions.
 
-    Runs in its own thread, because saved-tensor hooks and dispatch modes of the caller change the counts.
+    A separate thread, because the caller's saved-tensor hooks and dispatch modes change the counts.
     """
     _Probe.found = ()
     probe = threading.Thread(target=_Probe.run)

@@ -1,7 +1,6 @@
 """cross_entropy in plain PyTorch: the definition, and passes for devices without own kernels.
 
-The passes work on blocks of rows to bound fp32 copies. The target's column is found by comparison: no scatter, no
-synchronisation.
+Row blocks bound fp32 copies. Comparing for the target's column avoids scatter and synchronisation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _BLOCK = 1 << 22
 
 
 def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Differentiable loss [...] of logits [..., K] over a whole vocabulary."""
+    """Differentiable loss over a whole vocabulary."""
     wide = logits.to(loss.precision(logits.dtype))
     log_probs = wide.log_softmax(-1)  # [..., K]
     known = (target >= 0) & (target < logits.shape[-1])

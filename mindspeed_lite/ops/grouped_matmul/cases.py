@@ -1,7 +1,4 @@
-"""Cases of grouped_matmul, compared with a loop over the experts' linear layers.
-
-Groups are uneven; the last expert has no rows. Work counts inputs, weights and outputs once, and the matmuls.
-"""
+"""Cases of grouped_matmul, compared with a loop over linear layers; the last expert has no rows."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
-    """`torch.nn.functional.grouped_mm` on stacked weights."""
     product: Callable[..., torch.Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = list(itertools.accumulate(counts(shape)))
     return OwnLayout(

@@ -1,8 +1,8 @@
 """grouped_matmul on CUDA: one Triton kernel for all experts' matmuls, one for their weight gradients.
 
-Kernels read weight addresses from a table and row counts from the device: no synchronisation. The matmul is persistent;
-its tile order keeps `GROUP` row blocks and a column block in the L2 cache, a ninth of the reads of column order at 128
-x 128 tiles. Stacked weights use PyTorch's own kernel (`torch_grouped`).
+Weight addresses and row counts stay on the device: no synchronisation. The matmul is persistent; its tile order keeps
+`GROUP` row blocks and a column block in L2, a ninth of column order's reads at 128 x 128 tiles. Stacked weights use
+PyTorch's kernel (`torch_grouped`).
 """
 
 # Triton's decorator and the arguments of its kernels have no types.
@@ -49,7 +49,7 @@ HUGE = Tiles(128, 256, 64, 8, 3)
 LARGE = Tiles(128, 128, 64, 8, 3)
 # Few rows per expert.
 FLAT = Tiles(64, 128, 64, 4, 3)
-# Decoding or many experts: little padding.
+# Decoding or many experts.
 THIN = Tiles(32, 128, 64, 4, 4)
 # fp32, without tensor cores.
 WIDE = Tiles(64, 64, 32, 8, 3)
@@ -126,7 +126,7 @@ def _forward(
 def _multiply_gradients(
     out: torch.Tensor, main_grads: Tensors | None, dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Writes to `out` [E, N, K], or adds to the main gradients, of which `out` is one."""
+    """`out` [E, N, K] is the result, or one of the main gradients to add to."""
     n, k, experts = dy.shape[1], x.shape[1], len(counts)
     tiles = WIDE if x.dtype == torch.float32 else LARGE
     addresses, aligned = (None, False) if main_grads is None else _addresses(main_grads)
@@ -245,7 +245,6 @@ def _tiles(x: torch.Tensor, experts: int, n: int) -> Tiles:
 
 
 def _precision() -> str:
-    """PyTorch's setting for fp32 matmuls."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 

@@ -1,15 +1,14 @@
 """grouped_matmul on Ascend NPUs: npu_grouped_matmul, which has no autograd of its own.
 
-group_type 0 groups rows of one x [T, K], which may not be transposed. Weights: up to 128 float16 or bfloat16 matrices,
-or one tensor [E, K, N] for up to 1024 groups, the only form for float32; either may be transposed views. Separate
-parameters are therefore stacked (copied) only for float32 and above 128 experts; adjacent views are passed as one
-tensor.
+group_type 0 groups rows of one untransposed x [T, K]. Weights: up to 128 float16 or bfloat16 matrices, or one tensor
+[E, K, N] for up to 1024 groups (float32: only this); either may be transposed views. Separate parameters are copied
+only for float32 and above 128 experts.
 
-group_type 2 groups the reduction: x is a transposed view [N, T], the result [E, N, K]. The result of a group without
-rows is undocumented: it is overwritten with zeros.
+group_type 2 groups the reduction: x is a transposed view [N, T], the result [E, N, K]. Groups without rows are
+undocumented: they are overwritten with zeros.
 
-group_list_type 1 means counts and needs at least two: one expert uses a plain matmul. Biases need a list of weights,
-and are float32 for bfloat16. Last dimensions in memory are below 65536.
+group_list_type 1 (counts) needs two groups: one expert uses a plain matmul. Biases need a list of weights, and are
+float32 for bfloat16. Last dimensions in memory are below 65536.
 
 npu_grouped_matmul_add_ adds to float32 [E, N, K]. It may ignore group_list_type and expect group ends.
 """
@@ -126,7 +125,6 @@ _PRODUCTS = autograd.Products(_forward, weight_gradients)
 
 
 def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
-    """All weights as a list, or a list of the one tensor that holds them."""
     one = None if biased else _adjacent(weights)
     if one is None and (dtype not in _HALF or len(weights) > _LONGEST_LIST):
         one = torch.stack([*weights])

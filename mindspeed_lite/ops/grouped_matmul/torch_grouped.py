@@ -1,7 +1,7 @@
 """grouped_matmul through torch.nn.functional.grouped_mm.
 
-It needs stacked bf16 weights, rows of a multiple of 16 bytes, no bias, and compute capability 9+. Weight gradients use
-our kernel: grouped_mm cannot accumulate and does not document zeros for an expert without rows.
+It needs stacked bf16 weights, 16-byte rows, no bias, and compute capability 9+. Weight gradients use our kernel:
+grouped_mm cannot accumulate and does not document zeros for an expert without rows.
 """
 
 from __future__ import annotations

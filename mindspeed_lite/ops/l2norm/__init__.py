@@ -14,8 +14,6 @@ __all__ = ["OPERATOR", "Case", "l2norm"]
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
 
 
@@ -27,8 +25,8 @@ OPERATOR = Operator("l2norm", reference.l2norm)
 def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """sqrt(sum of squares of all elements), a 0-d fp32 tensor.
 
-    tensors: at least one, on one device, any shapes, strides and floating-point dtypes. Summed in fp32, or in float64
-    with a float64 result if all are float64. No synchronisation, no gradient.
+    tensors: at least one, on one device, any floating-point dtypes. float64 if all are. No synchronisation, no
+    gradient.
     """
     if not tensors:
         raise ValueError("l2norm: want at least one tensor")

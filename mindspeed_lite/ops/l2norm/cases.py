@@ -1,7 +1,4 @@
-"""Cases of l2norm, compared with Megatron's norm of norms without host transfers.
-
-Gradients are fp32, also for 16-bit models. Operations of an element: 2.
-"""
+"""Cases of l2norm, compared with Megatron's norm of norms without host transfers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["OPERATOR", "Case", "layer_norm"]
 
 
 class Case(NamedTuple):
-    """Backend selection key; weight and bias have one dtype."""
+    """Weight and bias have one dtype."""
 
     device: str
     dtype: torch.dtype
@@ -29,11 +29,9 @@ def layer_norm(
 ) -> torch.Tensor:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * w + `bias`, w = `weight` (+ 1 if `zero_centered`).
 
-    x: [..., H], any strides; weight, bias: [H] of one dtype, x's or another; y: [..., H] in x's dtype. The variance is
-    biased.
-
-    Computed in fp32 (float64 for float64) and rounded once. Saves x, weight and two fp32 values per row (mean, 1 /
-    std). Weight and bias gradients are summed in fp32. Backend files state deviations.
+    x, y: [..., H] in one dtype; weight, bias: [H] in one dtype, maybe another; biased variance. Computed in fp32
+    (float64 for float64) and rounded once. Saves x, weight and two fp32 values per row (mean, 1 / std). Weight and bias
+    gradients are summed in fp32. Backend files state deviations.
     """
     if weight.dim() != 1 or bias.shape != weight.shape or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(

@@ -1,7 +1,4 @@
-"""Cases of layer_norm, compared with `torch.nn.functional.layer_norm` (Megatron's local norm).
-
-Work counts every tensor once. Operations of an element: 7 forward, 13 backward.
-"""
+"""Cases of layer_norm, compared with `torch.nn.functional.layer_norm` (Megatron's local norm)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """layer_norm on CUDA: PyTorch's fused kernels where they apply, else Triton.
 
-PyTorch needs weights of x's dtype and uses a thread block per row. Triton (`ops.norm_kernels`) takes short rows, mixed
-dtypes, and 16-bit zero-centred weights, where 1 + weight would be rounded.
+Triton (`ops.norm_kernels`) takes rows too short for PyTorch's thread block, mixed dtypes, and 16-bit zero-centred
+weights, where PyTorch would round 1 + weight.
 """
 
 from __future__ import annotations

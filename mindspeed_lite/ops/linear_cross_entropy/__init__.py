@@ -15,8 +15,6 @@ __all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy"]
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
 
@@ -36,12 +34,11 @@ def linear_cross_entropy(
     """cross_entropy(hidden @ weight^T, target), a chunk of the vocabulary at a time.
 
     hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; loss: [...] in fp32 (float64 for
-    float64). `vocab_start`, `vocab_size` and `gather` as in `cross_entropy`; with a sharded vocabulary, hidden's
-    gradient is this shard's contribution.
+    float64). `vocab_start`, `vocab_size` and `gather` as in `cross_entropy`; hidden's gradient is then this shard's
+    contribution.
 
-    Logits have hidden's dtype. Up to 64 MiB are kept for backward and overwritten by their gradient; the rest is
-    recomputed by chunks (one extra matmul). Also saves hidden, weight, target and two fp32 values per row. Gradients
-    are summed in fp32 and rounded once.
+    Saves hidden, weight, target, two fp32 values per row and up to 64 MiB of logits, which their gradient overwrites;
+    other logits are recomputed (one extra matmul). Gradients are summed in fp32 and rounded once.
 
     accumulate: receives weight's gradient instead of autograd.
     """

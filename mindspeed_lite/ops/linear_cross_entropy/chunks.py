@@ -1,7 +1,7 @@
 """linear_cross_entropy by vocabulary chunks, on a backend's cross_entropy kernels.
 
-Chunking the vocabulary, not tokens, makes each weight gradient chunk one matmul without an fp32 copy; only hidden's
-gradient is summed over chunks. Logits of the first columns, up to KEPT_BYTES, are kept; the rest is recomputed.
+Unlike token chunks, each weight gradient chunk is one matmul without an fp32 copy; only hidden's gradient is summed
+over chunks. Logits of the first columns, up to KEPT_BYTES, are kept.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class _Parts(NamedTuple):
     step: int
 
     def computed(self) -> list[slice]:
-        """Chunks whose logits are recomputed."""
         return [slice(first, min(first + self.step, self.width)) for first in range(self.kept, self.width, self.step)]
 
 

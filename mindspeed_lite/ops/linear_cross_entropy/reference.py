@@ -14,7 +14,6 @@ CHUNK = 1 << 22
 
 
 def definition(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Differentiable loss [...] of hidden [..., H] and weight [K, H], unsharded."""
     return cross_entropy.definition(hidden @ weight.t(), target)
 
 

@@ -16,8 +16,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
     is_tiled: bool
@@ -34,16 +32,14 @@ def masked_softmax(
 ) -> torch.Tensor:
     """p = softmax(scale * scores, hidden entries set to -10000) over the last dimension.
 
-    scores: [b, n, sq, sk] in bf16, fp16, fp32 or fp64, any strides. mask: bool, broadcastable to scores; True hides.
-    causal: query i hides keys j > i; a single query sees all. p: as scores. Computed in fp32 (float64 for float64),
-    rounded once.
+    scores, p: [b, n, sq, sk] in bf16, fp16, fp32 or fp64. mask: bool, broadcastable; True hides. causal: query i hides
+    keys j > i; needs sq 1 (sees all) or sk. Computed in fp32 (float64 for float64), rounded once.
 
-    As in Megatron, hidden entries are -10000: a query with all keys hidden gets a uniform row (on NPUs it sees all
-    keys). Their gradient is zero. NaN and infinity act as in torch.softmax.
+    As in Megatron, hidden entries are -10000: a fully hidden query gets a uniform row (on NPUs it sees all keys). Their
+    gradient is zero. NaN and infinity act as in torch.softmax.
 
-    The CPU kernel saves scores, mask and two fp32 values per row, makes no fp32 copy or causal matrix, and is
-    deterministic. An NPU saves probabilities and a mask. Raises ValueError for invalid arguments, and for `causal`
-    unless sq is 1 or sk.
+    The CPU kernel saves scores, mask and two fp32 values per row, and is deterministic. An NPU saves probabilities and
+    a mask. Raises ValueError.
     """
     return OPERATOR.choose(_case(scores, mask, causal, scale))(scores, mask, causal, scale)
 

@@ -54,8 +54,8 @@ struct Form {
     }
 };
 
-// Scaled fp32 scores with hidden ones replaced. A separate loop prevents fusing with the following difference: both
-// directions and PyTorch use the same rounded product.
+// Scaled fp32 scores. A separate loop prevents fusing with the following difference: both directions and PyTorch use
+// the same rounded product.
 template <typename T>
 static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_t width, float* s) {
     if (hidden == nullptr) {

@@ -71,7 +71,6 @@ _KERNEL = autograd.Kernel(_forward, _backward)
 def _sizes(
     scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor | None, tuple[float, ...]]:
-    """Mask with contiguous keys, and the kernel's arguments after the addresses."""
     batch, heads, queries, keys = scores.shape
     strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:

@@ -1,11 +1,9 @@
 """masked_softmax on Ascend NPUs: torch_npu.npu_scaled_masked_softmax, with its own backward.
 
-It saves only the probabilities, which the product with values keeps anyway. It needs a mask over queries and keys:
-`fixed_triu_mask` is documented as not implemented.
+It saves only the probabilities. It needs a mask: `fixed_triu_mask` is documented as not implemented.
 
-The value of hidden scores is undocumented (-10000 in torch_npu's tests, -inf in a guide). Fully hidden rows, the only
-ones that differ, are passed as fully visible. The dtype of scaling is undocumented too; float16 could overflow, so
-scaled scores are not supported.
+The value of hidden scores is undocumented (-10000 in torch_npu's tests, -inf in a guide): fully hidden rows, which
+differ, are passed as visible. So is the dtype of scaling; float16 could overflow, so scaled scores are refused.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ _MOST_OF_A_TOKEN = 512
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
     probs_dtype: torch.dtype | None
@@ -45,20 +43,19 @@ def permute(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(permuted, permuted_probs, row_ids): one token copy per routed pair, sorted by expert.
 
-    tokens: [T, H] floating point, any strides; routing_map: [T, E] bool; probs: [T, E], any dtype. permuted: [P, H],
-    tokens ascending within an expert; permuted_probs: [P]; row_ids: for `unpermute`.
+    tokens: [T, H] floating point; routing_map: [T, E] bool; probs: [T, E], any dtype. permuted: [P, H], tokens
+    ascending within an expert; permuted_probs: [P]; row_ids: for `unpermute`.
 
     P is `num_out_tokens`, or the number of routed pairs (synchronises). A smaller P drops the last pairs, a larger one
     adds unrouted pairs by expert. With `drop_and_pad` each expert has num_out_tokens // E rows: its first tokens, then
     its first unrouted ones.
 
-    Differentiable in tokens and probs: token gradients are summed in fp32 (float64 for float64) and rounded once. Saves
-    row_ids: two int32 per row and one per token.
+    Differentiable in tokens and probs; token gradients are summed in fp32 (float64 for float64), rounded once. Saves
+    two int32 per row and one per token.
 
-    topk: every token has exactly topk experts and P is T * topk. torch_npu needs this; checking would synchronise. Does
-    not change results.
+    topk: every token has exactly topk experts and P is T * topk. torch_npu needs this; checking would synchronise.
 
-    Raises ValueError for invalid shapes, 2^31 pairs or more, a capacity above T or without num_out_tokens.
+    Raises ValueError, also for 2^31 pairs, or a capacity above T or without num_out_tokens.
     """
     if tokens.dim() != 2 or routing_map.dim() != 2 or routing_map.shape[0] != tokens.shape[0]:
         raise ValueError(
@@ -92,11 +89,10 @@ def unpermute(
     """[T, H]: sum of each token's rows, weighted by its pairs' probs if given.
 
     permuted: [P, H], any H; row_ids, routing_map, drop_and_pad: from `permute`; restore_shape: (T, H); probs: [T, E],
-    any dtype, needs routing_map [T, E].
+    needs routing_map [T, E].
 
-    Sums run in expert order in fp32 (float64 for float64), rounded once; deterministic. Differentiable in permuted and
-    probs. Saves row_ids, probs, and permuted if probs need a gradient. Raises ValueError for invalid shapes or row_ids
-    of another call.
+    Sums in expert order in fp32 (float64 for float64), rounded once; deterministic. Differentiable in permuted and
+    probs. Saves row_ids, probs, and permuted if probs need a gradient. Raises ValueError.
     """
     if permuted.dim() != 2 or len(restore_shape) != 2 or restore_shape[1] != permuted.shape[1]:
         raise ValueError(
@@ -128,11 +124,10 @@ def sort_chunks(
     order: torch.Tensor | Sequence[int],
     probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(sorted, sorted_probs): x split into chunks of `split_sizes` rows, joined in `order`; probs likewise.
+    """(sorted, sorted_probs): chunks of `split_sizes` rows of x and probs, joined in `order`.
 
-    x, probs: [P, ...]; split_sizes: [C] with sum P; order: permutation [C]; both tensors or sequences. Chunks known to
-    the host are copied as blocks; device sizes are not read back. Differentiable in x and probs. Raises ValueError for
-    invalid sizes and orders known to the host.
+    x, probs: [P, ...]; split_sizes: [C] with sum P; order: permutation [C]; tensors or sequences. Device sizes are not
+    read back. Differentiable in x and probs. Raises ValueError for arguments known to the host.
     """
     if probs is not None and probs.shape[:1] != x.shape[:1]:
         raise ValueError(f"sort_chunks: want x [P, ...] and probs [P, ...], not {_shape(x)} and {_shape(probs)}")

@@ -1,8 +1,4 @@
-"""Cases of permute and unpermute, compared with Megatron's sort and scatter_add.
-
-Tokens are permuted, weighted by fp32 probs and summed again. Work counts tokens and rows read and written. Operations
-of a row element: 2 forward, 4 backward.
-"""
+"""Cases of permute and unpermute, compared with Megatron's sort and scatter_add."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Tokens, probs [tokens, experts] with zeros for unrouted pairs, and the routing map."""
+    """Tokens, probs (zero for unrouted pairs) and routing map."""
     chosen = torch.rand(shape.tokens, shape.experts, **draw.options).topk(shape.topk, 1).indices
     routing_map = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool, device=chosen.device)
     routing_map.scatter_(1, chosen, True)

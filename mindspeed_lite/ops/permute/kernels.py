@@ -24,8 +24,8 @@ def count_kernel(routed, counts, tokens, experts, blocks, TOKENS: tl.constexpr, 
 def _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS):
     """Pairs of a token block [TOKENS, EXPERTS], their rows, and whether they have one.
 
-    Rank of a routed pair: routed pairs before it; of an unrouted one: all routed and earlier unrouted pairs. Ranks
-    count per expert (flat 0) or globally (flat T).
+    Rank: routed pairs before it; unrouted pairs follow all routed ones. Counted per expert (flat 0) or globally (flat
+    T).
     """
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)[:, None]

@@ -1,8 +1,8 @@
 """permute on Ascend NPUs: torch_npu's routing-map operators, with their own backward.
 
-They need equal experts per token, or drop_and_pad. They use their own row ids (one int32 per row) and save the map.
-Padding takes the first unrouted tokens, per op-plugin's test (undocumented). The summation precision is undocumented;
-torch_npu and CANN disagree on whether unpermute is deterministic by default.
+They need equal experts per token, or drop_and_pad. They save the map and one int32 per row. Padding takes the first
+unrouted tokens, per op-plugin's test. The summation precision is undocumented; torch_npu and CANN disagree on default
+determinism.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ def permute(
     count: int,
     capacity: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Permutes to `count` rows; capacity: rows per expert."""
     pair = _pairs(routing_map, count, capacity)  # [P]
     experts = routing_map.shape[1]
     row_ids = rows.of_pairs(pair, tokens.shape[0], experts)

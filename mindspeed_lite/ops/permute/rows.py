@@ -21,7 +21,6 @@ class Rows(NamedTuple):
 
 
 def of_pairs(pair: torch.Tensor, tokens: int, experts: int) -> torch.Tensor:
-    """Row ids from pairs [P]."""
     order = pair.argsort(stable=True)
     first = torch.arange(tokens + 1, dtype=pair.dtype, device=pair.device) * experts
     offsets = torch.searchsorted(pair[order], first)
@@ -29,7 +28,6 @@ def of_pairs(pair: torch.Tensor, tokens: int, experts: int) -> torch.Tensor:
 
 
 def size(rows: int, tokens: int) -> int:
-    """Elements of the row ids tensor."""
     return 2 * rows + tokens + 1
 
 

@@ -13,8 +13,6 @@ __all__ = ["OPERATOR", "Case", "rms_norm"]
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -27,10 +25,9 @@ OPERATOR = Operator("rms_norm", reference.rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x^2, -1) + eps) * w, where w is `weight`, or 1 + `weight` if `zero_centered`.
 
-    x: [..., H], any strides; weight: [H], in x's dtype or another; y: [..., H] in x's dtype.
-
-    Computed in fp32 (float64 for float64) and rounded once. Saves x, weight and one fp32 value per row (1 / rms). The
-    weight gradient is summed in fp32. Backend files state deviations.
+    x, y: [..., H] in one dtype; weight: [H], any dtype. Computed in fp32 (float64 for float64) and rounded once. Saves
+    x, weight and one fp32 value per row (1 / rms). The weight gradient is summed in fp32. Backend files state
+    deviations.
     """
     if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"rms_norm: want x [..., H] and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}")

@@ -1,7 +1,6 @@
 """rms_norm on Ascend NPUs: torch_npu's fused operator, with its own backward.
 
-It needs one dtype for x and weight. With `zero_centered` and a 16-bit weight, 1 + weight is therefore rounded: one
-rounding more than the definition.
+It needs one dtype for x and weight: a 16-bit `zero_centered` weight adds one rounding, of 1 + weight.
 """
 
 from __future__ import annotations

@@ -17,10 +17,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Case(NamedTuple):
-    """Backend selection key.
-
-    batch_angles: angles differ by sequence. learned: cos or sin need a gradient.
-    """
+    """batch_angles: angles differ by sequence. learned: cos or sin need a gradient."""
 
     device: str
     dtype: torch.dtype
@@ -47,18 +44,17 @@ def rope(
 ) -> torch.Tensor:
     """y1 = x1 * cos1 - x2 * sin1, y2 = x2 * cos2 + x1 * sin2 for the pairs of x[start : start + R].
 
-    x: [s, b, n, d], or [t, n, d] packed; any strides. y: contiguous, as x; elements outside start .. start + R are
-    copied. cos, sin: [rows, 1 or b, 1, R], R even, from `angles.cos_sin`; multiplied by `scale`. Row p is position p;
-    x[i] has position i, or positions[i] (integers [s] on x's device, -1 for none).
+    x: [s, b, n, d], or [t, n, d] packed. y: contiguous; other elements are copied. cos, sin: [rows, 1 or b, 1, R], R
+    even, from `angles.cos_sin`; multiplied by `scale`. x[i] has row i, or positions[i] (integers [s] on x's device, -1
+    for none).
 
-    Halves 1 and 2 of x, y, cos and sin by `pairs`:
+    Halves 1 and 2 by `pairs`:
         half         x1 = x[: R/2], x2 = x[R/2 :], and y alike
         interleaved  x1 = x[0::2], x2 = x[1::2], and y, cos and sin alike
         regrouped    x1 = x[0::2], x2 = x[1::2]; y, cos and sin in halves (multi-latent attention)
 
-    Computed in fp32 (float64 for float64), rounded once. Saves only cos, sin and positions. Raises ValueError for
-    invalid arguments. A position without a row is an error in the reference and NaN elsewhere, which avoids
-    synchronisation.
+    Computed in fp32 (float64 for float64), rounded once. Saves only cos, sin and positions. Raises ValueError. A
+    position without a row fails in the reference and gives NaN elsewhere, without synchronisation.
     """
     case = _case(x, cos, sin, pairs, start, positions)
     chosen = OPERATOR.choose(case)

@@ -27,8 +27,8 @@ def packed_positions(
     """Position of each local token in its sequence, int64 [tokens]; no device synchronisation.
 
     cu_seqlens: [sequences + 1], cumulative lengths over all ranks. Context-parallel rank r holds pieces r and 2 *
-    cp_size - 1 - r of each sequence's 2 * cp_size. If `rows` of angles equals all tokens together, rows belong to
-    tokens and positions do not restart. Tokens outside any sequence raise ValueError on CPU and get -1 elsewhere.
+    cp_size - 1 - r of 2 * cp_size. If `rows` of angles equals all tokens, positions do not restart. Tokens outside any
+    sequence raise ValueError on CPU and get -1 elsewhere.
     """
 
     def make() -> torch.Tensor:

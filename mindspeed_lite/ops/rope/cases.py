@@ -1,7 +1,6 @@
 """Cases of rope, compared with Megatron's local implementation.
 
-x is part of a fused projection: only its last dimension is contiguous. cos and sin are cached. Work counts x, y, cos,
-sin (fp32) and 3 operations per rotated element and direction.
+x is part of a fused projection: only its last dimension is contiguous. cos and sin are cached.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """rope on Ascend NPUs: torch_npu's fused operator.
 
-torch_npu's own backward saves x for unneeded gradients of cos and sin; ours is the same operator with transposed
-factors. cos and sin are rounded to x's dtype, as in PyTorch's 16-bit composition. They are documented for [-1, 1], so
-`scale` is applied afterwards; pre-scaled tables are passed unchanged.
+torch_npu's backward saves x for gradients of cos and sin; ours reruns the operator with transposed factors. cos and sin
+are rounded to x's dtype, as in PyTorch's 16-bit composition. They are documented for [-1, 1], so `scale` is applied
+afterwards; pre-scaled tables pass unchanged.
 """
 
 from __future__ import annotations

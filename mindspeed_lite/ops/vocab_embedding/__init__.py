@@ -13,8 +13,6 @@ __all__ = ["OPERATOR", "Case", "vocab_embedding"]
 
 
 class Case(NamedTuple):
-    """Backend selection key."""
-
     device: str
     dtype: torch.dtype
 
@@ -28,12 +26,12 @@ def vocab_embedding(
 ) -> torch.Tensor:
     """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
 
-    ids: [...] of integers, any strides; weight: [V, H], the vocabulary shard [vocab_start, vocab_start + V); y: [...,
-    H], contiguous. Accelerators do not synchronise and save row numbers and one bit per id. There an id of another
-    shard reads a row chosen by id and adds zeros to its gradient: a single row would serialise the additions.
+    ids: [...] of integers; weight: [V, H], the vocabulary shard [vocab_start, vocab_start + V); y: [..., H],
+    contiguous. Accelerators do not synchronise and save row numbers and one bit per id. There each id of another shard
+    adds zeros to its own row's gradient: a single row would serialise the additions.
 
-    sparse: weight's gradient is an uncoalesced COO tensor [V, H] with a row per id, as in
-    `torch.nn.functional.embedding`; adding it to a wider dtype rounds each row once.
+    sparse: weight's gradient is an uncoalesced COO tensor [V, H] with a row per id; adding it to a wider dtype rounds
+    each row once.
     """
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")

@@ -1,8 +1,6 @@
 """Cases of vocab_embedding, compared with Megatron's masked embedding.
 
-The rank holds one of four shards. Work counts a row read per local id and one written per id; backward, dy read and the
-weight gradient written. `main=1`: unsharded; adds the lookup's gradient to an fp32 main gradient, as one micro-batch
-does.
+The rank holds one of four shards. `main=1`: unsharded; adds the lookup's gradient to an fp32 main gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """weight and ids; with `main` also dy and the main gradient."""
     weight = draw(shape.rows, shape.hidden, gradient=not shape.main)
     ids = draw.integers(shape.rows * (1 if shape.main else SHARDS), shape.ids)
     if not shape.main:
@@ -75,7 +72,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work | None]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel's embedding with a dense gradient."""
     function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
 
     def run(weight: torch.Tensor, ids: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
