@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_lite.platform.side_stream import DeviceStream, Event
 
-# Maximum ratio of buffer size to requested size, so that similar sizes share buffers.
+# Similar sizes share buffers up to this ratio.
 _SLACK = 1.25
 
 
@@ -90,7 +90,6 @@ class PinnedBufferPool:
         self._free.append(buffer)
 
     def _make_room(self, nbytes: int) -> None:
-        """Frees unused buffers, largest first, to fit the budget."""
         if self._budget is None:
             return
         self._free.sort(key=lambda each: each.tensor.numel())

@@ -1,6 +1,6 @@
 """Allocates host memory that device kernels read and write directly.
 
-CPU     a mapped file with reserved blocks, unlinked at once: unused pages can leave memory.
+CPU     a mapped file, unlinked at once: unused pages can leave memory.
 CUDA    pinned memory as a device tensor (unified virtual addressing).
 NPU     `torch_npu.empty_with_swapped_memory`.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-# Folder of the files; default: the system's temporary folder.
 FOLDER_VARIABLE = "MINDSPEED_LITE_SWAP"
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -25,7 +24,6 @@ _DONTNEED = 4  # of <sys/mman.h>
 
 
 def why_not(device: str) -> list[str]:
-    """Reasons why such memory is not available."""
     if device == "cpu":
         folder = _folder()
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
@@ -40,7 +38,7 @@ def why_not(device: str) -> list[str]:
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialized contiguous device tensor in host memory. Raises MemoryError."""
+    """Uninitialized and contiguous. Raises MemoryError."""
     try:
         if device.type == "cpu":
             return _file(shape, dtype)
@@ -75,8 +73,6 @@ def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pinned:
-    """Exposes pinned memory as device memory."""
-
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host
         self.__cuda_array_interface__ = {
@@ -100,7 +96,7 @@ def _folder() -> str:
 
 
 def _kind_of(folder: Path) -> str:
-    """File system type of a folder; empty if unknown."""
+    """Empty if unknown."""
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:

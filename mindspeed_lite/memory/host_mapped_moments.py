@@ -31,7 +31,7 @@ class HostMappedMoments:
     def __init__(self, budget: int | None, on_refusal: Callable[[str], None] | None = None) -> None:
         self._budget = budget
         self._on_refusal = on_refusal
-        # Parameter -> (its state, its tensors in host memory).
+        # Parameter -> (state, host tensors).
         self._held: Any = WeakTensorKeyDictionary()
         self._refused = False
 
@@ -63,7 +63,7 @@ class HostMappedMoments:
         self._held[parameter] = (state, places)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Yields parameters in parts; pages of updated ones may leave memory until the next step."""
+        """Pages of updated parts may leave memory until the next step."""
         start, part = 0, []
         for place, parameter in enumerate(parameters):
             part += self._held.get(parameter, (None, ()))[1]

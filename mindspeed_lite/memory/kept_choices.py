@@ -1,4 +1,4 @@
-"""Files of recompute and offload choices, for later runs of the same training."""
+"""Files of recompute and offload choices for later runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ FIELDS = json_file.fields({"layers": json_file.table(json_file.rows(_parts), r"\
 
 
 class KeptChoices:
-    """Choices of one training, one file per budget in bytes."""
-
     def __init__(self, training: str, budget: int, log: Callable[[str], object]) -> None:
         self._training, self._log = training, log
         self.name = f"{training}-{budget}.json"
 
     def read(self, name: str = "") -> Choice | None:
-        """Choice in a file (default: of this budget); None if missing, or damaged (logged)."""
+        """None if missing, or damaged (logged)."""
         try:
             file = cache.folder() / (name or self.name)
             if not file.is_file():
@@ -48,7 +46,6 @@ class KeptChoices:
         return {int(stage): layers for stage, layers in stages.items()}
 
     def read_other(self) -> tuple[str, Choice]:
-        """Latest choice with another budget, and its name; empty if none."""
         with contextlib.suppress(OSError, cache.NoCache, ValueError):
             files = [each for each in cache.folder().glob(f"{self._training}-*.json") if each.name != self.name]
             if files:

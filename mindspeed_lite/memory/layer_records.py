@@ -20,7 +20,6 @@ from .saved_tensors import Tracker
 
 # Parts of a layer in order, and the whole layer.
 INPUT_NORM, ATTENTION, MLP_NORM, ACTIVATION, MLP = "input_norm", "attention", "mlp_norm", "activation", "mlp"
-# MoE: local experts (activation: ACTIVATION) and shared ones.
 EXPERTS, SHARED, SHARED_ACTIVATION = "experts", "shared_experts", "shared_activation"
 LAYER = "layer"
 # Part -> all nested parts.
@@ -64,13 +63,12 @@ class LayerRecord:
         return sum(each.bytes for each in self.storages if each.parts and not each.is_shared)
 
     def cost(self, part: str) -> float:
-        """Median seconds of a part per micro-batch; 0 if it did not run."""
         found = self.seconds.get(part)
         return statistics.median(found) if found else 0.0
 
 
 class Instant(NamedTuple):
-    """The running layer (or NONE), and the number of kept micro-batches per layer."""
+    """The running layer, and kept micro-batches per layer."""
 
     layer: int
     counts: tuple[int, ...]
@@ -118,7 +116,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def forward(self, layer: int) -> Iterator[None]:
-        """Context of a layer's forward pass, which saves only its input."""
+        """The forward pass saves only its input."""
         self._kept[layer] += 1
         self._look(layer, is_forward=True)
         if self._before is not None:
@@ -134,7 +132,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Context of its recomputation on `hidden`; `given`: other inputs, which the layer does not own."""
+        """`given`: other inputs, which the layer does not own."""
         self._time_backward(layer)
         self._look(layer)
         self._kept[layer] -= 1
@@ -224,7 +222,6 @@ class LayerRecorder(Tracker):
         return packed
 
     def _meet(self, key: int, storage: torch.UntypedStorage, saved: SavedStorage) -> None:
-        """Marks a living storage as shared if another recomputation saved it."""
         _, several = self._saved_by.setdefault(key, (StorageWeakRef(storage), []))  # type: ignore[no-untyped-call]
         if all(each is not saved for each in several):
             several.append(saved)

@@ -34,10 +34,10 @@ MOVABLE = (INPUT_NORM, ATTENTION, MLP_NORM, MLP)
 
 @dataclass(frozen=True)
 class LayerOption:
-    """One way to run a layer; bytes per micro-batch.
+    """One way to run a layer; bytes and additional seconds per micro-batch.
 
     again: parts recomputed in backward.
-    kept: bytes. kept_late: of these, kept by the MLP's half of the layer.
+    kept_late: part of `kept` in the MLP's half of the layer.
     back_late, back_early: bytes recomputed while the backward pass of that half runs.
     swapped: parts with offloaded activations. moved: their bytes.
     """
@@ -68,7 +68,7 @@ class Transfers:
     back: float
 
     def exposed(self, chosen: Sequence[LayerOption]) -> tuple[float, ...]:
-        """Seconds per layer by which copies exceed the compute they overlap with."""
+        """Seconds per layer by which copies exceed compute."""
         return tuple(
             0.0
             if follower == NONE or not option.moved
@@ -80,7 +80,7 @@ class Transfers:
 
 def transfers(records: Sequence[LayerRecord], out: float, back: float) -> Transfers:
     forward = tuple(each.cost(LAYER) for each in records)
-    # An unrecorded backward pass takes at least as long as forward.
+    # Backward takes at least as long as forward.
     backward = tuple(each.cost(BACKWARD) or each.cost(LAYER) for each in records)
     return Transfers(tuple(each.follower for each in records), forward, backward, out, back)
 
@@ -149,7 +149,7 @@ def _option(record: LayerRecord, again: frozenset[str], swapped: frozenset[str])
 
 
 def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
-    """True if a storage need not be kept: inputs of a part stay, unless nested in a recomputed one."""
+    """Inputs of a part stay, unless nested in a recomputed one."""
     if each.leaves in again & RELEASED:
         return True
     if each.enters in again or each.enters in NORMS or each.leaves in NORMS:
@@ -158,7 +158,7 @@ def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
 
 
 def _moves(each: SavedStorage, record: LayerRecord, again: frozenset[str], swapped: frozenset[str]) -> bool:
-    """True if a storage is offloaded: only offloaded parts save it, and no caller holds it."""
+    """Only offloaded parts save it, and no caller holds it."""
     # Autograd holds the input of a recomputed norm or activation as a leaf.
     if each.enters and (each.enters in again or (each.enters == INPUT_NORM and record.is_first)):
         return False

@@ -82,8 +82,6 @@ class _Counted:
 
 
 class _Group:
-    """What one layer saved in one pass, linked to the previous layer's group."""
-
     def __init__(self, layer: Hashable, before: _Group | None) -> None:
         self.layer = layer
         self.before = before
@@ -129,10 +127,10 @@ class Offload:
         self.counter: Tracker | None = None
         self._pass: _Pass | None = None
         self._group: _Group | None = None
-        # : Addresses that never move: the layer's parameters, and masks shared by all layers.
+        # : Addresses that never move: parameters, and masks shared by all layers.
         self._own: frozenset[int] = frozenset()
         self._shared: dict[int, StorageWeakRef] = {}
-        # : (layer, tensor number, storage size) of activations that other code references in every pass.
+        # : (layer, tensor number, storage size) referenced by other code in every pass.
         self._held: set[Hashable] = set()
 
     @property
@@ -152,7 +150,7 @@ class Offload:
 
     @contextlib.contextmanager
     def layer(self, layer: Hashable, parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Context of the layer's forward pass; yields a function to call with its output. Only moves in a pass."""
+        """Yields a function to call with the layer's output. Only moves in a pass."""
         current = self._pass
         if current is None or self._group is not None or not torch.is_grad_enabled():
             yield lambda output: None
@@ -169,7 +167,6 @@ class Offload:
             self._group = None
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
-        """Context of a module whose saved tensors are offloaded."""
         if self._group is None:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)

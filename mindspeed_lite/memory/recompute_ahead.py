@@ -36,7 +36,7 @@ class AheadFunction:
         if self._outputs is None:
             return self._function(*inputs)
         is_single = isinstance(self._outputs, torch.Tensor)
-        # Gives the outputs a graph for weights even if no input needs a gradient.
+        # Weights need a graph even if no input needs a gradient.
         anchor = torch.empty(0, requires_grad=True)
         found = _Reattached.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
         return found[0] if is_single else found
@@ -86,9 +86,9 @@ class _Reattached(torch.autograd.Function):
 
 
 class RecomputedUnits:
-    """Checkpoints of each unit (chunk, micro-batch) in forward order.
+    """Checkpoints of each unit (chunk, micro-batch).
 
-    stores_others: units not recomputed ahead checkpoint nothing; else they recompute in backward.
+    stores_others: units not recomputed ahead checkpoint nothing.
     """
 
     def __init__(self, snapshot: Snapshot, stores_others: bool) -> None:
@@ -99,7 +99,6 @@ class RecomputedUnits:
         self._is_stored = False
 
     def begin(self, units: frozenset[Unit]) -> None:
-        """Starts a training step that recomputes `units` ahead."""
         self._units = units
         self._recorded.clear()
 
@@ -144,6 +143,5 @@ class RecomputedUnits:
         return checkpoint(function, *arguments, *inputs)
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Recomputes a unit's checkpoints, after its forward."""
         for each in self._recorded.pop((chunk, microbatch)):
             each.recompute()

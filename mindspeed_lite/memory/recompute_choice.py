@@ -16,12 +16,12 @@ from .memory_options import LayerOption, Transfers, layer_options, transfers
 # Relative gap and time limit of the search.
 GAP = 1e-3
 LIMIT_SECONDS = 20.0
-# Weight of a second of overlapped copies: of equally fast choices, the one that moves less.
+# Of equally fast choices, prefer moving less.
 HIDDEN_WEIGHT = 1e-3
 
 
 class BudgetError(ValueError):
-    """No choice fits the budget; `least`: bytes of the leanest."""
+    """`least`: bytes of the leanest choice."""
 
     def __init__(self, least: int, budget: int, stage: int = 0) -> None:
         super().__init__(
@@ -68,7 +68,6 @@ class StageRecord:
         return [layer_options(*each) for each in zip(self.layers, self.can, swappable, strict=True)]
 
     def everything(self) -> int:
-        """Peak bytes if everything is kept."""
         return peak([layer_options(each, frozenset())[0] for each in self.layers], self.moments)
 
     def transfers(self) -> Transfers | None:
@@ -76,7 +75,7 @@ class StageRecord:
 
 
 def merged(several: Sequence[StageRecord]) -> StageRecord:
-    """Maximum over ranks with the same layers; parts that all may recompute or offload."""
+    """Parts that all ranks may recompute or offload."""
     can = [frozenset.intersection(*each) for each in zip(*(one.can for one in several), strict=True)]
     swappable = [frozenset.intersection(*each) for each in zip(*(one.swappable for one in several), strict=True)]
     records = []
@@ -125,7 +124,7 @@ def choose(
 def leanest(
     options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], transfers: Transfers | None = None
 ) -> LayerChoice:
-    """Options with the least peak; the leanest per layer if the search times out."""
+    """The leanest per layer if the search times out."""
     found = _solve(options, moments, None, transfers)
     chosen = found.options if found else tuple(
         min(each, key=lambda option: option.kept + max(option.back_late, option.back_early)) for each in options
@@ -142,7 +141,7 @@ def _choice(
 
 
 def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
-    """Bytes of a layer at a moment beyond what it keeps: recomputed, or not yet moved."""
+    """Bytes beyond what the layer keeps: recomputed, or not yet moved."""
     if moment.layer == NONE:
         return 0
     found = 0
@@ -156,7 +155,7 @@ def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfer
 
 
 def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
-    """Non-dominated moments per layer and pass, for every choice."""
+    """Non-dominated moments."""
     found: dict[Instant, int] = {}
     for moment, outside in sorted(moments.items(), key=lambda each: (sum(each[0].counts), each[1]), reverse=True):
         if not any(
@@ -175,7 +174,7 @@ def _solve(
     budget: int | None,
     transfers: Transfers | None,
 ) -> LayerChoice | None:
-    """Least time within a budget, or least peak without one."""
+    """Least peak without a budget."""
     if not options:
         full = peak((), moments)
         return LayerChoice((), full, 0.0, 0.0) if budget is None or full <= budget else None
@@ -185,7 +184,7 @@ def _solve(
     places = [(layer, option) for layer, each in enumerate(options) for option in each]
     count, layers = len(places), numpy.array([layer for layer, _ in places])
     seconds, moved = (numpy.array([getattr(option, name) for _, option in places]) for name in ("seconds", "moved"))
-    # Variables: places, seconds that compute waits for each layer's copies out and back, peak.
+    # Variables: places, seconds that compute waits per layer out and back, peak.
     moving = sorted({layer for layer, option in places if option.moved}) if transfers else []
     size = count + 2 * len(moving) + 1
     slow = seconds.max() or 1.0

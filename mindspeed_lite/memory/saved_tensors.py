@@ -76,7 +76,6 @@ class Tracker:
             self.at_peak = _by_place(self._live.values())
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
-        """Counts a saved tensor; returns what autograd holds instead."""
         if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -88,7 +87,7 @@ class Tracker:
 
     def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
         """Counts a storage until `release` of the returned key."""
-        # Address of the storage object; its memory address changes on release.
+        # Stable, unlike its memory address.
         key: int = storage._cdata
         known = self._live.get(key)
         if known is None:
@@ -112,7 +111,7 @@ class Tracker:
 
 
 class _Reference:
-    """Held by autograd instead of a saved tensor, with the same lifetime."""
+    """Held by autograd instead of a saved tensor."""
 
     __slots__ = ("key", "tensor", "tracker")
 

@@ -53,7 +53,6 @@ class SwappedOptimizerState:
         self._times = times
         self._on_refusal = on_refusal
         self._pool = PinnedBufferPool(engine)
-        # Parameter -> name -> place; then parameters that are offloaded themselves.
         self._held: Any = WeakTensorKeyDictionary()
         self._own: Any = WeakTensorKeyDictionary()
         # Device memory with a copy in flight.
@@ -66,7 +65,6 @@ class SwappedOptimizerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes with a place in host memory."""
         return sum(place.nbytes for places in self._held.values() for place in places.values())
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -78,7 +76,7 @@ class SwappedOptimizerState:
         self._settle()
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Offloads the parameter's state unless small or host memory is full; not inside `materialized`."""
+        """Not inside `materialized`."""
         if self._depth:
             return
         places = self._held.setdefault(parameter, {})
@@ -101,7 +99,6 @@ class SwappedOptimizerState:
                 self._settle(place.nbytes)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Yields parameters in groups, with their values on the device."""
         groups = self._groups(parameters)
         on_host = [self._on_host(parameters[group]) for group in groups]
         self._settle()
@@ -114,7 +111,6 @@ class SwappedOptimizerState:
             yield group
             for tensor, place in pairs:
                 self._offload(tensor, place)
-            # The previous group's copy overlapped this update.
             self._settle(sum(place.nbytes for _, place in pairs))
         self._settle()
 
@@ -193,7 +189,7 @@ class SwappedOptimizerState:
         place.on_host, place.pending_h2d = True, None
 
     def _settle(self, keep: int = 0) -> None:
-        """Frees the oldest device memory until `keep` bytes are in flight; compute waits for its copies."""
+        """Compute waits for the copies."""
         while self._leaving_bytes > keep:
             mark, memory = self._leaving.popleft()
             self._engine.wait(mark)

@@ -32,7 +32,7 @@ class StatePlacement(Protocol):
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Yields parameters in parts; each is updated when the next is requested."""
+        """Each part is updated when the next is requested."""
         ...
 
     def materialized(
@@ -46,9 +46,8 @@ class StatePlacement(Protocol):
 
 @dataclass(frozen=True)
 class StepData:
-    """Input of the next step, and its outcome.
+    """grad_scales: parameter -> gradient factor, e.g. a clip coefficient.
 
-    grad_scales: parameter -> gradient factor, e.g. a clip coefficient.
     cast_targets: parameter -> tensor for its new values, e.g. the bf16 weight of an fp32 main parameter.
     casts_done: outcome: the last step wrote the model's weights.
     """
@@ -85,7 +84,7 @@ class _Fused(torch.optim.Optimizer):
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Performs one step, or torch's own if there are `reasons`."""
+        """torch's own step if there are `reasons`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -152,7 +151,6 @@ class _Fused(torch.optim.Optimizer):
                 form.restore()
 
     def reasons(self) -> list[str]:
-        """Reasons for torch's own step."""
         found = []
         for group in self.param_groups:
             found += [f"{name} is set" for name in _UNSUPPORTED if group.get(name)]
@@ -171,11 +169,10 @@ class _Fused(torch.optim.Optimizer):
     def _update(
         self, data: StepData, halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
     ) -> set[torch.Tensor]:
-        """Updates all parameters with a gradient, one call per rule; returns them."""
+        """One call per rule; returns the parameters with a gradient."""
         updated: set[torch.Tensor] = set()
         seen_steps: set[int] = set()
         for group in self.param_groups:
-            # (device and dtypes, step, scale) -> the parameters of one call.
             batches: dict[Any, list[_Row]] = {}
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -225,7 +222,6 @@ class _Fused(torch.optim.Optimizer):
         return state
 
     def _fp32_lists(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-        """The four lists of `adamw` in fp32, copied if stored otherwise."""
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [])
         for parameter in parameters:
             assert parameter.grad is not None
@@ -245,7 +241,7 @@ class FusedAdam(_Fused, torch.optim.Adam):
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
-    """Converts torch's exact Adam or AdamW in place; None for other classes."""
+    """In place; None unless exactly torch's Adam or AdamW."""
     fused = {torch.optim.AdamW: FusedAdamW, torch.optim.Adam: FusedAdam}.get(type(optimizer))  # type: ignore[call-overload]
     if fused is None:
         return None

@@ -38,12 +38,12 @@ class QuantizedMoments:
             self._blocks[parameter] = _exponents(parameter)
 
     def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Quantizes fp32 moments; returns the exponents of both if fp8."""
+        """Returns the exponents of both moments if fp8."""
         self._narrow([parameter])
         return self._blocks.get(parameter)
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies of both moments, the second with its sign; empty if stored as fp32."""
+        """The second with its sign; empty if stored as fp32."""
         found = self._state.get(parameter, {})
         if any(name not in found for name in _NAMES) or found["exp_avg"].dtype == torch.float32:
             return {}
@@ -80,7 +80,7 @@ class QuantizedMoments:
                 self._blocks.pop(parameter, None)
 
     def _narrow(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Quantizes fp32 moments to nearest; dequantized values return to their codes."""
+        """Rounds to nearest; dequantized values return to their codes."""
         for parameter in parameters:
             found, dtype = self._state.get(parameter, {}), self._dtype(parameter)
             if dtype == torch.float32 or any(name not in found for name in _NAMES):

@@ -18,7 +18,7 @@ Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
 
 
 class SplitFP32Params:
-    """highs: returns parameter -> contiguous bf16 high half; called whenever needed, since weights may move."""
+    """highs: returns parameter -> contiguous bf16 high half; called anew, since weights may move."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
         # Not its state: loading a checkpoint replaces that dictionary.
@@ -65,7 +65,7 @@ class SplitFP32Params:
             self._restore(parameter)
 
     def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Makes the parameter fp32; returns its low half."""
+        """Returns the low half."""
         plain, squares = self.joined(parameter), self._squares(parameter)
         if squares is not None:
             squares.abs_()

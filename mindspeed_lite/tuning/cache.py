@@ -25,7 +25,6 @@ from mindspeed_lite import json_file
 from mindspeed_lite.platform import current
 from mindspeed_lite.platform.cache import NoCache
 
-# Probe message and maximum change of its time.
 _PROBE_BYTES = 1 << 20
 _PROBE_ROUNDS = 8
 _MAX_TIME_RATIO = 2.0
@@ -103,7 +102,7 @@ class TuningCache:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replaces the file atomically for concurrent readers."""
+    """Atomic for concurrent readers."""
     handle, scratch = tempfile.mkstemp(dir=path.parent)
     try:
         with open(handle, "w") as file:
@@ -122,7 +121,7 @@ def _of_this_rank(device: torch.device) -> str:
 
 
 def _message(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of an all-reduce of `_PROBE_BYTES`: the fastest round of the slowest rank."""
+    """Fastest round of the slowest rank."""
     buffer = torch.zeros(_PROBE_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PROBE_ROUNDS):

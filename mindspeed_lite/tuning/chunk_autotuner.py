@@ -42,7 +42,6 @@ class Trial:
 
     @functools.cached_property
     def best(self) -> int:
-        """Fastest chunk count; 1 unless another is clearly faster."""
         share = {number: median_time_ratio(times, self.rounds[1]) for number, times in self.rounds.items()}
         fastest = min(share, key=lambda each: share[each])
         return fastest if share[fastest] < 1 - MIN_SPEEDUP else 1
@@ -62,12 +61,11 @@ class Trial:
 
 
 class ChunkAutotuner:
-    """`ChunkPolicy` that times each pass of a group's layers at the first call per shape.
+    """Times each pass of a group's layers at the first call per shape; a `ChunkPolicy`.
 
     Args:
         say: receives each result, on the group's first rank.
-        folder: returns the folder of cached trials, or raises `NoCache`; called on the group's first rank. None on all
-            ranks disables caching.
+        folder: folder of cached trials, or raises `NoCache`; called on the first rank. None on all ranks: no cache.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class ChunkAutotuner:
         self._found: dict[tuple[object, ...], Trial] = {}
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """See `tp_linear.ChunkPolicy`; a collective at the first call of a shape."""
+        """A collective at the first call of a shape."""
         key = _key(phase, x, w)
         trial = self._found.get(key)
         if trial is None:

@@ -50,7 +50,6 @@ def apex(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# A small model's QKV, MLP and output layers; Llama 8B.
 CASES = OperatorCases(
     operator="accumulate_wgrad",
     shape=Shape,

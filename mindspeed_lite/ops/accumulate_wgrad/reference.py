@@ -1,4 +1,4 @@
-"""accumulate_wgrad in plain PyTorch: bitwise equal to autograd plus a gradient hook."""
+"""Reference of accumulate_wgrad: bitwise equal to autograd plus a gradient hook."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((2 if dropped else 1) * count * size, (1 + dropped) * count)
 
 
-# A small model and Llama 8B, with Megatron's default dropout and without.
 CASES = OperatorCases(
     operator="bias_dropout_add",
     shape=Shape,

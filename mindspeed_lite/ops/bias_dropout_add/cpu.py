@@ -49,7 +49,6 @@ def bias_dropout_add(
     if bias is None and dropout_p == 0.0:
         return residual + x
     if dropout_p == 1.0:
-        # Everything is dropped.
         return residual + (x if bias is None else x + bias.to(x.dtype).reshape(-1)) * 0.0
     dropped = min(round(dropout_p * 2**32), 2**32 - 1)
     draws = (dropped, int(torch.randint(1 << 62, ())) if dropped else 0)

@@ -51,7 +51,6 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     )
 
 
-# A small model; Llama 3's vocabulary, unsharded and over eight ranks.
 _TIMED = ("1024x32768", "512x128256")
 
 CASES = OperatorCases(

@@ -17,7 +17,7 @@ from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 if TYPE_CHECKING:
     from mindspeed_lite.ops.cross_entropy import Case
 
-# Columns per step: 8 KiB of bf16, two 16-byte vectors for each thread of 8 warps.
+# 8 KiB of bf16: two 16-byte vectors per thread.
 BLOCK = 4096
 WARPS = 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,7 +41,7 @@ def statistics_kernel(
     row = tl.program_id(0).to(tl.int64)  # rows * columns exceeds 2^31
     row_ptr = logits_ptr + row * WIDTH
     columns = tl.arange(0, BLOCK)
-    # Maximum and sum per lane, reduced once after the loop.
+    # Reduced once after the loop.
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, WIDTH, BLOCK):

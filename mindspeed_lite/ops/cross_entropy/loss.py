@@ -38,7 +38,7 @@ def precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(parts: torch.Tensor) -> torch.Tensor:
-    """Merges statistics [shards, 3, T] into [3, T]."""
+    """[shards, 3, T] -> [3, T]."""
     if parts.shape[0] == 1:
         return parts[0]
     top = parts[:, 0].amax(0)  # [T]
@@ -49,7 +49,6 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
 
 
 def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Loss [T] from merged statistics [3, T]."""
     top, sums, predicted = merged
     known = (target >= 0) & (target < vocab_size)
     loss: torch.Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
@@ -118,7 +117,7 @@ def only_the_graph_has(references: tuple[int, ...]) -> bool:
 
 
 def references(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Reference counts of the tensor and its storage; empty if unknown."""
+    """Of the tensor and its storage; empty if unknown."""
     if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
         return ()
     memory = tensor.untyped_storage()

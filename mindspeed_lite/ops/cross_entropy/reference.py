@@ -10,7 +10,7 @@ import torch
 from mindspeed_lite.ops.cross_entropy import loss
 from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 
-# Elements of a block: 16 MiB as fp32.
+# 16 MiB as fp32.
 _BLOCK = 1 << 22
 
 

@@ -17,7 +17,7 @@ TakeGradients = Callable[[torch.Tensor, torch.Tensor, Counts], Sequence[torch.Te
 
 
 def on_host(counts: Counts, rows: int) -> list[int]:
-    """Counts as integers; synchronises if they are on a device and there are rows."""
+    """Synchronises if counts are on a device and there are rows."""
     if not isinstance(counts, torch.Tensor):
         return list(counts)
     found: list[int] = counts.tolist() if rows else [0] * len(counts)
@@ -25,7 +25,7 @@ def on_host(counts: Counts, rows: int) -> list[int]:
 
 
 def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
-    """Counts as an int64 tensor on `device`; CUDA does not wait for the copy."""
+    """CUDA does not wait for the copy."""
     if isinstance(counts, torch.Tensor):
         return counts.to(device)
     cuda = device.type == "cuda"

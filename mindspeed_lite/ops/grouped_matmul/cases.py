@@ -69,7 +69,7 @@ def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
     )
 
 
-# Many small and few large experts; Qwen3-30B-A3B and Mixtral 8x7B.
+# Qwen3-30B-A3B and Mixtral 8x7B.
 CASES = OperatorCases(
     operator="grouped_matmul",
     shape=Shape,

@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Tiles(NamedTuple):
-    """Tile configuration: ROWS of x, WIDTH of the result, DEPTH of the reduction."""
+    """ROWS of x, WIDTH of the result, DEPTH of the reduction."""
 
     rows: int
     width: int
@@ -151,7 +151,7 @@ def product_kernel(
 ):  # fmt: skip
     numbers = tl.arange(0, PADDED)
     counts = tl.load(counts_ptr + numbers, mask=numbers < EXPERTS, other=0)
-    # Row blocks are ordered by expert: a block's expert is the first whose end exceeds it.
+    # A block's expert is the first whose end exceeds it.
     blocks = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
     total_blocks = tl.sum(blocks, axis=0).to(tl.int32)

@@ -1,4 +1,4 @@
-"""grouped_matmul in plain PyTorch: the definition that every backend is tested against."""
+"""Reference of grouped_matmul."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def grouped_matmul(
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
-    """y_e = x_e w_e^T + b_e, saving only its inputs."""
     counts = autograd.on_host(counts, x.shape[0])
     if torch.compiler.is_compiling() and take_gradients is None:
         matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
@@ -49,7 +48,7 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts)
 def accumulate_weight_gradients(
     main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
 ) -> None:
-    """main_grad_e += dy_e^T x_e, with the product rounded to the dtype of x as in autograd."""
+    """The product is rounded to the dtype of x first, as in autograd."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)
 

@@ -49,7 +49,6 @@ def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed:
 
 
 def is_one(weights: Tensors) -> bool:
-    """True if contiguous matrices are adjacent in one storage."""
     first = weights[0]
     if len(weights) < 2 or not all(each.is_contiguous() for each in weights):
         return False

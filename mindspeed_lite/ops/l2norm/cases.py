@@ -35,7 +35,6 @@ def work(shape: Shape, size: int) -> tuple[Work, None]:
     return Work(count * max(4, size), 2 * count), None
 
 
-# Many small matrices, a few, and layers of a large model.
 _TIMED = ("256x4096", "8x1048576", "4x16777216")
 
 CASES = OperatorCases(

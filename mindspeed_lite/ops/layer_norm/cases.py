@@ -46,7 +46,7 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
 
 
-# A small model, GPT-3 6.7B and 175B.
+# GPT-3 6.7B and 175B.
 CASES = OperatorCases(
     operator="layer_norm",
     shape=Shape,

@@ -43,7 +43,6 @@ def layer_norm(
     if _torch_serves(x, weight, zero_centered):
         return torch.nn.functional.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
     if torch.compiler.is_compiling() or x.numel() == 0:
-        # torch.compile fuses the plain formula.
         return reference.layer_norm(x, weight, bias, eps, zero_centered)
     from mindspeed_lite.ops import norm_kernels
 

@@ -1,4 +1,4 @@
-"""layer_norm in plain PyTorch: the definition that every backend is tested against."""
+"""Reference of layer_norm."""
 
 from __future__ import annotations
 

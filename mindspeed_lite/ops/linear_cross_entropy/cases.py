@@ -51,7 +51,7 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     return lambda x, weight, labels: function.apply(x, weight, labels, *options)[0]
 
 
-# A small model; Llama 3 8B, unsharded and over eight ranks.
+# Llama 3 8B, unsharded and over eight ranks.
 CASES = OperatorCases(
     operator="linear_cross_entropy",
     shape=Shape,

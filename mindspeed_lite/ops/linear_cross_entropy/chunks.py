@@ -44,7 +44,7 @@ def linear_cross_entropy(
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    """linear_cross_entropy on `kernels`; elements: approximate chunk size."""
+    """elements: approximate chunk size."""
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -54,8 +54,6 @@ def linear_cross_entropy(
 
 
 class _Parts(NamedTuple):
-    """Vocabulary split: `kept` columns with saved logits, then chunks of `step`."""
-
     width: int
     kept: int
     step: int
@@ -155,7 +153,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _logits(
     rows: torch.Tensor, weight: torch.Tensor, parts: _Parts, kept: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(vocabulary slice, logits [T, n]): the kept ones, then chunks that reuse one buffer."""
+    """Recomputed chunks reuse one buffer."""
     if kept is not None:
         yield slice(0, parts.kept), kept
     computed = parts.computed()

@@ -1,4 +1,4 @@
-"""linear_cross_entropy in plain PyTorch: the definition, and chunks on reference kernels."""
+"""Reference of linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_lite.ops.cross_entropy import reference as cross_entropy
 from mindspeed_lite.ops.linear_cross_entropy import chunks
 from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 
-# Elements of a logits chunk: 8 MiB of bf16.
+# 8 MiB of bf16.
 CHUNK = 1 << 22
 
 

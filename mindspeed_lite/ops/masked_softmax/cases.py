@@ -29,7 +29,6 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Scores, and the mask: True where the key is hidden."""
     scores = draw(shape.b, shape.n, shape.sq, shape.sk, scale=2.0)
     if shape.causal:
         mask = torch.ones(1, 1, shape.sq, shape.sk, dtype=torch.bool).triu(1)

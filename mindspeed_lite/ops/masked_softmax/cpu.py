@@ -25,7 +25,7 @@ library = native.Library(
     returns_status=True,
 )
 
-# Cost of a score (an exponential) in elements of a memory pass.
+# Cost of an exponential in elements of a memory pass.
 _WORK = 4
 
 

@@ -1,4 +1,4 @@
-"""masked_softmax in plain PyTorch: the definition that every backend is tested against."""
+"""Reference of masked_softmax."""
 
 from __future__ import annotations
 

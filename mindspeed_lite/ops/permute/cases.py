@@ -52,7 +52,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return Work(2 * (once + rows) * size, 2 * rows), Work((2 * once + 3 * rows) * size, 4 * rows)
 
 
-# Many small experts, and few large ones.
 _TIMED = ("4096x512x64x6", "2048x1024x8x2")
 
 CASES = OperatorCases(

@@ -11,8 +11,6 @@ from mindspeed_lite.ops.autograd import linear_map
 
 
 class Blocks(NamedTuple):
-    """Chunk sizes in input order, and the chunk at each output place."""
-
     sizes: list[int]
     order: list[int]
 

@@ -35,7 +35,7 @@ inline void each_expert(const uint8_t* flags, int64_t experts, Visit visit) {
         if (flags[e]) visit(e);
 }
 
-// Routed pairs only; each token block knows its first row.
+// Routed pairs only.
 void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t blocks,
           std::vector<int64_t>& next, const std::vector<int64_t>& kept, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -74,7 +74,7 @@ void fill_padded(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, 
     out.offsets[tokens] = static_cast<int32_t>(place);
 }
 
-// Dispatches a runtime count of 1 to kMost to call(index_sequence<0, ..., count - 1>).
+// Dispatches a runtime count of 1 to kMost.
 template <typename Call>
 inline void with_count(int64_t count, Call call) {
     switch (count) {
@@ -89,7 +89,7 @@ inline void with_count(int64_t count, Call call) {
 template <typename T, typename A, typename Out, size_t... n>
 void add_rows(std::index_sequence<n...>, const T* const* rows, const A* weights, const A* carried, Out* out,
               int64_t size) {
-    // Local copies, which cannot alias stores.
+    // Cannot alias stores.
     const T* const x[] = {rows[n]...};
     const A w[] = {weights[n]...};
 #pragma omp simd

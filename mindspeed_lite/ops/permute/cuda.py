@@ -115,7 +115,6 @@ def _backward(
     pair, order, offsets = rows.split(row_ids, count)
     weights = probs.contiguous()
     dx = g.new_empty(count, width)
-    # Unrouted pairs have no row and no gradient.
     dprobs = None if x is None else torch.zeros_like(weights)
     (grid, _), how = _launch(tokens, width)
     how |= {"WANTS_DPROBS": x is not None, "DOUBLE": g.dtype == torch.float64}
@@ -128,6 +127,5 @@ _KERNELS = autograd.Kernels(_row_ids, _spread, _gather, _backward)
 
 
 def _launch(tokens: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid (tokens, row pieces) and kernel options for the row width."""
     block = min(_BLOCK, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), {"WIDTH": width, "BLOCK": block, "num_warps": max(1, block // 256)}

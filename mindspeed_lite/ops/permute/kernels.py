@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def count_kernel(routed, counts, tokens, experts, blocks, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts [E, blocks]: tokens of each block routed to each expert."""
+    """counts [E, blocks]: tokens of each block per expert."""
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -45,7 +45,6 @@ def pair_kernel(
     routed, before, totals, pairs, kept, tokens, experts, blocks, limit, stride, flat,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Pair of each row, and rows per token."""
     pair, row, has = _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
     tl.store(pairs + row, pair, mask=has)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -57,7 +56,6 @@ def order_kernel(
     routed, before, totals, offsets, order, tokens, experts, blocks, limit, stride, flat,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of each token, from its offset."""
     _, row, has = _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     offset = tl.load(offsets + token, mask=token < tokens, other=0)

@@ -1,4 +1,4 @@
-"""permute and unpermute in plain PyTorch: the definition that every backend is tested against."""
+"""Reference of permute and unpermute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def unpermute(
     routing_map: torch.Tensor | None,
     drop_and_pad: bool,
 ) -> torch.Tensor:
-    """row_ids identify the pairs; the map and drop_and_pad are not needed."""
     count, hidden = permuted.shape
     pair, order, offsets = rows.split(row_ids.long(), count)
     wide = permuted.to(_wide(permuted.dtype))
@@ -47,7 +46,7 @@ def _pairs(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch
     tokens, experts = routing_map.shape
     by_expert = routing_map.t().to(torch.int8)  # [E, T]
     if capacity is None:
-        # Routed pairs by expert, then unrouted ones as padding.
+        # Unrouted pairs follow as padding.
         found = by_expert.reshape(-1).argsort(descending=True, stable=True)[:count]
         return found % max(tokens, 1) * experts + found // max(tokens, 1)
     token = by_expert.argsort(dim=-1, descending=True, stable=True)[:, :capacity]  # [E, capacity]

@@ -8,9 +8,9 @@ import torch
 
 
 class Rows(NamedTuple):
-    """Parts of an int32 row id tensor: two values per row and one per token.
+    """int32; two values per row and one per token.
 
-    pair: [P], token * E + expert: its flat index into probs [T, E].
+    pair: [P], token * E + expert.
     order: [P], rows sorted by token, then expert.
     offsets: [T + 1], start of each token in `order`, and P.
     """

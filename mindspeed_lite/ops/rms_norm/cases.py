@@ -69,7 +69,7 @@ def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# A small model, Llama 8B and 70B, and heads (QK norm).
+# Llama 8B and 70B, and heads (QK norm).
 _TIMED = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
 
 CASES = OperatorCases(

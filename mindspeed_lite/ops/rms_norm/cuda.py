@@ -44,7 +44,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_cent
     if _torch_serves(x, weight, zero_centered):
         return torch.nn.functional.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
     if torch.compiler.is_compiling() or x.numel() == 0:
-        # torch.compile fuses the plain formula.
         return reference.rms_norm(x, weight, eps, zero_centered)
     from mindspeed_lite.ops import norm_kernels
 

@@ -1,4 +1,4 @@
-"""rms_norm in plain PyTorch: the definition that every backend is tested against."""
+"""Reference of rms_norm."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
     return lambda x, angles: function(x, angles, **options)
 
 
-# A small model, Llama 8B's queries and keys, multi-latent attention.
+# Llama 8B's queries and keys, multi-latent attention.
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
 
 CASES = OperatorCases(

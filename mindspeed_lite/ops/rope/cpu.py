@@ -1,4 +1,4 @@
-"""rope on CPU: a C++ kernel reads x once with any strides and writes y once."""
+"""rope on CPU: a C++ kernel for any strides of x."""
 
 from __future__ import annotations
 

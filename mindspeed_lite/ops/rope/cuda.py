@@ -1,7 +1,4 @@
-"""rope on CUDA: one pass of a Triton kernel over strided x in each direction.
-
-A program rotates a block of heads of one token, loading their cos and sin once.
-"""
+"""rope on CUDA: a Triton kernel; each program rotates a block of heads of one token."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ def _turn(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_pairs(pointers, width, mask, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves [ROWS, BLOCK_PAIRS] of rows of `width` elements; `pointers` and `mask` are [ROWS, 1]."""
+    """[ROWS, BLOCK_PAIRS] each; `pointers` and `mask` are [ROWS, 1]."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
         both = tl.load(pointers + column, mask=mask & (column < width), other=0.0).to(tl.float32)
@@ -167,7 +164,6 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(target + start + width // 2 + column, y2, mask=inside)
     if PASSED:
         column = tl.arange(0, PASSED)[None, :]
-        # Columns before, then after the rotated part.
         column = tl.where(column < start, column, column + width)
         copied = mask & (column < d)
         tl.store(target + column, tl.load(source + column, mask=copied), mask=copied)

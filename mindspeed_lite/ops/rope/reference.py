@@ -1,4 +1,4 @@
-"""rope in plain PyTorch: the definition that every backend is tested against."""
+"""Reference of rope."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rope(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates pairs of x[..., start : start + R] in x's dtype; x is [s, b, n, d]."""
+    """x is [s, b, n, d]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = cos.shape[-1]
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class RotationSpec(NamedTuple):
-    """Options of `rope`; transposed: for backward."""
-
     pairs: Pairs
     start: int
     scale: float
@@ -23,7 +21,7 @@ class RotationSpec(NamedTuple):
 
     @property
     def sides(self) -> tuple[bool, bool]:
-        """Whether pairs are interleaved in the input, and in the output."""
+        """(input, output) is interleaved."""
         return _SIDES[self.pairs, self.transposed]
 
 

@@ -83,7 +83,6 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# A rank's shard of vocabularies of 32k and 128k.
 CASES = OperatorCases(
     operator="vocab_embedding",
     shape=Shape,
