@@ -38,7 +38,7 @@ def why_not(device: str) -> list[str]:
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialized and contiguous. Raises MemoryError."""
+    """Uninitialized contiguous device tensor in host memory. Raises MemoryError."""
     try:
         if device.type == "cpu":
             return _file(shape, dtype)
@@ -96,7 +96,7 @@ def _folder() -> str:
 
 
 def _kind_of(folder: Path) -> str:
-    """Empty if unknown."""
+    """File system type; empty if unknown."""
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:

@@ -63,7 +63,7 @@ class HostMappedMoments:
         self._held[parameter] = (state, places)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Pages of updated parts may leave memory until the next step."""
+        """Yields parameters in parts; updated pages may leave memory."""
         start, part = 0, []
         for place, parameter in enumerate(parameters):
             part += self._held.get(parameter, (None, ()))[1]

@@ -32,7 +32,7 @@ class KeptChoices:
         self.name = f"{training}-{budget}.json"
 
     def read(self, name: str = "") -> Choice | None:
-        """None if missing, or damaged (logged)."""
+        """Stored choice; None if missing, or damaged (logged)."""
         try:
             file = cache.folder() / (name or self.name)
             if not file.is_file():
@@ -54,7 +54,7 @@ class KeptChoices:
         return "", {}
 
     def write(self, choice: Mapping[int, Sequence[Parts]]) -> None:
-        """Raises OSError or NoCache."""
+        """Writes this budget's choice. Raises OSError or NoCache."""
         layers = {
             stage: [(sorted(again), sorted(swapped)) for again, swapped in each] for stage, each in choice.items()
         }

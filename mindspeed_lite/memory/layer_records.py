@@ -116,7 +116,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def forward(self, layer: int) -> Iterator[None]:
-        """The forward pass saves only its input."""
+        """Context of a forward pass that saves only its input."""
         self._kept[layer] += 1
         self._look(layer, is_forward=True)
         if self._before is not None:
@@ -132,7 +132,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
-        """`given`: other inputs, which the layer does not own."""
+        """Context of a recomputation; `given`: other inputs, which the layer does not own."""
         self._time_backward(layer)
         self._look(layer)
         self._kept[layer] -= 1

@@ -149,7 +149,7 @@ def _option(record: LayerRecord, again: frozenset[str], swapped: frozenset[str])
 
 
 def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
-    """Inputs of a part stay, unless nested in a recomputed one."""
+    """True if not kept; inputs of a part stay, unless nested in a recomputed one."""
     if each.leaves in again & RELEASED:
         return True
     if each.enters in again or each.enters in NORMS or each.leaves in NORMS:
@@ -158,7 +158,7 @@ def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
 
 
 def _moves(each: SavedStorage, record: LayerRecord, again: frozenset[str], swapped: frozenset[str]) -> bool:
-    """Only offloaded parts save it, and no caller holds it."""
+    """True if offloaded: only offloaded parts save it, and no caller holds it."""
     # Autograd holds the input of a recomputed norm or activation as a leaf.
     if each.enters and (each.enters in again or (each.enters == INPUT_NORM and record.is_first)):
         return False

@@ -150,7 +150,7 @@ class Offload:
 
     @contextlib.contextmanager
     def layer(self, layer: Hashable, parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Yields a function to call with the layer's output. Only moves in a pass."""
+        """Context of a layer's forward; yields a function for its output. Only moves in a pass."""
         current = self._pass
         if current is None or self._group is not None or not torch.is_grad_enabled():
             yield lambda output: None

@@ -21,7 +21,7 @@ HIDDEN_WEIGHT = 1e-3
 
 
 class BudgetError(ValueError):
-    """`least`: bytes of the leanest choice."""
+    """No choice fits the budget; `least`: bytes of the leanest."""
 
     def __init__(self, least: int, budget: int, stage: int = 0) -> None:
         super().__init__(
@@ -37,9 +37,10 @@ def gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """gap: maximum relative distance to the optimum; 0 is proven optimal, infinity unknown.
+    """The chosen option of each layer.
 
-    peak: bytes. seconds: additional time per micro-batch. exposed: seconds per layer that compute waits for copies.
+    peak: bytes. seconds: additional time per micro-batch. gap: maximum relative distance to the optimum; infinity is
+    unknown. exposed: seconds per layer that compute waits for copies.
     """
 
     options: tuple[LayerOption, ...]
@@ -75,7 +76,7 @@ class StageRecord:
 
 
 def merged(several: Sequence[StageRecord]) -> StageRecord:
-    """Parts that all ranks may recompute or offload."""
+    """Maximum over ranks; parts that all may recompute or offload."""
     can = [frozenset.intersection(*each) for each in zip(*(one.can for one in several), strict=True)]
     swappable = [frozenset.intersection(*each) for each in zip(*(one.swappable for one in several), strict=True)]
     records = []
@@ -111,7 +112,7 @@ def choose(
     budget: int,
     transfers: Transfers | None = None,
 ) -> LayerChoice:
-    """Raises BudgetError if no options fit."""
+    """Fastest options. Raises BudgetError if none fits."""
     found = _solve(options, moments, budget, transfers)
     if found is None:
         # Infeasible, or the search timed out.
@@ -124,7 +125,7 @@ def choose(
 def leanest(
     options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], transfers: Transfers | None = None
 ) -> LayerChoice:
-    """The leanest per layer if the search times out."""
+    """Least peak; the leanest per layer if the search times out."""
     found = _solve(options, moments, None, transfers)
     chosen = found.options if found else tuple(
         min(each, key=lambda option: option.kept + max(option.back_late, option.back_early)) for each in options
@@ -141,7 +142,7 @@ def _choice(
 
 
 def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
-    """Bytes beyond what the layer keeps: recomputed, or not yet moved."""
+    """Bytes beyond what a layer keeps: recomputed, or not yet moved."""
     if moment.layer == NONE:
         return 0
     found = 0
@@ -174,7 +175,7 @@ def _solve(
     budget: int | None,
     transfers: Transfers | None,
 ) -> LayerChoice | None:
-    """Least peak without a budget."""
+    """Least time; without a budget, least peak."""
     if not options:
         full = peak((), moments)
         return LayerChoice((), full, 0.0, 0.0) if budget is None or full <= budget else None
@@ -220,7 +221,7 @@ def _solve(
         hidden = HIDDEN_WEIGHT * (1 / transfers.out + 1 / transfers.back) if transfers else 0.0
         goal[:count], goal[count:-1] = (seconds + moved * hidden) / slow, 1.0
     is_place = numpy.arange(size) < count
-    # None if all weights of a stage are frozen.
+    # Empty if all weights of a stage are frozen.
     within = [LinearConstraint(numpy.array(rows), -numpy.inf, numpy.array(limits))] if rows else []
     solved: Any = milp(
         goal,

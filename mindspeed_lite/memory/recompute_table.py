@@ -19,9 +19,9 @@ def table(
     rates: tuple[float, float] | None = None,
     why_kept: str = "",
 ) -> str:
-    """Several lines; rates: bytes per second to the host and back, None with the reason `why_kept`.
+    """Formats one stage's choice; everything: peak if everything is kept.
 
-    everything: peak if everything is kept.
+    rates: bytes per second to the host and back; None with the reason `why_kept`.
     """
     where = f" of pipeline stage {stage}" if stages > 1 else ""
     share = ""
@@ -48,7 +48,7 @@ def table(
 
 
 def changes(before: Sequence[tuple[frozenset[str], frozenset[str]]], choice: LayerChoice, what: str, stage: int) -> str:
-    """before: parts of each layer."""
+    """Differences from the earlier choice `before` (parts of each layer), named `what`."""
     pairs = [(old, (option.again, option.swapped)) for old, option in zip(before, choice.options, strict=True)]
     found = []
     for (old, new), group in itertools.groupby(enumerate(pairs), key=lambda each: each[1]):

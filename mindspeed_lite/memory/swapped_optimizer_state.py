@@ -76,7 +76,7 @@ class SwappedOptimizerState:
         self._settle()
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Not inside `materialized`."""
+        """Offloads the parameter's state; not inside `materialized`."""
         if self._depth:
             return
         places = self._held.setdefault(parameter, {})
@@ -189,7 +189,7 @@ class SwappedOptimizerState:
         place.on_host, place.pending_h2d = True, None
 
     def _settle(self, keep: int = 0) -> None:
-        """Compute waits for the copies."""
+        """Frees the oldest memory until `keep` bytes are in flight; compute waits for the copies."""
         while self._leaving_bytes > keep:
             mark, memory = self._leaving.popleft()
             self._engine.wait(mark)

@@ -32,7 +32,7 @@ class StatePlacement(Protocol):
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Each part is updated when the next is requested."""
+        """Yields parameters in parts, each updated when the next is requested."""
         ...
 
     def materialized(
@@ -46,10 +46,11 @@ class StatePlacement(Protocol):
 
 @dataclass(frozen=True)
 class StepData:
-    """grad_scales: parameter -> gradient factor, e.g. a clip coefficient.
+    """Input and outcome of the next step.
 
-    cast_targets: parameter -> tensor for its new values, e.g. the bf16 weight of an fp32 main parameter.
-    casts_done: outcome: the last step wrote the model's weights.
+    grad_scales: parameter -> gradient factor, e.g. a clip coefficient.
+    cast_targets: parameter -> tensor for its new values, e.g. the bf16 weight.
+    casts_done: the last step wrote the model's weights.
     """
 
     grad_scales: Mapping[torch.Tensor, float] = field(default_factory=lambda: _NOTHING)
@@ -58,7 +59,7 @@ class StepData:
 
 
 class _Row(NamedTuple):
-    """first, low_or_cast: parameter and cast target, or high and low halves."""
+    """Tensors of one update; first, low_or_cast: parameter and cast target, or high and low halves."""
 
     first: torch.Tensor
     grad: torch.Tensor
@@ -84,7 +85,7 @@ class _Fused(torch.optim.Optimizer):
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """torch's own step if there are `reasons`."""
+        """One step; torch's own if there are `reasons`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,7 +170,7 @@ class _Fused(torch.optim.Optimizer):
     def _update(
         self, data: StepData, halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
     ) -> set[torch.Tensor]:
-        """One call per rule; returns the parameters with a gradient."""
+        """Updates parameters with a gradient, one call per rule; returns them."""
         updated: set[torch.Tensor] = set()
         seen_steps: set[int] = set()
         for group in self.param_groups:
@@ -241,7 +242,7 @@ class FusedAdam(_Fused, torch.optim.Adam):
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
-    """In place; None unless exactly torch's Adam or AdamW."""
+    """Converts exactly torch's Adam or AdamW in place; None for others."""
     fused = {torch.optim.AdamW: FusedAdamW, torch.optim.Adam: FusedAdam}.get(type(optimizer))  # type: ignore[call-overload]
     if fused is None:
         return None

@@ -15,7 +15,7 @@ _NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class QuantizedMoments:
-    """dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (unchanged)."""
+    """Quantizes moments; dtype: parameter -> torch.bfloat16, torch.uint8 (fp8) or torch.float32."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: Callable[[torch.Tensor], torch.dtype]) -> None:
         # Not its state: loading a checkpoint replaces that dictionary.
@@ -38,12 +38,12 @@ class QuantizedMoments:
             self._blocks[parameter] = _exponents(parameter)
 
     def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the exponents of both moments if fp8."""
+        """Quantizes; returns the exponents of both moments if fp8."""
         self._narrow([parameter])
         return self._blocks.get(parameter)
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The second with its sign; empty if stored as fp32."""
+        """fp32 copies, the second with its sign; empty if stored as fp32."""
         found = self._state.get(parameter, {})
         if any(name not in found for name in _NAMES) or found["exp_avg"].dtype == torch.float32:
             return {}
@@ -80,7 +80,7 @@ class QuantizedMoments:
                 self._blocks.pop(parameter, None)
 
     def _narrow(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Rounds to nearest; dequantized values return to their codes."""
+        """Quantizes to nearest; dequantized values return to their codes."""
         for parameter in parameters:
             found, dtype = self._state.get(parameter, {}), self._dtype(parameter)
             if dtype == torch.float32 or any(name not in found for name in _NAMES):

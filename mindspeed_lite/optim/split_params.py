@@ -18,7 +18,10 @@ Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
 
 
 class SplitFP32Params:
-    """highs: returns parameter -> contiguous bf16 high half; called anew, since weights may move."""
+    """Splits parameters; highs: returns parameter -> contiguous bf16 high half.
+
+    highs is called anew each time, since weights may move.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
         # Not its state: loading a checkpoint replaces that dictionary.
@@ -65,7 +68,7 @@ class SplitFP32Params:
             self._restore(parameter)
 
     def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the low half."""
+        """Makes the parameter fp32; returns its low half."""
         plain, squares = self.joined(parameter), self._squares(parameter)
         if squares is not None:
             squares.abs_()

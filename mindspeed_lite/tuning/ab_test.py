@@ -1,4 +1,4 @@
-"""Alternates a feature off and on per step, then keeps the faster."""
+"""A/B test of a feature by training steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ MIN_SPEEDUP = 0.005
 
 
 class StepABTest:
-    """clock: seconds, after all issued work is done. say: receives the result, once."""
+    """Alternates a feature off and on per step, then keeps the faster.
+
+    Args:
+        clock: seconds, after all issued work is done.
+    """
 
     def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._clock = clock

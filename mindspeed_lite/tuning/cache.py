@@ -79,7 +79,7 @@ class TuningCache:
         self.found: dict[str, Any] = found[0]
 
     def add(self, name: str, trial: Mapping[int, list[float]]) -> str | None:
-        """Returns why the file cannot be written, the first time."""
+        """Stores a trial; returns why it failed, the first time."""
         if self.path is not None:
             trials = {**self._read(), name: trial}
             kept = {"place": self._place, "message_seconds": self._seconds, "trials": trials}
@@ -102,7 +102,7 @@ class TuningCache:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Atomic for concurrent readers."""
+    """Replaces atomically for concurrent readers."""
     handle, scratch = tempfile.mkstemp(dir=path.parent)
     try:
         with open(handle, "w") as file:
@@ -121,7 +121,7 @@ def _of_this_rank(device: torch.device) -> str:
 
 
 def _message(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Fastest round of the slowest rank."""
+    """Seconds of a probe all-reduce: fastest round, slowest rank."""
     buffer = torch.zeros(_PROBE_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PROBE_ROUNDS):

@@ -61,7 +61,7 @@ class Trial:
 
 
 class ChunkAutotuner:
-    """Times each pass of a group's layers at the first call per shape; a `ChunkPolicy`.
+    """`ChunkPolicy` that times each pass at the first call per shape.
 
     Args:
         say: receives each result, on the group's first rank.
@@ -78,7 +78,7 @@ class ChunkAutotuner:
         self._found: dict[tuple[object, ...], Trial] = {}
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """A collective at the first call of a shape."""
+        """Best count; a collective at the first call of a shape."""
         key = _key(phase, x, w)
         trial = self._found.get(key)
         if trial is None:

@@ -1,4 +1,4 @@
-"""Cases of cross_entropy, compared with `torch.nn.functional.cross_entropy` of fp32 logits (Megatron).
+"""Cases of cross_entropy, compared with PyTorch's of fp32 logits (Megatron).
 
 The logits are a leaf, so the gradient cannot overwrite them.
 """

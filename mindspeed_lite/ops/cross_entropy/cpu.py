@@ -53,7 +53,7 @@ def gradient(
 
 
 def kernels(x: torch.Tensor) -> Kernels:
-    """Falls back to plain PyTorch for other dtypes, torch.compile and fake tensors."""
+    """C++ kernels; plain PyTorch for other dtypes, torch.compile and fake tensors."""
     return reference.KERNELS if is_traced(x) or x.dtype not in _NAMES else Kernels(statistics, gradient)
 
 

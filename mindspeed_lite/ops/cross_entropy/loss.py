@@ -117,7 +117,7 @@ def only_the_graph_has(references: tuple[int, ...]) -> bool:
 
 
 def references(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of the tensor and its storage; empty if unknown."""
+    """Reference counts of tensor and storage; empty if unknown."""
     if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
         return ()
     memory = tensor.untyped_storage()
@@ -128,9 +128,9 @@ def references(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def of_nobody_else() -> tuple[int, ...]:
-    """`references` of a tensor that only a graph holds; depends on PyTorch and Python versions.
+    """`references` of a tensor that only a graph holds, on this PyTorch and Python.
 
-    A separate thread, because the caller's saved-tensor hooks and dispatch modes change the counts.
+    A separate thread avoids the caller's saved-tensor hooks and dispatch modes, which change the counts.
     """
     _Probe.found = ()
     probe = threading.Thread(target=_Probe.run)

@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Case(NamedTuple):
-    """widest: the larger of N and K. contiguous: True if all main gradients are."""
+    """Backend selection key; widest: the larger of N and K. contiguous: of all main gradients."""
 
     device: str
     dtype: torch.dtype

@@ -17,7 +17,7 @@ TakeGradients = Callable[[torch.Tensor, torch.Tensor, Counts], Sequence[torch.Te
 
 
 def on_host(counts: Counts, rows: int) -> list[int]:
-    """Synchronises if counts are on a device and there are rows."""
+    """Counts as integers; may synchronise."""
     if not isinstance(counts, torch.Tensor):
         return list(counts)
     found: list[int] = counts.tolist() if rows else [0] * len(counts)
@@ -25,7 +25,7 @@ def on_host(counts: Counts, rows: int) -> list[int]:
 
 
 def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
-    """CUDA does not wait for the copy."""
+    """Counts as int64 on `device`, without synchronisation on CUDA."""
     if isinstance(counts, torch.Tensor):
         return counts.to(device)
     cuda = device.type == "cuda"

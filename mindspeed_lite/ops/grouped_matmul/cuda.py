@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Tiles(NamedTuple):
-    """ROWS of x, WIDTH of the result, DEPTH of the reduction."""
+    """Tile sizes: ROWS of x, WIDTH of the result, DEPTH of the reduction."""
 
     rows: int
     width: int

@@ -48,7 +48,7 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts)
 def accumulate_weight_gradients(
     main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
 ) -> None:
-    """The product is rounded to the dtype of x first, as in autograd."""
+    """main_grad_e += dy_e^T x_e, rounded to x's dtype first, as in autograd."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)
 

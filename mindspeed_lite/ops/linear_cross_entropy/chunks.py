@@ -44,7 +44,7 @@ def linear_cross_entropy(
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    """elements: approximate chunk size."""
+    """linear_cross_entropy with chunks of about `elements`."""
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _logits(
     rows: torch.Tensor, weight: torch.Tensor, parts: _Parts, kept: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Recomputed chunks reuse one buffer."""
+    """(vocabulary slice, logits [T, n]); recomputed chunks reuse one buffer."""
     if kept is not None:
         yield slice(0, parts.kept), kept
     computed = parts.computed()

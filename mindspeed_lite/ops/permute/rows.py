@@ -8,7 +8,7 @@ import torch
 
 
 class Rows(NamedTuple):
-    """int32; two values per row and one per token.
+    """Parts of an int32 row id tensor.
 
     pair: [P], token * E + expert.
     order: [P], rows sorted by token, then expert.

@@ -89,7 +89,7 @@ def _turn(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_pairs(pointers, width, mask, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, BLOCK_PAIRS] each; `pointers` and `mask` are [ROWS, 1]."""
+    """Halves [ROWS, BLOCK_PAIRS]; `pointers` and `mask` are [ROWS, 1]."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
         both = tl.load(pointers + column, mask=mask & (column < width), other=0.0).to(tl.float32)

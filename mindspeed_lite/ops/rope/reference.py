@@ -19,7 +19,6 @@ def rope(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x is [s, b, n, d]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = cos.shape[-1]
 

@@ -21,7 +21,7 @@ class RotationSpec(NamedTuple):
 
     @property
     def sides(self) -> tuple[bool, bool]:
-        """(input, output) is interleaved."""
+        """Whether pairs are interleaved in the input, and in the output."""
         return _SIDES[self.pairs, self.transposed]
 
 

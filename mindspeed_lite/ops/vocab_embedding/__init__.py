@@ -27,11 +27,10 @@ def vocab_embedding(
     """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
 
     ids: [...] of integers; weight: [V, H], the vocabulary shard [vocab_start, vocab_start + V); y: [..., H],
-    contiguous. Accelerators do not synchronise and save row numbers and one bit per id. There each id of another shard
-    adds zeros to its own row's gradient: a single row would serialise the additions.
+    contiguous. Accelerators do not synchronise; they save row numbers and one bit per id. There ids of other shards add
+    zeros to the gradient of row id mod V: a single row would serialise.
 
-    sparse: weight's gradient is an uncoalesced COO tensor [V, H] with a row per id; adding it to a wider dtype rounds
-    each row once.
+    sparse: weight's gradient is an uncoalesced COO tensor [V, H]; adding it to a wider dtype rounds each row once.
     """
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")
