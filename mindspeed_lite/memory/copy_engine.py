@@ -24,7 +24,7 @@ class CopyEngine(Protocol):
     """Copies ordered after compute issued before."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 tensor in pinned host memory. Raises MemoryError or RuntimeError."""
+        """Pinned uint8 tensor. Raises MemoryError or RuntimeError."""
         ...
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
@@ -63,7 +63,7 @@ def _copy(stream: DeviceStream, source: torch.Tensor, target: torch.Tensor, buff
 
 
 class PinnedBufferPool:
-    """Reuses pinned buffers, which are slow to allocate; budget: total bytes, None for no limit."""
+    """Reuses pinned buffers; budget: total bytes, None for no limit."""
 
     def __init__(self, engine: CopyEngine, budget: int | None = None) -> None:
         self._engine = engine
@@ -72,7 +72,7 @@ class PinnedBufferPool:
         self.nbytes = 0
 
     def acquire(self, nbytes: int) -> Buffer:
-        """Returns a buffer of at least `nbytes`. Raises MemoryError beyond the budget or host memory."""
+        """Buffer of at least `nbytes`. Raises MemoryError."""
         fitting = [each for each in self._free if nbytes <= each.tensor.numel() <= max(nbytes * _SLACK, nbytes + 4096)]
         if fitting:
             found = min(fitting, key=lambda each: each.tensor.numel())
@@ -106,10 +106,7 @@ _TIMED_COPIES = 3
 def bandwidths(
     engine: CopyEngine, device: torch.device, nbytes: int, synchronize: Callable[[], None]
 ) -> tuple[float, float]:
-    """Bytes per second to the host and back: the fastest of a few copies of `nbytes`.
-
-    Raises MemoryError or RuntimeError.
-    """
+    """Fastest bytes per second to the host and back. Raises MemoryError or RuntimeError."""
     source, buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device), Buffer(engine.allocate(nbytes))
 
     def seconds(copy: Callable[[], Event]) -> float:

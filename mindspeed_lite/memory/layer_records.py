@@ -82,7 +82,7 @@ class LayerRecorder(Tracker):
         self._outside: dict[Instant, int] = {}
         self._synchronize = synchronize
         self._kept = [0] * count
-        # : Last layer of the running pass through a chunk; last recomputed layer and its time.
+        # : Last layer of the running pass; last recomputed layer and its time.
         self._before: int | None = None
         self._ended: tuple[int, float] = (NONE, 0.0)
         # : Key -> what recomputations saved of a living storage; bytes of those saved by several.

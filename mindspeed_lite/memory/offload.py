@@ -1,15 +1,15 @@
 """Offloads activations to host memory until their backward pass, overlapped with compute.
 
-What autograd saves in one layer of a forward pass is a group:
+What autograd saves in one layer of a forward pass is a group; at most three are on the device in forward:
 
 forward of layer i begins    group i-1 starts copying to the host; copied group i-2 is freed.
 forward of the last ends     all copied groups are freed. The last layer stays: its backward pass comes next.
 backward of layer i begins   group i-1 of the same pass starts copying back, in any order of micro-batches and chunks.
 backward of layer i needs    a tensor: compute waits for its copy only.
 
-A storage is copied once for all saved views. The last record that autograd drops releases the buffer. Not copied:
-storages emptied for recomputation, and those referenced by other code, recognized in the next pass by storage (masks)
-or place in the layer (activations).
+A storage is copied once for all views; the last record that autograd drops releases the buffer. Not copied: storages
+emptied for recomputation, and those referenced by other code, recognized in the next pass by storage (masks) or place
+in the layer (activations).
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ Snapshot = Callable[[], Callable[[], AbstractContextManager[object]]]
 
 
 class AheadFunction:
-    """Checkpointed function, called in forward and, to recompute, in backward."""
-
     def __init__(self, function: Function, snapshot: Snapshot, paused: Callable[[], AbstractContextManager[object]]):
         self._function, self._snapshot, self._paused = function, snapshot, paused
         self._inputs: tuple[Any, ...] = ()

@@ -6,7 +6,7 @@ import torch
 
 
 class ReleasedTensor:
-    """Tensor whose storage, shared by all views, is empty until `fill`."""
+    """Tensor whose storage is empty until `fill`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # `.data` has its own version counter: filling does not modify a saved tensor.

@@ -47,11 +47,11 @@ _FILE = json_file.fields(
 
 
 class TuningCache:
-    """Trials of one group in a file below `folder()`; creating it is a collective.
+    """Trials of one group in a file; created by all ranks together.
 
     Attributes:
         found: earlier results by trial name, the same on every rank.
-        path: the file on the group's first rank; else, or without a folder, None.
+        path: the file, on the group's first rank if there is a folder, else None.
     """
 
     def __init__(self, folder: Callable[[], Path], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class TuningCache:
         self.found: dict[str, Any] = found[0]
 
     def add(self, name: str, trial: Mapping[int, list[float]]) -> str | None:
-        """Stores a trial; returns why it failed, the first time."""
+        """Stores a trial; returns why it failed, once."""
         if self.path is not None:
             trials = {**self._read(), name: trial}
             kept = {"place": self._place, "message_seconds": self._seconds, "trials": trials}

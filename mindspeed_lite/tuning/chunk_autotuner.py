@@ -27,7 +27,7 @@ MIN_ROWS_PER_CHUNK = 8
 
 
 def median_time_ratio(times: Sequence[float], of: Sequence[float]) -> float:
-    """Median ratio to the same round of `of`; 1 unless below 1 in all rounds but `MAX_LOST_ROUNDS`."""
+    """Median ratio to the same round; 1 unless below 1 in all rounds but `MAX_LOST_ROUNDS`."""
     ratios = [mine / whole for mine, whole in zip(times, of, strict=True)]
     return statistics.median(ratios) if sum(ratio < 1 for ratio in ratios) >= len(ratios) - MAX_LOST_ROUNDS else 1.0
 

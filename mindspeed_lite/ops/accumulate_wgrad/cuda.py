@@ -1,4 +1,4 @@
-"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1 and an fp32 result."""
+"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1."""
 
 from __future__ import annotations
 

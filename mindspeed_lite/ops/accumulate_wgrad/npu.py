@@ -33,7 +33,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         main_grad.view(1, *main_grad.shape),  # [1, N, K]
         dy.contiguous(),  # [M, N], transposed by the operator
         x.contiguous(),  # [M, K]
-        # Group end, created on the device: no transfer, no synchronisation.
+        # Created on the device: no transfer.
         torch.full((1,), dy.shape[0], dtype=torch.int64, device=dy.device),
         transpose_x=True,
         transpose_weight=False,

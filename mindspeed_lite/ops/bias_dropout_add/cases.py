@@ -1,4 +1,4 @@
-"""Cases of bias_dropout_add, compared with Megatron's steps; random results are not compared."""
+"""Cases of bias_dropout_add, compared with Megatron's steps unless random."""
 
 from __future__ import annotations
 

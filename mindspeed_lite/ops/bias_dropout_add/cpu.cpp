@@ -1,4 +1,4 @@
-// bias_dropout_add on CPU. Random values depend on the position only, so results do not depend on the thread count.
+// bias_dropout_add on CPU. Random values depend on the position, not on the thread count.
 #include "draws.h"
 #include "numbers.h"
 

@@ -30,11 +30,11 @@ def cross_entropy(
 ) -> torch.Tensor:
     """loss = log(sum_v exp x_v) - x_target over the whole vocabulary, for every row x of the logits.
 
-    logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64).
-
-    With the shard [vocab_start, vocab_start + V) of `vocab_size`, `gather` maps this shard's statistics [3, T]
-    (maximum, relative sum of exponentials, target's logit) to all shards', [shards, 3, T]. A target outside the
+    logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64). A target outside the
     vocabulary marks a row to mask, with loss log(sum_v exp(x_v - max x)).
+
+    For the shard [vocab_start, vocab_start + V) of `vocab_size`, `gather` maps local statistics [3, T] (maximum,
+    relative sum of exponentials, target's logit) to all shards', [shards, 3, T].
 
     Saves logits, target and two fp32 values per row. The gradient overwrites logits that only the graph references; a
     second backward pass then raises. Deterministic.

@@ -1,7 +1,7 @@
-// cross_entropy on CPU: one read of the logits per pass. One thread per row: results do not depend on the thread count.
+// cross_entropy on CPU: one read of the logits per pass. Results do not depend on the thread count.
 #include "numbers.h"
 
-// The fp32 block stays in the L1 cache for its second read.
+// The fp32 block stays in L1 for its second read.
 static constexpr int64_t BLOCK = 2048;
 
 template <typename T>

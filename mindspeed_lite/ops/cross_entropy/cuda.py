@@ -1,4 +1,4 @@
-"""cross_entropy on CUDA: Triton; forward an online softmax per row, backward one program per block."""
+"""cross_entropy on CUDA: Triton kernels, forward with an online softmax per row."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -1,6 +1,6 @@
-"""cross_entropy in plain PyTorch: the definition, and passes for devices without own kernels.
+"""Reference of cross_entropy, and passes for devices without own kernels.
 
-Row blocks bound fp32 copies. Comparing for the target's column avoids scatter and synchronisation.
+Row blocks bound fp32 copies. Comparing for the target avoids scatter and synchronisation.
 """
 
 from __future__ import annotations

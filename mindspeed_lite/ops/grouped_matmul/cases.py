@@ -1,4 +1,7 @@
-"""Cases of grouped_matmul, compared with a loop over linear layers; the last expert has no rows."""
+"""Cases of grouped_matmul, compared with a loop over linear layers.
+
+The last expert has no rows.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Shape:
 
 @functools.lru_cache(8)
 def counts(shape: Shape) -> tuple[int, ...]:
-    """Rows per expert; no tensor, because a fake one has no values."""
+    """No tensor: a fake one has no values."""
     if shape.experts == 1:
         return (shape.rows,)
     draws = random.Random(2)

@@ -1,7 +1,6 @@
 """grouped_matmul on CPU: one PyTorch matmul per expert, written in place.
 
-oneDNN compiles a kernel per new row count (0.6 ms). Rows are therefore zero-padded to one of sixteen counts per power
-of two.
+oneDNN compiles a kernel per row count (0.6 ms). Zero padding leaves sixteen counts per power of two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """grouped_matmul on CUDA: one Triton kernel for all experts' matmuls, one for their weight gradients.
 
-Weight addresses and row counts stay on the device: no synchronisation. The matmul is persistent; its tile order keeps
-`GROUP` row blocks and a column block in L2, a ninth of column order's reads at 128 x 128 tiles. Stacked weights use
-PyTorch's kernel (`torch_grouped`).
+No synchronisation: counts are read on the device. The persistent matmul's tile order keeps `GROUP` row blocks and a
+column block in L2, a ninth of column order's reads at 128 x 128 tiles. Stacked weights use `torch_grouped`.
 """
 
 # Triton's decorator and the arguments of its kernels have no types.
@@ -45,7 +44,7 @@ class Tiles(NamedTuple):
 
 # Many rows: half the reads of one operand of LARGE.
 HUGE = Tiles(128, 256, 64, 8, 3)
-# Tensor cores: 96 KiB of shared memory in three stages; accumulators fit the registers.
+# Tensor cores: 96 KiB of shared memory; accumulators fit the registers.
 LARGE = Tiles(128, 128, 64, 8, 3)
 # Few rows per expert.
 FLAT = Tiles(64, 128, 64, 4, 3)
@@ -249,7 +248,7 @@ def _precision() -> str:
 
 
 def _addresses(tensors: Tensors) -> tuple[torch.Tensor, bool]:
-    """Addresses [E] of contiguous tensors on their device; True if all are 16-byte aligned."""
+    """Addresses [E] on the device; True if all are 16-byte aligned."""
     addresses = tuple(map(address, tensors))
     return _table(addresses, tensors[0].device), all(each % 16 == 0 for each in addresses)
 

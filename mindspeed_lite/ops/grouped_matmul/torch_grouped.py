@@ -21,7 +21,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
-    """True if grouped_mm supports the call; for stacked weights, logs once why not."""
+    """True if grouped_mm supports the call; logs once why not for stacked weights."""
     if not is_one(weights):
         return False
     reasons = list(_missing())

@@ -1,4 +1,4 @@
-"""Cases of l2norm, compared with Megatron's norm of norms without host transfers."""
+"""Cases of l2norm, compared with Megatron's, without host transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""l2norm in plain PyTorch: norm of each tensor's norm, as in Megatron."""
+"""Reference of l2norm: norm of norms, as in Megatron."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel with per-row loss and fp32 weight gradient sums, like ours."""
+    """Liger-Kernel with per-row loss and fp32 weight gradient sums."""
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     function: Any = module.LigerFusedLinearCrossEntropyFunction
     options = (None, None, -100, 0.0, 0.0, "none", None, False, torch.float32)

@@ -18,7 +18,7 @@ from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, losses, merge
 # Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
 
-# Logits kept per loss; constant, so memory does not grow with vocabulary or tokens.
+# Constant, so that memory does not grow with vocabulary or tokens.
 KEPT_BYTES = 1 << 26
 
 
@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, summed in total's dtype, which is that of a and b or wider."""
+    """total += a @ b, summed in total's dtype (not narrower than a and b)."""
     if accumulate_wgrad.sums_in_main_dtype(total, b):
         accumulate_wgrad.accumulate_wgrad(total, a.t(), b)
     else:

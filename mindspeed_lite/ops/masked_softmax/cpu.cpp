@@ -1,5 +1,5 @@
-// masked_softmax on CPU: each row is read and written once, through an fp32 buffer per thread. One thread per row:
-// results do not depend on the thread count.
+// masked_softmax on CPU: rows are read and written once, through an fp32 buffer per thread. Results do not depend on
+// the thread count.
 #include <vector>
 
 #include "guard.h"
@@ -14,8 +14,7 @@ struct fp16 {
     uint16_t bits;
 };
 
-// Exact. A multiplication shifts the exponent and keeps infinities and NaNs; a subnormal is the mantissa of a value in
-// [0.5, 1).
+// Exact. A multiplication shifts the exponent; a subnormal is the mantissa of a value in [0.5, 1).
 static inline float load(const fp16* p) {
     const uint32_t word = static_cast<uint32_t>(p->bits) << 16;
     const uint32_t twice = word + word;
@@ -54,8 +53,8 @@ struct Form {
     }
 };
 
-// Scaled fp32 scores. A separate loop prevents fusing with the following difference: both directions and PyTorch use
-// the same rounded product.
+// Scaled fp32 scores; a separate loop prevents fusing with the following difference, so that both directions and
+// PyTorch round alike.
 template <typename T>
 static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_t width, float* s) {
     if (hidden == nullptr) {

@@ -48,7 +48,7 @@ def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[torch.Tensor, au
     scores, mask = inputs
     given = scores.contiguous()
     probs = torch.empty(scores.shape, dtype=scores.dtype)
-    # Maximum and relative sum per row. log(sum) + maximum would lose digits to a large maximum.
+    # Maximum and relative sum per row: log(sum) would lose digits to a large maximum.
     statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
     hidden, sizes = _sizes(scores, mask, *options)
     getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(given, hidden, probs, statistics, *sizes)

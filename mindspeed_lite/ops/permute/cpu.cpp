@@ -1,5 +1,4 @@
-// permute on CPU. One thread per token adds rows in order: results do not depend on the thread count.
-// Row ids of P rows and T tokens: pair [P], order [P], offsets [T + 1]; see rows.py.
+// permute on CPU. One thread per token: results do not depend on the thread count. Row ids: see rows.py.
 #include <utility>
 #include <vector>
 

@@ -14,7 +14,7 @@ from mindspeed_lite.ops.rows import as_rows
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
 
-# Pairs per row-id program, and columns per copy program: 16 bytes of a 16-bit tensor per thread.
+# Pairs per row-id program, columns per copy program (16 bytes of a 16-bit tensor per thread).
 _PAIRS, _BLOCK = 1024, 1024
 _MOST_EXPERTS = 4096
 

@@ -1,4 +1,4 @@
-"""Triton kernels of permute: row ids in two passes over the map; one program per token for its rows."""
+"""Triton kernels of permute: row ids in two passes; one program per token."""
 
 # A kernel's parameters have no types in Python.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"

@@ -17,7 +17,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Case(NamedTuple):
-    """Backend selection key; batch_angles: angles differ by sequence. learned: cos or sin need a gradient."""
+    """Backend selection key; batch_angles: angles differ by sequence. learned: cos or sin need gradients."""
 
     device: str
     dtype: torch.dtype

@@ -1,7 +1,7 @@
 // rope on CPU: one pass over x with any strides but the last. A token's factors are four contiguous rows of at most
-// PAIRS, shared by its heads:
+// PAIRS:
 // y1 = x1 * cos1 - x2 * sin1,  y2 = x2 * cos2 + x1 * sin2
-// Transposed: y1 = x1 * cos1 + x2 * sin2, y2 = x2 * cos2 - x1 * sin1, by other rows in the same loop.
+// The transposed rotation reads other rows: y1 = x1 * cos1 + x2 * sin2, y2 = x2 * cos2 - x1 * sin1.
 #include "numbers.h"
 
 constexpr int64_t PAIRS = 256;

@@ -1,6 +1,6 @@
 """vocab_embedding on CPU: looks up and sums gradients for local ids only.
 
-Counting local ids needs no synchronisation on CPU. Saves two integers per local id.
+Counting them needs no synchronisation. Saves two integers per local id.
 """
 
 from __future__ import annotations
