@@ -1,4 +1,4 @@
-"""Checks arguments that Megatron would refuse deep inside a run, with a traceback on every rank."""
+"""Rejects arguments on which Megatron would fail late, with a traceback on every rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from mindspeed_lite.engine import OptionError
 
 _LAYOUT = ("tensor_model", "pipeline_model", "context")
-# Lists of prefixes, which may have weights between them, and files that hold such lists.
+# Lists of (weighted) prefixes, and files with such lists.
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _FILES = ("data_args_path", "per_split_data_args_path")
 
 
 def check(args: Mapping[str, Any]) -> None:
-    """Raise OptionError if training cannot work with these arguments of Megatron."""
+    """Raise OptionError if training cannot work with these Megatron arguments."""
     problem = next(iter((*_processes(args), *_data(args))), None)
     if problem is not None:
         raise OptionError(problem)
