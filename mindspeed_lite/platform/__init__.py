@@ -1,6 +1,6 @@
-"""Device layer: which device this process trains on, and what `torch.cuda` means there.
+"""Device layer: chooses the training device and redirects `torch.cuda` to it.
 
-The order of choice is NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
+Order: NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ _active: tuple[Device, Redirects] | None = None
 
 
 def device_names() -> tuple[str, ...]:
-    """The device kinds in order of choice."""
     return ("npu", "cuda", "cpu")
 
 
 def device(name: str) -> Device:
-    """Import the device module called `name`."""
     return cast(Device, importlib.import_module(f"{__name__}.{name}"))
 
 
@@ -40,7 +38,7 @@ def choose(requested: str | None = None) -> Device:
     """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device available.
 
     Raises:
-        DeviceError: unknown name, or every reason why the requested device cannot be used.
+        DeviceError: unknown name, or reasons why the device cannot be used.
     """
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
     asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
@@ -53,7 +51,7 @@ def choose(requested: str | None = None) -> Device:
             reasons = candidate.available()
             if not reasons:
                 if passed_over:
-                    # An installed but unusable NPU is hardly intended.
+                    # An installed but unusable NPU is probably unintended.
                     _log.warning("%s is used, because %s", name, "; ".join(passed_over))
                 return candidate
             if name == "npu":
@@ -69,10 +67,10 @@ def choose(requested: str | None = None) -> Device:
 
 
 def activate(requested: str | None = None) -> Device:
-    """Choose a device and install it; repeated calls return the active one.
+    """Choose and install a device; repeated calls return the active one.
 
     Raises:
-        DeviceError: as `choose`, if another device is active, or if a launcher's variable is no number.
+        DeviceError: as `choose`, another device is active, or a launcher variable is no integer.
     """
     global _active
     _check_launcher()
@@ -113,7 +111,7 @@ def _check_launcher() -> None:
 
 
 def deactivate() -> None:
-    """Undo the device layer; torch_npu's own mapping stays until the process ends."""
+    """Undo the device layer, except torch_npu's own mapping."""
     global _active
     if _active is None:
         return
@@ -125,5 +123,4 @@ def deactivate() -> None:
 
 
 def current() -> Device | None:
-    """The active device, or None before `activate`."""
     return None if _active is None else _active[0]

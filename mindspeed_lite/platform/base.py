@@ -12,17 +12,17 @@ class DeviceError(RuntimeError):
 
 
 class Device(Protocol):
-    """A device kind; the modules `cpu`, `cuda` and `npu` implement it."""
+    """A device kind, implemented by modules `cpu`, `cuda` and `npu`."""
 
     name: str
     distributed_backend: str
 
     def available(self) -> list[str]:
-        """Reasons why this device cannot be used; empty if it can."""
+        """Reasons why this device cannot be used."""
         ...
 
     def describe(self) -> str:
-        """Name of the hardware, in one line."""
+        """One-line name of the hardware."""
         ...
 
     def install(self, redirects: Redirects) -> None:

@@ -1,6 +1,6 @@
-"""Diagnoses why Ascend NPUs cannot be used: what is wrong and what to do, in one line each.
+"""Diagnoses unusable Ascend NPUs: what is wrong and what to do.
 
-Imports nothing: reads package metadata, error texts and the folder of device nodes.
+Imports nothing: reads package metadata, error texts and device nodes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ _SET_ENV = (
     "~/Ascend/ascend-toolkit/set_env.sh",
     "~/Ascend/cann/set_env.sh",
 )
-# Opening any device needs these nodes too.
+# Needed to open any device.
 _SHARED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 _LENGTH = 300
 
 
 class NpuDiagnosis(NamedTuple):
-    """What is wrong, and how to fix it."""
-
     what: str
     fix: str
 
@@ -70,7 +68,7 @@ def of_import(error: BaseException) -> NpuDiagnosis:
     if symbol is not None:
         return _of_symbol(Path(symbol[1]).name, symbol[2])
     library = re.search(r"(lib[\w+-]+\.so[\w.]*): cannot open", text)
-    if library is None and "version `" not in text:  # glibc's is another matter
+    if library is None and "version `" not in text:  # glibc symbol versions differ
         library = re.search(r"(lib(?:hccl|ascend)\w*\.so)", text)
     if library is not None and not re.match(r"lib(torch|c10)", library[1]):
         return _of_library(library[1])
@@ -108,18 +106,16 @@ def of_devices() -> NpuDiagnosis:
 
 
 def of_opening(error: BaseException) -> NpuDiagnosis:
-    """Diagnose a device that cannot be opened."""
     fix = f"look at `npu-smi info`: it may be busy, unhealthy or without memory; {VISIBLE} leaves devices out"
     return NpuDiagnosis(f"an NPU is there but cannot be opened: {_chain(error)}", fix)
 
 
 def series(version: str) -> tuple[int, ...]:
-    """Major and minor."""
     return tuple(int(each) for each in re.findall(r"\d+", version)[:2])
 
 
 def torch_npu_version() -> str:
-    """Version of torch_npu from its metadata, module or files; empty if unknown."""
+    """torch_npu version from metadata, module or files; empty if unknown."""
     found = _metadata_version("torch_npu")
     if found:
         return found
@@ -162,7 +158,7 @@ def cann_version() -> str:
 
 
 def _of_symbol(library: str, symbol: str) -> NpuDiagnosis:
-    # Mangled names of torch's own namespaces: c10, at, torch.
+    # Mangled names of torch's namespaces: c10, at, torch.
     if re.match(r"_ZNK?(3c10|2at|5torch)", symbol):
         fix = "install the torch_npu that is built for exactly this torch, and a torch from the same place"
         return NpuDiagnosis(f"torch_npu {torch_npu_version()} does not fit torch {torch_version()}: no {symbol}", fix)
@@ -190,7 +186,7 @@ def _of_library(library: str) -> NpuDiagnosis:
 
 
 def _chain(error: BaseException) -> str:
-    """The innermost cause in one line; torch wraps it in a message of its own."""
+    """Innermost cause in one line; torch wraps it."""
     inner, cause = error, error.__cause__
     while cause is not None:
         inner, cause = cause, cause.__cause__
