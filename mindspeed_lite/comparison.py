@@ -52,7 +52,6 @@ class Finding(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Error over bound; above 1 fails."""
         if self.problem or (self.error is not None and self.error != self.error):
             return float("inf")
         if self.error is None or self.bound is None:
@@ -112,7 +111,6 @@ def compare(
 
 @contextlib.contextmanager
 def _restored_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Restore random states at the end of the block; yields a function that does so at once."""
     # The device layer may redirect torch's functions to the device's state.
     states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (torch.default_generator.set_state, (torch.default_generator.get_state(),)),
@@ -168,7 +166,6 @@ def _widened(
         mode.widen(t.detach()[place]).clone().requires_grad_(wants)
         for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
     ]
-    # Compiled code has the narrow types.
     eager = torch.compiler.set_stance("force_eager")
     with torch.autocast(leaves[0].device.type, enabled=False), eager, plain_torch(), mode:
         output = part.original(*leaves)
@@ -178,8 +175,6 @@ def _widened(
 
 
 class _Wider(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Run operators in `wide`; on CPU if the device has no float64."""
-
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.wide = wide

@@ -24,7 +24,6 @@ from mindspeed_lite import lost_rank
 TRACEBACK_VARIABLE = "MINDSPEED_LITE_TRACEBACK"
 EXIT_CODE = 2
 
-# Seconds to wait for rank 0 to print the same error.
 _PATIENCE = 5.0
 _POLL = 0.02
 _KEY = "mindspeed_lite/error"
@@ -87,7 +86,6 @@ def _broken_torch(error: BaseException) -> str | None:
 
 
 def install() -> None:
-    """Install the hook; idempotent."""
     global _before, _is_on
     _is_on = True
     if _before is None:
@@ -116,7 +114,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         if before is not sys.__excepthook__:
             before(kind, error, trace)
         print_error(text, follows=lost_rank.describe(error) is not None)
-    if not hasattr(sys, "ps1"):  # keep an interactive prompt
+    if not hasattr(sys, "ps1"):
         raise SystemExit(EXIT_CODE)
 
 

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 Description = Callable[[Any], T]
 
-# Limit of a file or line.
 MOST_BYTES = 1 << 28
 # Keeps sums and squares finite.
 MOST = 1e30
@@ -37,7 +36,6 @@ class Mismatch(ValueError):
     path = ""
 
     def within(self, part: str) -> Mismatch:
-        """Prepend the enclosing key or index."""
         self.path = part + (f".{self.path}" if self.path and not self.path.startswith("[") else self.path)
         return self
 
@@ -47,7 +45,6 @@ class _Repeated(dict[str, Any]):
 
 
 def read(path: str | Path, description: Description[T]) -> T:
-    """Value of a file. Raises JsonFileError."""
     with _opened(path) as file:
         return decode(_decoded(file.read(MOST_BYTES + 1), path), path, description)
 
@@ -63,7 +60,6 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def decode(text: str, place: object, description: Description[T]) -> T:
-    """Value of a text. Raises JsonFileError, prefixed by `place`."""
     try:
         return description(json.loads(text, object_pairs_hook=_object))
     except RecursionError:
@@ -155,8 +151,6 @@ def nullable(item: Description[T]) -> Description[T | None]:
 
 
 def rows(item: Description[T], least: int = 0, count: int | None = None) -> Description[list[T]]:
-    """A list of at least `least` values, or of `count`."""
-
     def check(value: Any) -> list[T]:
         if not isinstance(value, list) or len(value) < least or count not in (None, len(value)):
             bound = f"at least {least}" if count is None else str(count)

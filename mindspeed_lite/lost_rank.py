@@ -38,7 +38,6 @@ def describe(error: BaseException) -> str | None:
 
 
 def _place(error: BaseException) -> str:
-    """The collective, and the line that called it."""
     collective, caller = "waiting for a message", ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name

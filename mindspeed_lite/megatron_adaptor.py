@@ -25,7 +25,6 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Remove argument hooks; `mindspeed_lite.disable()` undoes everything."""
     from mindspeed_lite import startup
 
     startup.remove()

@@ -46,7 +46,6 @@ def write(report: Report, path: str) -> None:
 
 
 def report_text(report: Report, settings: Settings) -> str:
-    """Report for a terminal: framed, coloured if supported."""
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     verbose = settings[REPORT.dest] == VERBOSE
     details = "" if verbose else report_file(settings) or f"{REPORT.flag} {VERBOSE}"

@@ -62,9 +62,14 @@ GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED, VERIFY)
 class FeatureRequest:
     """Features requested by one call.
 
-    flags: given values by dest. host_args: for conditions; None keeps earlier ones. explicit: host arguments given by
-    flag. arguments: by feature, host arguments it set before validation; None without a parser. replaced: their
-    previous values. without: excluded features with reasons. notices: text -> its argument.
+    Attributes:
+        flags: given values by dest.
+        host_args: for conditions; None keeps earlier ones.
+        explicit: host arguments given by flag.
+        arguments: by feature, host arguments it set before validation; None without a parser.
+        replaced: their previous values.
+        without: excluded features with reasons.
+        notices: text -> its argument.
     """
 
     flags: Mapping[str, Any]
@@ -109,7 +114,6 @@ def fingerprints() -> Table:
 
 
 def versions() -> dict[str, str]:
-    """Versions for the report; Megatron's is the importable copy's."""
     import torch
 
     from mindspeed_lite.platform import megatron
@@ -258,7 +262,6 @@ def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context
                     feature = error.feature
                     if feature not in catalogue() or catalogue()[feature].is_enabled(settings_of(asked)):
                         raise
-                    # Chosen only by auto.
                     asked, planned = [*asked, FeatureRequest({}, without={feature: str(error)})], None
         except BaseException:
             if not had_device:
@@ -351,7 +354,6 @@ def disable_all() -> list[str]:
 
 
 def _renew_verifier(session: Session) -> None:
-    """Compare operators with originals for --mindspeed-lite-verify; rank 0 prints results."""
     from mindspeed_lite.verify import Verifier
 
     calls = session.settings[VERIFY.dest]
@@ -414,7 +416,7 @@ def show_report(active: ActiveFeatures) -> None:
     if path is not None:
         report_output.write(full_report(active), path)
         atexit.unregister(_write_last_report)
-        atexit.register(_write_last_report)  # includes training's fallbacks
+        atexit.register(_write_last_report)
         if active.session.verifier is not None:
             # For a run that is killed later.
             active.session.verifier.listeners.append(lambda done: _rewrite_report(active, path))

@@ -1,10 +1,13 @@
 """Activates features from Megatron's command line.
 
-1. `_add_arguments`: Megatron's parser gets the flags (`engine/options.py`). 2. `_CommandLine.attach`: MindSpeed's flags
-are translated (`migration`). 3. `_after_parsing`: command-line flags survive a YAML file. 4. `_prepare`: defaults are
-switched, arguments checked, the request formed. 5. `_validate`: features' arguments are set (`runtime.with_arguments`),
-and Megatron validates. 6. `runtime.plan_requests` plans, again only if Megatron's validation made a feature that set
-arguments inapplicable. 7. `runtime.apply_requests` swaps all or none; `runtime.show_report` prints.
+Steps of a flag:
+    `_add_arguments`: Megatron's parser gets the flags (`engine/options.py`).
+    `_CommandLine.attach`: translates MindSpeed's flags (`migration`).
+    `_after_parsing`: command-line flags survive a YAML file.
+    `_prepare`: switches defaults, checks arguments, forms the request.
+    `_validate`: sets features' arguments (`runtime.with_arguments`); Megatron validates.
+    `runtime.plan_requests`: plans, again only if validation makes a feature that set arguments inapplicable.
+    `runtime.apply_requests`: swaps all or none; `runtime.show_report` prints.
 
 Every route to training passes these hooks: command line, YAML or checkpoint.
 """
@@ -60,7 +63,6 @@ class _CommandLine:
             return self.namespace, [*unknown, *self._refused_words()]
 
         def _get_values(action: argparse.Action, words: list[str]) -> Any:
-            # argparse calls this for each given option.
             self.explicit.add(action.dest)
             return get_values(action, words)
 
@@ -145,7 +147,6 @@ def _after_parsing(args: Any, line: _CommandLine) -> None:
 
 
 def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
-    """Request of a script's arguments, before validation."""
     device = platform.activate().name
     notices = dict.fromkeys(line.notices(), "") | megatron_defaults.switch(args, device, line.explicit)
     restore_compile = megatron_defaults.disable_compile(args, device)

@@ -21,7 +21,6 @@ from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
 
 _GPT = "megatron.core.datasets.gpt_dataset:GPTDataset"
 _BLEND = "megatron.core.datasets.blended_dataset:BlendedDataset"
-# Flags that change the number of samples per step.
 _CHANGING = ("--rampup-batch-size", "--step-batch-size-schedule", "--decrease-batch-size-if-needed")
 
 
@@ -49,7 +48,7 @@ def document_lengths(dataset: Any, index: int) -> list[int]:
     from megatron.core.datasets.blended_dataset import BlendedDataset
 
     if isinstance(dataset, BlendedDataset):
-        if dataset.dataset_index is None:  # indices are read lazily
+        if dataset.dataset_index is None:
             dataset[index]
         return document_lengths(dataset.datasets[dataset.dataset_index[index]], dataset.dataset_sample_index[index])
     if dataset.shuffle_index is None:

@@ -81,7 +81,6 @@ def _state(session: Session) -> _State:
 
 
 def _reasons_of(experts: Any) -> list[str]:
-    """Reasons from the configuration, the same on all ranks."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     if type(experts) is not SequentialMLP:
@@ -114,7 +113,6 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
         experts = state.experts_of(self)
         if experts is not None:
             slots = _choose(state, self, built, experts, routing_map)
-            # Left by a failed pass.
             state.copies.pop(experts, None)
             if slots.copied:
                 vars(self).update(_sizes(self, built, slots))
@@ -213,7 +211,6 @@ def _experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
-    """Copy of a module with other parameters and without hooks."""
     found = copy.copy(module)
     vars(found).update(
         _parameters={name: None if each is None else next(parameters) for name, each in module._parameters.items()},

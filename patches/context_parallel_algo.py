@@ -131,7 +131,6 @@ def _warn_at_end(core: Any, ranks: int, session: Session) -> tuple[Any, int]:
     """Warn, when the feature ends for good, that the model lacks context parallelism."""
 
     def warn() -> None:
-        # The feature continues with other flags.
         if not hasattr(core.forward, "__wrapped__"):
             session.log_decision(
                 f"{NAME}: taken back: a model of --context-parallel-size {ranks} now attends to each rank's own rows "
@@ -167,7 +166,6 @@ def _pack_layout(query: Any, params: Any, group: Any, context: Context) -> layou
 
 
 def _spans(cu_seqlens: Any, total: int) -> layouts.Spans:
-    """Each padded sequence, and the remaining rows up to `total`."""
     ends = cu_seqlens.tolist()
     return tuple(itertools.pairwise([*ends, total] if ends[-1] < total else ends))
 

@@ -38,8 +38,6 @@ _TELL_WHEN_DONE = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 class _Handover:
-    """Buffer in which Megatron's linear layer leaves dY."""
-
     def __init__(self, layer: Any, input_: torch.Tensor, sequence_parallel: bool) -> None:
         self.layer = layer
         self.input = input_.detach()
@@ -109,7 +107,6 @@ def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> No
     if queue.drain(announce=not to_come) and layer is not None:
         layer.weight.grad_added_to_main_grad = False
         if to_come:
-            # A placeholder; the next gradient is real.
             layer.weight.grad = None
 
 

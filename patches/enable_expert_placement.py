@@ -1,9 +1,7 @@
 """`--enable-expert-placement`: exchange experts between ranks every N steps to balance load.
 
-An exponential average of router choices predicts load. Experts of one local slot move with all their tensors after an
-optimizer step, if that saves more time than it costs.
-
-Reaches `MoELayer.route`, whose columns are reordered; `ChainedOptimizer.step`, which ends a step; and
+An average of router choices predicts load. Experts move with all their tensors after an optimizer step, if that saves
+more time than it costs. Reaches `MoELayer.route`, whose columns are reordered; `ChainedOptimizer.step`; and
 `sharded_state_dict`, which first moves experts back, so checkpoints are Megatron's. `state_dict` and `load_state_dict`
 raise meanwhile. Falls back for experts other than SequentialMLP and for experts that differ in shape or trainability.
 """

@@ -37,7 +37,6 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
         wrapped(block, *args, **kwargs)
         config, chunk = block.config, signature.bind(block, *args, **kwargs).arguments.get("vp_stage")
         if "vp_stage" not in signature.parameters:
-            # In 0.12 the chunk being built is global.
             chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
         chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
         if chunk is None or not chunks or not number or config.recompute_method != "block":

@@ -32,8 +32,6 @@ _FIRST = torch.iinfo(torch.int).max
 
 
 class _SharedExpert:
-    """The shared expert of one layer and micro-batch, in two steps."""
-
     def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
         # A graph node as old as the whole expert's, so that gradients add up in the same order.
         self._mlp, self._hidden = mlp, hidden.view_as(hidden)
@@ -81,7 +79,6 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
         if not state.is_dispatch or not input_.is_floating_point() or group.size() == 1:
             return wrapped(input_, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
         out = issue(input_, AllGather(group), state.messages, True)
-        # Probabilities come first, tokens last.
         if use_global_buffer and state.shared is not None:
             state.is_dispatch = None
             shared: Any = state.shared.first().grad_fn

@@ -30,18 +30,15 @@ _STAGES = (
 
 
 def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The schedule of two layers: forward (F) of one micro-batch, backward (B) of another.
+    """Schedule of two layers: forward (F) and backward (B) of different micro-batches.
 
-    Megatron issues the F dispatch after the B experts and relies on the device's queue to overlap them. Here each
-    message is issued as soon as its input exists, and weight gradients (W) run during the next message:
+    Megatron issues the F dispatch after the B experts and relies on the device's queue. Here messages start early, and weight gradients (W) run during the next one:
+        B combine: W of the previous pair, F attention
+        F dispatch: B experts
+        B dispatch: F experts (W experts in the last layer or without a forward)
+        F combine: B attention
 
-        message       computed meanwhile
-        B combine     W of the previous pair, F attention
-        F dispatch    B experts
-        B dispatch    F experts (and W experts, in the last layer or without a forward pass)
-        F combine     B attention
-
-    Each gradient is summed in the same order as in Megatron: same bits.
+    Gradient sums keep Megatron's order: bitwise equal.
     """
 
     def run(

@@ -163,7 +163,6 @@ def _verify(
 
 
 def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
-    """Add the second layer's biases, times the row's probability."""
     if layers[0].bias is None:
         return x
     # The gradient of index_select sums over an expert's rows.

@@ -134,7 +134,6 @@ def _row(router: Any) -> int:
 
 
 def _iteration(context: Context) -> int | None:
-    """Current step from 1; None without a script."""
     before = context.arg("curr_iteration", None)
     return before + 1 if isinstance(before, int) else None
 

@@ -1,12 +1,12 @@
 """`--moe-zero-memory`: release expert inputs and activations, recompute them in backward.
 
-level0 releases the experts' input rows and the activation's output; backward permutes and exchanges tokens again,
-overlapped with the experts' backward, and reruns the activation. level1 also releases the activation's input and reruns
-the first layer. `--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
+level0 releases the experts' input rows and the activation's output; backward exchanges tokens again, overlapped with
+the experts' backward. level1 also releases the activation's input and reruns the first layer.
+`--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
 
-Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher, which know
-tokens and counts; `TransformerLayer.__init__`; and `SharedExpertMLP`. Needs `--moe-grouped-gemm`. Falls back for other
-dispatchers and fully recomputed layers.
+Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher,
+`TransformerLayer.__init__`, and `SharedExpertMLP`. Needs `--moe-grouped-gemm`. Falls back for other dispatchers and
+fully recomputed layers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class _State:
         self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
         self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
-        # First-layer calls of shared experts that run in two steps.
         self.shared: weakref.WeakKeyDictionary[Any, LinearCall] = weakref.WeakKeyDictionary()
 
 
@@ -120,7 +119,6 @@ def _prepare(layer: Any, session: Session, index: int | None) -> None:
     _BUILT[dispatcher] = index if serves else None
     shared = getattr(layer.mlp, "shared_experts", None)
     if shared is not None:
-        # A fully recomputed one keeps nothing.
         is_whole = getattr(layer.mlp, "shared_experts_recompute", False)
         _BUILT[shared] = index if serves and not is_whole else None
 
@@ -141,7 +139,6 @@ def _level(session: Session, built: Any) -> str | None:
 def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         tokens = _state(session).tokens
-        # Left by a failed pass.
         tokens.pop(self, None)
         if torch.is_grad_enabled() and (level := _level(session, self)):
             tokens[self] = hidden_states.detach(), level

@@ -53,7 +53,6 @@ class Order:
             if len(self._used) == len(self._registered):
                 self._link()
         elif not group.param_gather_dispatched:
-            # The next step has begun; some groups are unused.
             self._link()
 
     def _link(self) -> None:

@@ -39,7 +39,6 @@ _keys = itertools.count()
 
 
 def _names(given: str) -> tuple[str, ...]:
-    """Megatron's module names from a comma-separated list."""
     names = tuple(dict.fromkeys(_ALSO.get(name, name) for name in (each.strip() for each in given.split(",")) if name))
     if not names:
         raise OptionError(f"--swap-modules: `swap_attention` wants names of a layer's modules, such as {_DEFAULT}")

@@ -37,7 +37,6 @@ def _copy_engine_of(device: torch.device) -> CopyEngine:
 
 
 def _no_copy_engine(device: str) -> list[str]:
-    """Why there is no second memory."""
     if device == "cpu":
         return ["cpu has one memory: --virtual-optimizer keeps the moments in files there"]
     return []
@@ -52,7 +51,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
         times = session.settings.swap_optimizer_times
         return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
-    # Shared by all optimizers, which step one after the other.
     placement = session.state(FEATURE.name, make)
     inner.placement = placement
     placement.register(use_fused_adamw.cast_targets(optimizer))

@@ -95,7 +95,6 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
-    """Each parameter with a gradient and its fused optimizer; None if one has none."""
     if isinstance(parameters, torch.Tensor):
         return None
     owner = {

@@ -95,7 +95,6 @@ def _turn(
     how: Mapping[str, Any],
     original: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Rotate; verify against `original`, or the definition where Megatron cannot run."""
     if session.verifier is not None:
 
         def definition(t: torch.Tensor) -> torch.Tensor:

@@ -35,13 +35,11 @@ CATEGORIES: tuple[str, ...] = (
 )
 REDUCTION, COMMUNICATION, COPIES, OTHER = CATEGORIES[9:]
 
-# Range names of the probes are PREFIX + category.
 PREFIX = "mindspeed_lite::"
 STEP = PREFIX + "step"
 
 _NODE = "autograd::engine::evaluate_function: "
 _COLLECTIVE = re.compile(r"c10d::|_?c10d_functional|gloo:|nccl|hccl|hcom_|record_param_comms", re.IGNORECASE)
-# Grouped GEMMs of experts, outside any linear module.
 _GROUPED = re.compile(r"_GroupedMatmul(Backward)?$")
 _LAUNCH = re.compile(r"(cuda|cu|hip|acl|aclrt)[A-Z]")
 _PRODUCTS = "linear|matmul|mm|bmm|mv|addmm|addmv|baddbmm|einsum|_grouped_mm|_scaled_mm|mkldnn_linear"
@@ -75,8 +73,6 @@ class Event:
 
 
 class _Decision(NamedTuple):
-    """A category, and whether a scope gave it rather than an operator's name."""
-
     category: str
     scoped: bool
 
@@ -179,7 +175,6 @@ def attribute(events: Sequence[Event]) -> Breakdown:
     launches = [each for each in events if not each.is_async and not each.is_device and _LAUNCH.match(each.name)]
     apart = {id(each) for each in (*spans, *launches)}
     placed = _place(each for each in events if not each.is_device and id(each) not in apart)
-    # Host ranges appear again on the device, as spans over their kernels.
     kernels = [each for each in events if each.is_device and not each.name.startswith((PREFIX, "nccl:", "hccl:"))]
     if kernels:
         times, total = _of_kernels(step, kernels, placed, launches)
@@ -314,7 +309,6 @@ def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
 
 
 def merge(breakdowns: Sequence[Breakdown]) -> Breakdown:
-    """Mean over processes."""
     count = sum(each["processes"] for each in breakdowns)
 
     def mean(of: Callable[[Breakdown], Any]) -> float:

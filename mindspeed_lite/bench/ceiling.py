@@ -20,7 +20,6 @@ from mindspeed_lite.platform import cpu_matmul
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Square matmuls, until the next would take too long.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _MATMUL_SECONDS = 1.2
 _COPY_SECONDS = 0.5
@@ -48,8 +47,6 @@ _KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Peak rates of one process."""
-
     flops_per_second: float
     bytes_per_second: float
     source: str
@@ -57,7 +54,6 @@ class Ceiling:
 
 @contextlib.contextmanager
 def products_of_training(device: str) -> Iterator[None]:
-    """Matmuls with the device layer's CPU kernels."""
     undo = cpu_matmul.install() if device == "cpu" else lambda: None
     try:
         yield
@@ -66,7 +62,6 @@ def products_of_training(device: str) -> Iterator[None]:
 
 
 def measure(device: str, dtype: torch.dtype) -> Ceiling:
-    """Measure in plain PyTorch, in about two seconds."""
     best, size = _matmul(device, dtype)
     copied = _COPY_BYTES.get(device, _COPY_BYTES_ELSEWHERE)
     name = str(dtype).removeprefix("torch.")
@@ -92,7 +87,6 @@ def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str 
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """Function that waits for all work of the device."""
     if device == "cpu":
         return lambda: None
     module: Any = getattr(torch, device)
@@ -151,7 +145,6 @@ def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
 
 
 def main(device: str, dtype: str, threads: str) -> None:
-    """Measure with the given number of threads and print JSON."""
     from mindspeed_lite import platform
 
     torch.set_num_threads(int(threads))

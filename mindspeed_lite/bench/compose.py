@@ -26,7 +26,6 @@ def report(
     ceiling: dict[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The whole record, failed runs included."""
     by_arm: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_arm.setdefault(outcome.arm.name, []).append(outcome)

@@ -26,7 +26,7 @@ _ROOT = Path(mindspeed_lite.__file__).parent.parent
 
 _POLL = 0.25  # seconds
 _MOST_TO_END = 60.0  # seconds from the last step to the end
-_TAIL = 40  # log lines in the report
+_TAIL = 40
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Outcome:
 
     @property
     def peaks(self) -> list[int]:
-        """Peak bytes of each process."""
         return [process.steps[-1]["peak_memory_bytes"] for process in self.processes if process.steps]
 
 
@@ -159,7 +158,6 @@ def _set_status(outcome: Outcome, hung: str | None, job: Job) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: Callable[[int], None]) -> str | None:
-    """Wait for the end; return why the run was ended, or None."""
     seen, since = -1, time.monotonic()
     while process.poll() is None:
         found = records.read(folder)
@@ -199,7 +197,6 @@ def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
     changed.setdefault("PYTHONUNBUFFERED", "1")
     if job.allocator:
         changed["MINDSPEED_LITE_ALLOCATOR"] = job.allocator
-    # For a single process without torchrun.
     changed.setdefault("MASTER_ADDR", "127.0.0.1")
     changed.setdefault("MASTER_PORT", str(port))
     return changed

@@ -19,7 +19,6 @@ _GROWTH_FACTOR, _LEAK_SHARE, _LEAK_BYTES = 1.5, 0.001, 1 << 20
 
 
 def widest(classes: Sequence[str]) -> str:
-    """Numerics class of several features together."""
     return max(classes, key=CLASSES.index, default="bitwise")
 
 
@@ -32,7 +31,6 @@ def _distance(x: float | None, y: float | None) -> float:
 
 
 def _loss_distances(first: Steps, second: Steps) -> list[tuple[float, int]]:
-    """Largest loss distance per iteration, and the iteration."""
     return [
         (
             max(
@@ -50,7 +48,6 @@ def _rms(distances: Sequence[tuple[float, int]]) -> float:
 
 
 def _norm_distances(first: Steps, second: Steps) -> list[float]:
-    """Relative distances of gradient norms."""
     pairs = ((a["grad_norm"], b["grad_norm"]) for a, b in zip(first, second, strict=False))
     return [_distance(x, y) / (abs(x) if x and math.isfinite(x) else 1.0) for x, y in pairs if (x, y) != (None, None)]
 

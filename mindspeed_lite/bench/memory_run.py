@@ -54,7 +54,6 @@ class Comparison:
 
     @property
     def deviation(self) -> float:
-        """Predicted over measured, minus 1."""
         if not self.measured:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.measured - 1
@@ -72,7 +71,6 @@ class Run:
 
 
 def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
-    """Run two steps, since the first one creates optimizer states."""
     job = Job(tuple(command), folder, warmup=0, steps=2, timeout=timeout, memory=True)
     outcome = harness.run(job, Arm("memory", "given"), 1)
     if outcome.status != "ok":
@@ -95,7 +93,6 @@ def measured(process: Process) -> Measured:
 
 
 def compare(predicted: Sequence[Rank], processes: Sequence[Measured]) -> list[Comparison]:
-    """Compare every category of every process."""
     found = []
     for process in processes:
         rank = next(each for each in predicted if each.ranks[0] <= process.rank <= each.ranks[1])

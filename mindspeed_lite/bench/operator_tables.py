@@ -55,7 +55,6 @@ def _ours(row: Record) -> Record | None:
 
 
 def _margin(row: Record) -> str:
-    """Speed against all other contenders in this row."""
     others = [each for each in row["contenders"] if each["name"] != OURS and each["ratio"] is not None]
     if not others:
         return _MARGINS[3]
@@ -65,7 +64,6 @@ def _margin(row: Record) -> str:
 
 
 def operators(record: Record) -> list[Table]:
-    """A table per operator: time, and each contender's ratio."""
     return [
         _operator(name, [row for row in record["rows"] if row["operator"] == name])
         for name in dict.fromkeys(row["operator"] for row in record["rows"])

@@ -12,7 +12,6 @@ from mindspeed_lite.parallel.balance.simulation import PolicyOutcome
 from .plots import COLORS, style
 
 _WIDTH = 9.0
-# Points of a curve; more are averaged.
 _POINTS = 600
 
 
@@ -79,7 +78,6 @@ def _draw(record: LoadRecord, file: Path) -> None:
 
 
 def _relative(record: LoadRecord) -> list[list[float]]:
-    """[layers][experts]: load over the layer's mean."""
     return [[each * len(row) / (sum(row) or 1) for each in row] for row in record.totals()]
 
 

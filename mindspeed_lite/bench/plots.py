@@ -33,7 +33,6 @@ _WIDTH = 9.0
 
 
 def draw(record: Record, folder: str | Path) -> dict[str, str]:
-    """Write PNG files; return `<svg>` elements by file name."""
     record = cleaned(record)
     drawn: dict[str, str] = {}
     for name, figure_of in (("time.png", _time), ("loss.png", _loss)) if record["kind"] == "bench" else ():
@@ -77,7 +76,6 @@ def style() -> Iterator[None]:
 
 
 def _time(record: Record) -> Figure | None:
-    """Measured steps above the profiled step's categories, a row per arm."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -129,7 +127,6 @@ def _categories(axes: Any, arms: Sequence[Record]) -> None:
 
 
 def _loss(record: Record) -> Figure | None:
-    """Losses, and their distance from off with the rounding baseline's largest."""
     from matplotlib.figure import Figure
 
     shown = [each for each in record["comparisons"] if each["loss"] and each["loss"]["series"]]
@@ -165,13 +162,11 @@ def _loss(record: Record) -> Figure | None:
 
 
 def _curve(comparison: Record, side: str) -> tuple[list[int], list[float]]:
-    """Iterations and losses; gaps where unknown."""
     points = [(point["iteration"], point[side]) for point in comparison["loss"]["series"]]
     return [at for at, _ in points], [math.nan if value is None else value for _, value in points]
 
 
 def _color(name: str, arms: Sequence[Record]) -> str:
-    """Same colour in both plots; neutral for arms that are not on."""
     names = [arm["name"] for arm in arms if arm["role"] == "on"]
     return COLORS[names.index(name) % len(COLORS)] if name in names else _NEUTRAL
 

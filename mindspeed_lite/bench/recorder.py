@@ -31,8 +31,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Recorder:
-    """Records the training steps of one process."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.memory = MemoryProbe() if plan.memory else None

@@ -32,7 +32,6 @@ def read(folder: Path) -> list[Process]:
 
 
 def pids(folder: Path) -> list[int]:
-    """Every started process, helpers included."""
     return [int(path.stem.partition("-")[2]) for path in folder.glob("rank*.jsonl")]
 
 
@@ -60,7 +59,6 @@ def merged_steps(processes: list[Process]) -> list[dict[str, Any]]:
             {
                 **{name: rows[0][name] for name in ("iteration", "measured")},
                 "seconds": max(row["seconds"] for row in rows),
-                # Only the last pipeline stage has losses.
                 "loss": next((row["loss"] for row in reversed(rows) if row["loss"]), {}),
                 "grad_norm": next((row["grad_norm"] for row in reversed(rows) if row["grad_norm"] is not None), None),
                 "live_bytes": None if None in live else max(live),

@@ -28,12 +28,10 @@ def view(record: Record) -> View:
 
 
 def markdown(record: Record, plots: Mapping[str, str]) -> str:
-    """GitHub-flavoured Markdown; `plots`: file names and captions."""
     return _render(record, plots, html=False)
 
 
 def html(record: Record, plots: Mapping[str, str]) -> str:
-    """One self-contained page; `plots`: `<svg>` elements by name."""
     return _render(record, plots, html=True)
 
 

@@ -12,7 +12,6 @@ TOO_FEW = "too few runs to tell"
 # Widest interval around 1 that counts as noise, as a factor.
 _WIDEST = 1.5
 
-# Student's t, 97.5 %, by degrees of freedom from 1.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -64,7 +63,6 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Interpolated quantile."""
     ordered = sorted(values)
     place = fraction * (len(ordered) - 1)
     low = math.floor(place)

@@ -32,14 +32,11 @@ class Table:
 
     @property
     def figures(self) -> list[bool]:
-        """Whether each column holds figures, which are aligned right."""
         return [all(map(_is_figure, column)) for column in zip(*self.rows, strict=True)]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Preformatted lines."""
-
     title: str
     lines: Sequence[str]
 
@@ -75,14 +72,12 @@ def filled(*tables: Table) -> list[Table]:
 
 
 def findings(record: Record) -> Table:
-    """Findings, most severe first."""
     rows = [[each["severity"], ": ".join(filter(None, (each["arm"], each["text"])))] for each in record["findings"]]
     rows.sort(key=lambda row: SEVERITIES.index(row[0]))
     return Table("Findings", ("severity", "finding"), rows)
 
 
 def conditions(record: Record) -> Table:
-    """Device, versions, model and settings, where known."""
     ceiling, model = record["ceiling"] or {}, record.get("model", {})
     rates = (rate(ceiling.get("flops_per_second"), "FLOP"), rate(ceiling.get("bytes_per_second"), "B"))
     found = {
@@ -99,7 +94,6 @@ def conditions(record: Record) -> Table:
 
 
 def command(record: Record) -> list[Block]:
-    """The user's command, quoted for a shell."""
     return [Block("Command", [shlex.join(record["command"])])] if record.get("command") else []
 
 

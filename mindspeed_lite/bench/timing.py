@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 
 _MAX_CALLS = 100_000
 _MAX_QUEUED_CALLS = 16  # launch queues are finite
-_SPIN_CYCLES = 2_000_000  # per queued call
+_SPIN_CYCLES = 2_000_000
 
 Call = Callable[[], object]
 
@@ -83,7 +83,6 @@ def time_interleaved(
     device: str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Timing of each function, and the error of each that raised."""
     errors: dict[str, str] = {}
     calls: dict[str, int] = {}
     for name, run in contenders.items():
@@ -112,7 +111,6 @@ def timing(samples: Sequence[Sample]) -> Timing:
 
 
 def ratio(of: Timing, over: Timing) -> Ratio:
-    """Ratio of `of` to `over`, from pairs of one round."""
     pairs = sorted(max(a[:2]) / max(b[:2]) for a, b in zip(of.samples, over.samples, strict=True))
     skip = _outside(len(pairs))
     return Ratio(statistics.median(pairs), pairs[skip], pairs[-1 - skip])

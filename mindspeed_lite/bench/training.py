@@ -81,7 +81,6 @@ class Benchmark:
         self.complete = True
 
     def report(self) -> dict[str, Any]:
-        """Record of finished runs (docs/bench-report.md)."""
         request, job = self.request, self.request.job
         return compose.report(
             self.outcomes,
@@ -118,7 +117,6 @@ class Benchmark:
         return outcome
 
     def _arms(self, told: dict[str, Any]) -> list[Arm]:
-        """Arms to compare with off, from the first process's report."""
         mode, features, given = self.request.mode, self.request.features, told["given"]
         if mode == "noise":
             return [Arm("off again", "off")]
@@ -144,7 +142,6 @@ class Benchmark:
         self._run(Arm("rounding baseline, other order", "off", arithmetic="other order"), 1)
 
     def _measure_ceiling(self, told: dict[str, Any]) -> dict[str, Any] | None:
-        """Measure in a process with the job's threads; None on failure."""
         self.show("measuring the ceiling", 0)
         environment = told["environment"]
         command = [

@@ -9,7 +9,6 @@ from .statistics import TOO_FEW
 from .tables import Block, Record, Table, View, command, conditions, filled, findings
 from .wording import UNKNOWN, difference, interval, judged, percent, rate, seconds, size, tokens
 
-# Speed verdict of the fastest arm -> headline and tone.
 _HEADLINES = {
     "faster": ("{arm} is {ratio} as fast as off ({certainty}).", "good"),
     "slower": ("{arm}, the fastest arm, is slower than off: {ratio} as fast ({certainty}).", "bad"),
@@ -20,13 +19,11 @@ _HEADLINES = {
 
 
 def label(arm: str) -> str:
-    """Arm name in tables and plots: `on` for several features."""
     return "on" if "+" in arm else arm
 
 
 def view(record: Record) -> View:
     sound = [each for each in record["comparisons"] if each["speed"] and each["loss"]["verdict"] != "differs"]
-    # A proven gain comes first.
     fastest = max(sound, key=lambda each: (each["speed"]["verdict"] == "faster", each["speed"]["ratio"]), default=None)
     title, tone = _headline(record, fastest)
     return View(
@@ -67,7 +64,6 @@ def _facts(record: Record, fastest: Record | None) -> Table:
 
 
 def compared(record: Record) -> Table:
-    """Every arm against off, with verdicts."""
     rows = [
         [
             label(each["arm"]),
@@ -92,7 +88,6 @@ def _growth(growth: Record | None) -> str:
 
 
 def losses(record: Record) -> Table:
-    """Distances of losses and gradient norms from off."""
     found = [(label(each["arm"]), each["loss"]) for each in record["comparisons"] if each["loss"]]
     rows = [
         [
@@ -115,7 +110,6 @@ def losses(record: Record) -> Table:
 
 
 def not_applied(record: Record) -> Table:
-    """Requested features that were skipped."""
     rows = [
         [label(arm["name"]), feature, "; ".join(reasons)]
         for arm in record["arms"]
@@ -144,14 +138,12 @@ def arms(record: Record) -> Table:
 
 
 def _ends(runs: Sequence[Record]) -> str:
-    """`3 of 3 ok`, or `1 of 3 ok, 2 crashed`."""
     ends = Counter(run["status"] for run in runs)
     good = ends.pop("ok", 0)
     return ", ".join([f"{good} of {len(runs)} ok", *(f"{many} {status}" for status, many in ends.items())])
 
 
 def breakdown(record: Record) -> Table:
-    """Time of a step: a row per category, a column per arm."""
     found = [arm for arm in record["arms"] if arm["breakdown"]]
     walls = [arm["breakdown"]["wall_seconds"] for arm in found]
     times = [

@@ -39,7 +39,6 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def _scaled(value: float | None, units: Sequence[tuple[str, float]], digits: int, suffix: str = "") -> str:
-    """In the largest unit that it reaches, or the smallest."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -114,5 +113,4 @@ def judged(ratio: Mapping[str, Any] | None) -> str:
 
 
 def listed(values: Sequence[str]) -> str:
-    """`a, b and c`."""
     return " and ".join(filter(None, (", ".join(values[:-1]), *values[-1:])))

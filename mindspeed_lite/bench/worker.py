@@ -24,7 +24,6 @@ def start(path: str) -> None:
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        # The harness requests stacks of a hanging process.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
     recorder = Recorder(plan)
 

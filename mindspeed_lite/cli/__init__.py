@@ -30,12 +30,10 @@ COMMANDS = {
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }
-# Earlier names -> replacement.
 RENAMED = {"load": "balance FILE", "balance-lengths": "balance INDEX.idx, or balance --generate-lengths"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; default: this process's arguments."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (given[0], given[1:]) if given else ("", [])
     if command in ("", "-h", "--help"):

@@ -167,7 +167,6 @@ def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
-    """Print the slowest rank's attention cost per assignment; return it for a file."""
     sequence, ranks, batch, seed = options.seq_length, options.ranks or 4, options.global_batch_size, options.seed
     if options.generate_lengths is None:
         documents = length_simulation.shuffled(length_simulation.read_index(options.file), seed)
@@ -201,7 +200,6 @@ def _explained(columns: dict[str, str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _drawn(kind: type[Drawn], words: Sequence[str], **given: Any) -> Drawn:
-    """Made-up training with fields from NAME=NUMBER words."""
     kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(kind)}
     for word in words:
         name, _, value = word.partition("=")

@@ -88,7 +88,6 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
-    """Run, write and print what has finished; return the exit code."""
     from mindspeed_lite.bench.training import BenchError
 
     ended: CommandError | None = None
@@ -128,7 +127,6 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[str, int], None]]:
-    """Progress on stderr: a live line on a terminal, else a line per run."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -103,7 +103,6 @@ def _parser(arguments: Sequence[str] = ()) -> terminal.Parser:
 
 
 def _shapes() -> str:
-    """Shape syntax per operator; importing operators takes seconds."""
     width = max(map(len, OPERATORS))
     rows = ((name, cases(name)) for name in OPERATORS)
     return "shapes:\n" + "\n".join(
@@ -144,7 +143,6 @@ def _unknown(name: str) -> str:
 
 
 def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """Validate everything, then measure."""
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, output, timing
     from mindspeed_lite.bench.operators import earlier, run
@@ -171,7 +169,7 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
     except ValueError as error:
         raise _UsageError(error) from error
     if keep and device.name == "cpu":
-        allocator.keep_freed_memory()  # allocator of a training run
+        allocator.keep_freed_memory()
     with ceiling.products_of_training(device.name), _progress() as tell:
         return run.run(
             chosen,
@@ -217,7 +215,6 @@ def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[Problem
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Progress on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total, what: None
         return

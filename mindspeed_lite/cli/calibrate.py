@@ -24,7 +24,6 @@ Nothing else should run meanwhile."""
 
 
 def default_file() -> Path | None:
-    """Default file; None without a folder for it."""
     try:
         return cache.folder() / "calibration.json"
     except cache.NoCache:

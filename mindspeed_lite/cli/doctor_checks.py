@@ -35,7 +35,6 @@ _PYTHON = (3, 10)
 _TORCH = (2, 6)
 _VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-# Import name -> install name.
 OWN_PACKAGES = {name: name for name in ("wrapt", "packaging", "rich")}
 TRAINING_PACKAGES = {name: name for name in ("einops", "numpy", "pydantic", "regex", "six")} | {"yaml": "pyyaml"}
 
@@ -60,8 +59,6 @@ class Megatron(NamedTuple):
 
 
 class Machine:
-    """Facts that several checks share, computed once."""
-
     def __init__(self, npu_seconds: float = npu_probe.SECONDS) -> None:
         self._npu_seconds = npu_seconds
 
@@ -84,7 +81,6 @@ class Machine:
 
     @functools.cached_property
     def devices(self) -> dict[str, list[str]]:
-        """Reasons per device why it cannot be used."""
         found = {"npu": [] if self.npu.trouble is None else [str(self.npu.trouble)]}
         for name in platform.device_names():
             try:
@@ -111,7 +107,6 @@ class Machine:
 
     @functools.cached_property
     def megatron(self) -> Megatron | None:
-        """Megatron, read and not imported."""
         spec = importlib.util.find_spec("megatron")
         folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec is not None else []
         core, training = (
@@ -124,12 +119,10 @@ class Machine:
 
 
 def examine(machine: Machine) -> list[Row]:
-    """Findings of every check; an exception becomes a row."""
     rows: list[Row] = []
     for name, check in CHECKS.items():
         try:
             with warnings.catch_warnings():
-                # Warnings of probed libraries are in their reasons.
                 warnings.simplefilter("ignore")
                 rows += [Row(name, *finding) for finding in check(machine)]
         except Exception as error:
@@ -137,7 +130,7 @@ def examine(machine: Machine) -> list[Row]:
                 rows.append(Row(name, "note", f"cannot be told without {error.name}", "see own packages"))
             elif not machine.has_torch:
                 rows.append(Row(name, "note", "cannot be told without torch", "see torch"))
-            else:  # unexpectedly broken library
+            else:
                 text = f"cannot be examined: {one_line(error)}"
                 rows.append(Row(name, "problem", text, "report this with the text"))
     return rows
@@ -148,7 +141,6 @@ def one_line(error: BaseException) -> str:
 
 
 def is_there(module: str) -> bool:
-    """Whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # broken parent, or a stub without a spec
@@ -244,7 +236,6 @@ def _device(machine: Machine) -> Findings:
 
 
 def _torch_npu(machine: Machine) -> Findings:
-    """Findings about torch_npu; none where it is not installed."""
     version, torch = npu_trouble.torch_npu_version(), npu_trouble.torch_version()
     if not version and not is_there("torch_npu"):
         return
@@ -273,7 +264,6 @@ def _torch_npu(machine: Machine) -> Findings:
 
 
 def _megatron_defaults(machine: Machine) -> Findings:
-    """Megatron defaults that a run would switch, and what they need."""
     from mindspeed_lite.patches._shared import megatron_defaults
 
     missing = {each.flag: each.missing(machine.device) for each in megatron_defaults.DEFAULTS}

@@ -28,7 +28,6 @@ NUMERICS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 2 for an unknown name."""
     parser = terminal.Parser(prog=PROGRAM, description="Every feature, one line each, or one in detail.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="one feature, or its flag, with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -70,7 +69,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def describe(feature: Feature, known: Table) -> dict[str, Any]:
-    """The declaration as plain values."""
     from mindspeed_lite.ops import dispatch
 
     def values(each: Any, *names: str) -> dict[str, Any]:

@@ -94,7 +94,6 @@ def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
 
 
 def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Rank]) -> None:
-    """Print the training, and a row per run of equal stages."""
     t = training
     parameters = sum(each.parameters.dense * t.tp + each.parameters.experts * t.ep * t.etp for each in ranks)
     layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "CP": t.cp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
@@ -129,7 +128,6 @@ def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Ra
 
 
 def _show_changes(changes: Sequence[planner.Change]) -> None:
-    """Print each feature's effect on the fullest rank."""
     rows = []
     for each in changes:
         total = each.having - each.without

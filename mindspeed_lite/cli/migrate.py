@@ -28,7 +28,6 @@ examples:
 
 exit code: 0; 1 where a flag is left that will be refused; 2 for bad input."""
 
-# Outcomes in display order.
 HEADINGS = {
     "refused": "refused: take them out",
     "skipped": "skipped: the training goes on without them",

@@ -75,7 +75,6 @@ def ask(seconds: float = SECONDS) -> Probe:
             "look at `npu-smi info` for a device or driver that hangs; `doctor --timeout` waits longer",
         )
     elif code != 0 or "transfer" not in facts:
-        # The line with the error, else the last.
         telling = [line for line in lines if re.search(r"error|what\(\)|terminate|fatal|assert", line, re.IGNORECASE)]
         ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         trouble = NpuDiagnosis(

@@ -56,7 +56,7 @@ def main(arguments_: Sequence[str]) -> int:
         )
     if sum(result.impossible.values()) == result.considered:
         reason, count = result.impossible.most_common(1)[0]
-        try:  # the best layout, in full
+        try:
             search.training(next(iter(search.space())))
         except planner.ArgumentError as error:
             reason = str(error) if str(error).startswith(reason) else reason
@@ -90,7 +90,6 @@ def main(arguments_: Sequence[str]) -> int:
 
 
 def _search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
-    """The requested search; raises ArgumentError for contradictions."""
     file = Path(options.calibration) if options.calibration else default_file()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, cores))
@@ -110,7 +109,6 @@ def _search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
 
 
 def _show(search: Search, result: Result, seconds: float) -> None:
-    """Print the best layouts, and each one's flags to paste."""
     device = search.pricer.device
     source = "published figures" if isinstance(device, PublishedDevice) else "what was measured"
     say(

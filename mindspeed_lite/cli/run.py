@@ -82,7 +82,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         exec(code, module.__dict__)
     except Exception as error:
-        # Without this frame.
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         error = error.with_traceback(trace)
         sys.excepthook(type(error), error, trace)
@@ -91,7 +90,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
-    """What to run and the allocator, None for help."""
     rest = list(arguments)
     chosen: str | None = None
     is_module = False
@@ -125,7 +123,6 @@ def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
 
 
 def _prepare_process(target: _Target) -> None:
-    """Set `sys.path`, PATH and MASTER_ADDR for the script."""
     program = os.path.join(os.getcwd(), target.name)
     # A safe path has no folder in front; Python 3.10 knows only -I.
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
@@ -160,7 +157,6 @@ def _import_adaptor(choice: str) -> None:
 
 
 def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
-    """Code to run and a fresh `__main__` with python's attributes."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):

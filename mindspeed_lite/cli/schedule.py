@@ -92,7 +92,6 @@ def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule
 
 
 def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float | None, has_seconds: bool) -> None:
-    """Draw the schedule, and print its ranks and other orders."""
     own = found[0]
     schedule, own_time = own.simulation.schedule, own.simulation.makespan
     ranks, chunks, batches = schedule.num_ranks, schedule.num_chunks, schedule.microbatches
@@ -140,7 +139,6 @@ def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float
 
 
 def _show_executed(candidate: OrderCandidate, executed: Sequence[trace.ExecutedStep]) -> None:
-    """Print the last recorded step, and simulations with its durations."""
     schedule = trace.as_executed(candidate.simulation.schedule, executed)
     besides = trace.overheads([executed], schedule)
     alone, whole = (simulate(schedule, trace.recorded_costs(executed, *more)) for more in ((), (besides,)))

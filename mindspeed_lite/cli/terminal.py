@@ -23,8 +23,6 @@ PIPED_WIDTH = 10_000
 
 
 class CommandError(Exception):
-    """Ends a command with one line and exit code `code`."""
-
     def __init__(self, message: object, code: int = 2) -> None:
         super().__init__(" ".join(str(message).split()))
         self.code = code
@@ -40,7 +38,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def parse_with_command(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Options, and the training command after the first `--`."""
         given = list(arguments)
         place = given.index("--") if "--" in given else len(given)
         options, command = self.parse_args(given[:place]), given[place + 1 :]
@@ -80,7 +77,6 @@ def bounded(
 
 
 def output_file(name: str) -> str:
-    """Option `type`: a writable file."""
     if problem := why_not_writable(name):
         raise argparse.ArgumentTypeError(f"{name}: {problem}")
     return name
@@ -119,7 +115,6 @@ def write_json(name: str, value: Any) -> None:
 
 
 def fail(program: str, message: object, code: int = 2) -> int:
-    """Print one line on stderr; return the exit code."""
     print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
     return code
 
@@ -130,7 +125,6 @@ def width() -> int:
 
 
 def has_color() -> bool:
-    """Whether stdout is a terminal and colour is not declined."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
@@ -138,7 +132,7 @@ def console() -> Console | None:
     """rich's console on stdout, or None; wraps on terminals or with COLUMNS."""
     try:
         from rich.console import Console
-    except ImportError:  # in a checkout; doctor reports it
+    except ImportError:
         return None
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=PIPED_WIDTH if is_piped else None, highlight=False, markup=False, emoji=False)

@@ -35,7 +35,6 @@ def make_by_name(make: Callable[..., Any], wrapped: Callable[..., Any], session:
     if lost:
         raise TypeError(f"target lost parameter `{lost[0]}`")
     if not grown and list(named) == list(ours)[: len(named)]:
-        # Remaining parameters have defaults.
         replacement.__signature__ = signature
         return replacement
     positional = [name for name, each in theirs.items() if each.kind in _POSITIONAL]

@@ -31,8 +31,11 @@ def _check_range(owner: str, specifier: str) -> None:
 class Option:
     """One flag; a switch if it has no type and default False.
 
-    type: class, or function whose ValueError lists valid values. upstream: PEP 440 range of host releases with this
-    flag. name: dest, if the host uses the flag's. on: value of True in the Python API.
+    Attributes:
+        type: class, or function whose ValueError lists valid values.
+        upstream: PEP 440 range of host releases with this flag.
+        name: dest, if the host uses the flag's.
+        on: value of True in the Python API.
     """
 
     flag: str
@@ -165,11 +168,16 @@ class Context:
 class _Patch:
     """Fields of every patch.
 
-    target: "package.module:Class.attribute". make: creates the replacement at application. versions: PEP 440 range;
-    patches of one feature on one target are variants. reads: host attributes that must exist: "name" (target's class),
-    "Class.name" (target's module) or "package.module:Class.name". relies_on: targets that the code repeats or assumes;
-    their bodies are verified, and a release may lack one if a verified release does. variant_of: former target of a
-    moved symbol. absent_in: range of releases without the target that need no patch.
+    Attributes:
+        target: "package.module:Class.attribute".
+        make: creates the replacement.
+        versions: PEP 440 range; patches of a feature on one target are variants.
+        reads: host attributes that must exist: "name" (target's class), "Class.name" (target's module) or
+            "package.module:Class.name".
+        relies_on: targets the code repeats or assumes; bodies are verified, and a release may lack one if a verified
+            release does.
+        variant_of: former target of a moved symbol.
+        absent_in: range of releases without the target that need no patch.
     """
 
     target: str
@@ -246,11 +254,17 @@ class Relation:
 class Feature:
     """One feature that a user can turn on.
 
-    name: also of module, page and test. options: the first enables it unless `enabled` is given. numerics: compared
-    with the replaced path. theme: heading in lists. condition: reasons against this model, device and layout.
-    conflicting_args: host argument -> reason. not_auto: why auto leaves it off. arguments: host arguments set before
-    validation. operators: names it calls. memory: why memory is not predicted; "" if the planner reads its flags.
-    unsupported: range of host releases -> reason.
+    Attributes:
+        name: also of module, page and test.
+        options: the first enables it unless `enabled` is given.
+        numerics: compared with the replaced path.
+        condition: reasons against this model, device and layout.
+        conflicting_args: host argument -> reason.
+        not_auto: why auto leaves it off.
+        arguments: host arguments set before validation.
+        operators: names it calls.
+        memory: why memory is not predicted; "" if the planner reads its flags.
+        unsupported: range of host releases -> reason.
     """
 
     name: str
@@ -292,7 +306,6 @@ class Feature:
 
     @property
     def label(self) -> str:
-        """Name and flags, for messages."""
         flags = ", ".join(option.flag for option in self.options)
         return f"`{self.name}` ({flags or 'no flag'})"
 
@@ -319,7 +332,6 @@ class Feature:
         return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]
 
     def is_enabled(self, settings: Settings) -> bool:
-        """Whether settings enable it: by default, the first option is truthy."""
         if self.enabled is not None:
             return bool(self.enabled(settings))
         return bool(settings.get(self.options[0].dest, self.options[0].default))

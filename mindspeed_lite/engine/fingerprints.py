@@ -60,7 +60,6 @@ class Table:
         }
 
     def may_lack(self, patch: Patch, text: str) -> bool:
-        """Whether a verified release of the patch lacks this target."""
         return text in patch.relies_on and bool(self.known(patch).keys() - self.known(patch, text).keys())
 
     def judge(self, patch: Patch, raw: Any, text: str = "") -> tuple[str, str]:

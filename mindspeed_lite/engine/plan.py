@@ -228,7 +228,6 @@ class _Planner:
         feature = outcome.feature
         reasons = self.conditions(feature)
         given = self.without.get(feature.name)
-        # The condition may repeat a reason.
         reasons += [given] if given is not None and given not in reasons else []
         patches, unsupported = feature.patches_for(self.host_version)
         reasons += unsupported
@@ -258,7 +257,6 @@ class _Planner:
             outcome.drop(reasons)
 
     def _examine(self, patch: Patch) -> tuple[str, list[str]]:
-        """How well a patch's target is known, and what forbids the patch."""
         fingerprints = self.fingerprints
         assert fingerprints is not None
         doubts = list(fingerprints.doubts(patch))
@@ -279,7 +277,6 @@ class _Planner:
         return verdict, [f"{each} ({patch.kind})" for each in doubts]
 
     def _missing(self, text: str, target: str, owner: Any) -> str:
-        """Missing attribute that a patch reads, as a clause."""
         module, colon, path = text.rpartition(":")
         holder, _, name = path.rpartition(".")
         if colon or holder or not is_class(owner):

@@ -126,14 +126,13 @@ class Session:
                 failed.append(f"feature `{self.feature}` could not be ended whole: {type(error).__name__}: {error}")
         while self._kept:
             key, value = self._kept.popitem()
-            # A new view may already have its own object.
             self._shared.states[key] = [each for each in self._shared.states[key] if each is not value]
         return failed
 
     def fallback(self, feature: str, reason: str, *, is_logged: bool = False) -> None:
         """Record a call left to the host's code; logged once per reason, an error if strict."""
         if self.verifier is not None and self.verifier.is_comparing:
-            return  # not a training call
+            return
         if self._is_new(feature, reason):
             self.report.fallbacks.append(Fallback(feature, reason))
             level = logging.DEBUG if is_logged else logging.WARNING

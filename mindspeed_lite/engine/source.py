@@ -87,7 +87,6 @@ def _parse(path: str, module: str, package: str, _mtime: int, _size: int) -> Sou
 
 
 def fingerprint(reader: Reader, target: str) -> Fingerprint:
-    """Fingerprint of a target; raises FingerprintError without a definition."""
     found = definitions(reader, target)
     module, path = parse(target)
     signatures = dict.fromkeys(_signature(reader, module, path, node) for _, node in found)
@@ -100,7 +99,6 @@ def fingerprint(reader: Reader, target: str) -> Fingerprint:
 
 
 def definitions(reader: Reader, target: str) -> list[Found]:
-    """All conditional definitions of a target; raises FingerprintError without one."""
     module, path = parse(target)
     found = list(_locate(reader, module, path, frozenset()))
     if not found:
@@ -109,7 +107,6 @@ def definitions(reader: Reader, target: str) -> list[Found]:
 
 
 def source_text(reader: Reader, target: str) -> str:
-    """Source of a target as written, with decorators."""
     pieces = []
     for source, node in definitions(reader, target):
         lines = source.text.splitlines()[_first_line(node) - 1 : node.end_lineno]  # type: ignore[attr-defined]
@@ -178,7 +175,6 @@ def _may_be(module: str, node: Any, raw: Any) -> bool:
 
 
 def _foreign_class_code(owner: Any) -> str:
-    """Function of a class that is not from its module's source, as a clause."""
     for value in list(namespace(owner).values()) if is_class(owner) else ():
         inner = unwrap(original_of(value))
         is_plain = isinstance(inner, FunctionType) and "__wrapped__" not in inner.__dict__
@@ -260,7 +256,6 @@ def mentions(module: str, name: str) -> bool:
 
 
 def _add_helpers(source: Source, node: ast.AST, found: dict[tuple[str, str], str]) -> None:
-    """Add same-module functions that a definition calls, and classes whose `apply` it calls."""
     for each in ast.walk(node):
         called: ast.AST | None = each.func if isinstance(each, ast.Call) else None
         if isinstance(node, ast.Assign) and each is node.value:
@@ -312,7 +307,6 @@ def _locate_inside(
 
 
 def _bindings(body: list[Any], name: str) -> Iterator[Any]:
-    """Statements of a scope that bind `name`, in if, try, with and loops too."""
     for node in body:
         if isinstance(node, (*_FUNCTION, ast.ClassDef)):
             if node.name == name:

@@ -88,17 +88,13 @@ class _Site:
         raise NotImplementedError
 
     def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        """Write `value` here and to `copies`, which hold the present value."""
         raise NotImplementedError
 
     def is_foreign(self) -> bool:
-        """Whether a third party has changed the place."""
         raise NotImplementedError
 
 
 class _Function(_Site):
-    """A Python function whose code calls the outermost wrapper."""
-
     def __init__(self, function: FunctionType, where: str, bound: bool) -> None:
         super().__init__(where)
         self.function = function
@@ -249,7 +245,6 @@ def change(
 
 
 def _may_be_put(site: _Site, value: Any, add: Sequence[Swap], left: list[str]) -> bool:
-    """Whether the place needs a change and no third party has changed it."""
     if site.placed is MISSING:
         return value is not MISSING
     if not site.is_foreign():
@@ -278,7 +273,6 @@ def _put(site: _Site, value: Any, copies: Sequence[Place], left: list[str]) -> N
 
 
 def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
-    """By place id, by-value imports of its present value."""
     shared = [
         site
         for site in sites
@@ -323,7 +317,6 @@ def _site_of(swap: Swap) -> _Site | None:
 
 
 def provided(text: str) -> Place | None:
-    """Place of a symbol that a patch already provides."""
     for site in _SITES.values():
         if isinstance(site, _Attribute) and any(
             isinstance(each.patch, Provide) and each.patch.target == text for each in site.swaps
@@ -333,13 +326,11 @@ def provided(text: str) -> Place | None:
 
 
 def function_in(raw: Any) -> FunctionType | None:
-    """The Python function of a raw attribute, or None."""
     inner = unwrap(raw)
     return inner if type(inner) is FunctionType else None
 
 
 def original_of(raw: Any) -> Any:
-    """Raw attribute without patches."""
     function = function_in(raw)
     site = _SITES.get(id(function)) if function is not None else None
     if isinstance(site, _Function):

@@ -62,7 +62,6 @@ class Target:
 
 
 def is_class(found: Any) -> bool:
-    """Whether it is a class; does not trigger lazy `__class__`."""
     return issubclass(type(found), type)
 
 
@@ -145,7 +144,7 @@ def vacancy(text: str) -> Place | None:
 def _import(text: str, module_name: str) -> ModuleType:
     try:
         module = importlib.import_module(module_name)
-        vars(module)  # loads a lazy module
+        vars(module)
         return module
     except Exception as error:  # broken optional dependencies may raise anything
         problem = f"{type(error).__name__}: {error}"

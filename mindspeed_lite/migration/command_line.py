@@ -21,8 +21,6 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class FlagUse:
-    """A flag of the table at `words[start:stop]`."""
-
     row: FlagRow
     values: tuple[str, ...]
     start: int
@@ -97,7 +95,6 @@ class CommandLine:
         return self.has(flag) and (flag not in self.known if self.known is not None else True)
 
     def raw(self, flag: str) -> tuple[str, ...]:
-        """Values as written."""
         return self._given.get(flag, ())
 
     def value(self, flag: str, default: str = "") -> str:

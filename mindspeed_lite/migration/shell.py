@@ -63,7 +63,6 @@ def read_script(text: str, is_python: bool = False) -> Script:
 
 
 def _resolved(word: str, variables: dict[str, str]) -> str:
-    """Unquoted `word` with the script's plain variables substituted."""
     text = word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
     for _ in range(4):
         text = _VARIABLE.sub(
@@ -74,7 +73,6 @@ def _resolved(word: str, variables: dict[str, str]) -> str:
 
 
 def _words(text: str, place: str = "command", start: int = 0, stop: int | None = None) -> Iterator[_Word]:
-    """Words of `text[start:stop]`; quoted texts with flags are split further."""
     stop = len(text) if stop is None else stop
     begin = at = start
     pending: list[_Word] = []
@@ -102,7 +100,6 @@ def _words(text: str, place: str = "command", start: int = 0, stop: int | None =
         elif char in "\"'" and place != "text":
             end = _closing(text, at, stop)
             if at == begin and _FLAG.fullmatch(text, at + 1, end) and text[end + 1 : end + 2] in _BLANK:
-                # A flag in its own quotes, removed with them.
                 pending.append(_Word(text[at + 1 : end], at, end + 1, place, False))
                 at = begin = end + 1
                 continue
@@ -130,7 +127,6 @@ def _words(text: str, place: str = "command", start: int = 0, stop: int | None =
 
 
 def _closing(text: str, at: int, stop: int) -> int:
-    """Position of the closing quote."""
     end = at + 1
     while end < stop and text[end] != text[at]:
         end += 2 if text[end] == "\\" and text[at] == '"' else 1
@@ -168,7 +164,6 @@ def _edited(text: str, words: list[_Word], steps: tuple[TranslatedFlag, ...]) ->
 
 
 def _quoted(word: str, raw: tuple[str, ...], place: str) -> str:
-    """`word` quoted for the script; words in quoted texts are split but not expanded."""
     known = word in raw or place == "text" or word.startswith("--")
     return word if known or word == shlex.quote(word) or "$" in word else f'"{word}"'
 
@@ -186,6 +181,5 @@ def _without(text: str, start: int, stop: int, place: str) -> str:
                                              else after) + text[line_end:]  # fmt: skip
     head, tail = text[:line_start], text[line_end + 1 :]
     if place == "command" and after.strip() != "\\" and head.endswith("\\\n"):
-        # The command ends on the line before.
         head = head[:-2].rstrip(" \t") + "\n"
     return head + tail

@@ -7,7 +7,6 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-# Kinds of flags.
 CLASSES = {
     "same": "ours, under the same name",
     "megatron": "served by Megatron",
@@ -19,7 +18,6 @@ CLASSES = {
     "dead": "gone from MindSpeed itself",
 }
 
-# Outcomes in a command line.
 OUTCOMES = {
     "keep": "stays as it is",
     "rename": "its value goes to another flag",

@@ -9,7 +9,6 @@ from . import layer_rules, rules
 from .command_line import CommandLine, FlagUse, Refusal, UnknownValue
 from .table import CLASSES, FlagRow
 
-# A row's class in a refusal message.
 _CLASS_OF_REFUSED = CLASSES | {
     "planned": "planned, not in this release",
     "another product": "not a matter of mindspeed_lite",
@@ -97,7 +96,6 @@ def translate(
 
 
 def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str, tuple[str, ...], str]:
-    """Outcome of one flag, its replacement and the line for the user."""
     row, flag = use.row, use.flag
     is_known = line.known is not None and flag in line.known
     if row.outcome == "keep":
@@ -146,7 +144,6 @@ def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str
 def _translated(
     raw: tuple[str, ...], words: tuple[str, ...], why: str, row: FlagRow, line: CommandLine
 ) -> tuple[str, tuple[str, ...], str]:
-    """Translation into `words`, whose flags the parser must know."""
     missing = [each for each in words if line.known is not None and each.startswith("--") and each not in line.known]
     if missing:
         raise Refusal(f"{row.flag} is {' '.join(words)}, and this release of Megatron-core has no {missing[0]}")
@@ -188,7 +185,6 @@ def _check_value(use: FlagUse, line: CommandLine) -> None:
 
 
 def _idle(use: FlagUse, line: CommandLine) -> str:
-    """Why the flag has no effect here, or ""."""
     sizes = {"cp=1": "--context-parallel-size", "pp=1": "--pipeline-model-parallel-size"}
     for condition in use.row.idle:
         name, _, value = condition.partition(":")

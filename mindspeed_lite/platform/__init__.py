@@ -18,7 +18,6 @@ __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate
 
 DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
 
-# Integers that a launcher sets.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _log = logging.getLogger("mindspeed_lite")
@@ -51,7 +50,6 @@ def choose(requested: str | None = None) -> Device:
             reasons = candidate.available()
             if not reasons:
                 if passed_over:
-                    # An installed but unusable NPU is probably unintended.
                     _log.warning("%s is used, because %s", name, "; ".join(passed_over))
                 return candidate
             if name == "npu":

@@ -16,7 +16,6 @@ ALLOCATOR_VARIABLE = "MINDSPEED_LITE_ALLOCATOR"
 KEEP = "keep"
 SYSTEM = "system"
 
-# From glibc's <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8

@@ -42,7 +42,6 @@ def folder() -> Path:
 
 
 def _places() -> Iterator[Path]:
-    """Candidates in order. Raises OSError without a temporary folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield Path(chosen) if chosen else Path(home) / "mindspeed_lite"
@@ -62,7 +61,6 @@ def _problem(place: Path) -> str | None:
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 who = "every user" if found.st_mode & stat.S_IWOTH else "its group"
                 return f"{who} can write to it, whose code would be loaded (chmod go-w makes it usable)"
-            # Parents as written, and as links resolve.
             for each in {*place.absolute().parents, *place.resolve().parents}:
                 if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
                     return f"every user can put another in its place (chmod +t or o-w {each} makes it usable)"

@@ -29,7 +29,6 @@ distributed_backend = "gloo"
 
 CPU = torch.device("cpu")
 
-# torch functions that take a device keyword.
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace "
     "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
@@ -42,7 +41,6 @@ _TYPES = "Half BFloat16 Float Double Byte Char Short Int Long Bool".split()
 
 
 def on_cpu(device: Any) -> Any:
-    """Map CUDA device names to the CPU; return others unchanged."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -57,7 +55,6 @@ def available() -> list[str]:
 
 
 def describe() -> str:
-    """Processor, usable cores, and dtypes whose matmuls run in fp32."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     widened = sorted(str(dtype).removeprefix("torch.") for dtype in cpu_matmul.widened())
     return f"{_processor()}, {cores} cores" + (f", {' and '.join(widened)} products in fp32" if widened else "")
@@ -292,7 +289,6 @@ class _CudaAutocast(_Autocast):
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
-    """Fields of `torch.cuda.get_device_properties` that apply to a CPU."""
     return SimpleNamespace(
         name=_processor(),
         major=8,

@@ -25,7 +25,6 @@ TORCH = "torch"
 
 _log = logging.getLogger("mindspeed_lite")
 
-# Elements of an fp32 result made at once.
 _PART = 1 << 24
 
 _widened: frozenset[torch.dtype] = frozenset()
@@ -55,7 +54,6 @@ def wanted() -> str:
 
 
 def widened() -> frozenset[torch.dtype]:
-    """The dtypes whose matmuls run in fp32."""
     return _widened
 
 
@@ -137,7 +135,6 @@ def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, 
 
 
 def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether shapes and dtypes fit; PyTorch handles the rest."""
     if a.dtype != b.dtype or a.dim() != b.dim() or a.dim() < 2:
         return False
     if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
@@ -146,7 +143,6 @@ def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
 
 
 def _parts(out: torch.Tensor) -> Iterator[slice]:
-    """Slices of dimension 0 with at most _PART elements, or one index."""
     count = out.shape[0]
     step = max(1, _PART * count // max(out.numel(), 1))
     return (slice(start, start + step) for start in range(0, count, step))

@@ -42,13 +42,11 @@ DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:Distrib
 _TRAINING = "megatron.training.training"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
-# Hooked by `startup.py`.
 ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
 PARSE_ARGS = "megatron.training.arguments:parse_args"
 VALIDATE_ARGS = "megatron.training.arguments:validate_args"
 VALIDATE_YAML = "megatron.training.yaml_arguments:validate_yaml"
 
-# YAML sections with the model's fields.
 SECTIONS = ("language_model", "model_parallel")
 
 
@@ -103,7 +101,6 @@ class Placed:
         self._swaps = swaps
 
     def remove(self) -> list[str]:
-        """Undo them; return what was left alone."""
         return change(remove=self._swaps)
 
 
@@ -430,6 +427,5 @@ def detach() -> None:
     while _waiting:
         _waiting.pop().cancel()
     while _applied:
-        # Popped after it succeeded.
         _applied[-1].remove()
         _applied.pop()

@@ -47,7 +47,7 @@ def describe() -> str:
 
 
 def _npu() -> Any:
-    return importlib.import_module("torch").npu  # added by torch_npu
+    return importlib.import_module("torch").npu
 
 
 def install(redirects: Redirects) -> None:

@@ -17,7 +17,6 @@ DEVICE_NODES = Path("/dev")
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 CANN_HOME = "ASCEND_HOME_PATH"
 
-# CANN's environment script, as installed by root and by a user.
 _SET_ENV = (
     "/usr/local/Ascend/ascend-toolkit/set_env.sh",
     "/usr/local/Ascend/cann/set_env.sh",
@@ -51,7 +50,6 @@ def before_import() -> NpuDiagnosis | None:
 
 
 def pair(npu: str, torch: str) -> NpuDiagnosis | None:
-    """Diagnose versions whose major and minor differ; unknown versions pass."""
     if not series(npu) or not series(torch) or series(npu) == series(torch):
         return None
     want, have = (".".join(map(str, series(each))) for each in (torch, npu))
@@ -136,7 +134,6 @@ def torch_npu_version() -> str:
 
 
 def torch_version() -> str:
-    """Version of the loaded or installed torch; empty without one."""
     return str(getattr(sys.modules.get("torch"), "__version__", "")) or _metadata_version("torch")
 
 

@@ -50,11 +50,10 @@ def _means_cuda(owner: Any, name: str) -> bool:
 
 
 def _npu() -> Any:
-    return importlib.import_module("torch").npu  # added by torch_npu
+    return importlib.import_module("torch").npu
 
 
 def _memory_used(device: Any = None) -> int:
-    """Bytes in use on the device, by all processes, as on CUDA."""
     free, total = _npu().mem_get_info(device)
     return int(total - free)
 
@@ -87,7 +86,6 @@ class _Markers:
         self._of_thread = threading.local()
 
     def range_push(self, msg: str) -> int:
-        """Begin a nested range; return its depth."""
         open_ranges = self._open()
         open_ranges.append(self.range_start(msg))
         return len(open_ranges) - 1

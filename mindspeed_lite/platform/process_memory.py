@@ -15,7 +15,7 @@ def resident() -> int:
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * _PAGE
-    except OSError:  # not Linux
+    except OSError:
         return peak_resident()
 
 
@@ -42,8 +42,6 @@ def shared() -> int:
 
 
 class _Figures(ctypes.Structure):
-    """struct mallinfo2 of <malloc.h>."""
-
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()

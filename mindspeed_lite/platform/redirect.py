@@ -29,7 +29,6 @@ class Redirects:
         self._undos: list[Callable[[], None]] = []
 
     def default_environment(self, name: str, value: str) -> None:
-        """Set an environment variable unless the user has."""
         if name not in os.environ:
             os.environ[name] = value
             self._environment.append(name)
@@ -95,7 +94,6 @@ def _held_by_modules(identities: Mapping[int, Any]) -> list[tuple[ModuleType, st
     return found
 
 
-# Large dependencies of torch that never ask for a device.
 _QUIET = (frozenset(sys.stdlib_module_names) | {"mpmath", "networkx", "numpy", "sympy"}) - {"__main__"}
 _machine_module: dict[str, bool] = {}
 

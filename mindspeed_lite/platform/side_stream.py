@@ -18,8 +18,6 @@ MAX_IN_FLIGHT = 2
 
 
 class DeviceStream:
-    """Side stream of a CUDA device or NPU."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
@@ -35,7 +33,6 @@ class DeviceStream:
         return self._stream.record_event()
 
     def wait(self, event: Event) -> None:
-        """Let later compute wait for the event."""
         self._compute().wait_event(event)
 
     def synchronize(self) -> None:
@@ -65,7 +62,6 @@ class SideStream:
         self._running.append((job, self._executor.run(job)))
 
     def wait_all(self) -> None:
-        """Let later compute wait for all jobs."""
         while self._running:
             self._wait_for_oldest()
 

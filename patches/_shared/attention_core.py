@@ -55,7 +55,6 @@ class CoreCall(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Operator keywords, without the mask."""
         return {
             "causal": self.causal,
             "window": self.window,
@@ -129,7 +128,6 @@ def applied_mask(softmax: Any, scores: tuple[int, ...], attention_mask: Any) -> 
 
 
 def pack_reasons(module: Any, query: Any, params: Any) -> list[str]:
-    """Why the operator does not serve a pack."""
     from megatron.core.transformer.enums import AttnMaskType
 
     reasons = []
@@ -258,7 +256,6 @@ def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable
 
 def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Callable[..., torch.Tensor]:
     def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
-        # Rows of no sequence are zero and stay in the graph of q, k and v.
         out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
         for first, last in packing.q:
             if last > first:

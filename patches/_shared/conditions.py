@@ -63,7 +63,6 @@ def given_flags(options: Iterable[Option], settings: Settings) -> list[str]:
 
 
 def require_first(options: Sequence[Option], settings: Settings) -> None:
-    """Raise OptionError for flags that need the first one."""
     first, *others = options
     if not settings.get(first.dest) and (given := given_flags(others, settings)):
         raise OptionError(f"{' '.join(given)} has no effect without {first.flag}: add it")

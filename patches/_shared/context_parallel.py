@@ -30,8 +30,6 @@ COMM_TYPES = {
 
 
 class Options(NamedTuple):
-    """Flags of ring and Ulysses algorithms."""
-
     window: int
     two_groups: bool
     cache: str | None
@@ -89,7 +87,6 @@ def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: S
 
 
 def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, session: Session) -> str:
-    """Algorithm with the least predicted exposed communication."""
     batch = query.shape[1] if query.dim() == 4 else 1
     heads, groups, size, value_size = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     itemsize, ranks = query.element_size(), group.size()
@@ -111,7 +108,6 @@ def _ring(group: Any, layer: int, options: Options, session: Session) -> Ring:
 
 
 def _second(group: Any, session: Session) -> Any:
-    """Second group of the same ranks."""
     import torch.distributed as dist
 
     made: dict[Any, Any] = session.state("second groups", dict)
@@ -162,7 +158,6 @@ def splits_as_one(context: Context) -> bool:
 
 
 def check_heads(heads: int, groups: int, ranks: int) -> None:
-    """Raise OptionError unless each Ulysses rank gets a head."""
     try:
         split_heads(heads, groups, ranks)
     except ValueError as error:
@@ -170,7 +165,6 @@ def check_heads(heads: int, groups: int, ranks: int) -> None:
 
 
 def check(context: Context) -> None:
-    """Raise OptionError for flags that contradict each other or the layout."""
     settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
     size, degree = settings["context_parallel_size"], settings["ulysses_degree_in_cp"]
     named, kinds = _named(context)

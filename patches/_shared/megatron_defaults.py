@@ -162,7 +162,6 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
     Raises:
         OptionError: the user set such a value by flag; `args` is unchanged then.
     """
-    # `doctor` reads the table without torch.
     from mindspeed_lite.platform import megatron
 
     switches = []

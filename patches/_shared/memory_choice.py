@@ -42,15 +42,11 @@ from .recomputed_layers import RecomputedLayer
 # The first step is slower; times are those of the second.
 RECORD_STEPS = 2
 NOTHING_MOVES = "no part of a layer has anything that could be"
-# Maximum attempts to find a choice whose measured memory fits.
 MAX_CHECKS = 3
-# Largest copy that is timed.
 TIMED_BYTES = 64 << 20
 
 
 class MemoryChoice:
-    """The layers of one process and their choice."""
-
     def __init__(self, session: Session, budget: int, explains: bool) -> None:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
@@ -146,7 +142,6 @@ class MemoryChoice:
         return found
 
     def _solve(self, given: dict[str, Any]) -> None:
-        """Choose for every stage on rank 0."""
         answer: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -183,7 +178,6 @@ class MemoryChoice:
             layer.run_again(option.again, option.swapped)
 
     def _check(self, measured: int, given: dict[str, Any]) -> None:
-        """Compare measured memory with the budget; choose again if above."""
         self._checks += 1
         found = {stage: max(each) for stage, each in _by_stage(measured).items()}
         shown = ", ".join(

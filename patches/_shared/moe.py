@@ -127,7 +127,6 @@ def exchange_reasons(context: Context) -> list[str]:
 
 
 def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
-    """Condition of an expert feature; `theirs`: Transformer Engine's counterpart."""
     return lambda context: [
         *transformer_engine_reasons(context, f"has {theirs} of its own"),
         *no_expert_reasons(context),

@@ -45,13 +45,10 @@ def _materialized(session: Session, optimizer: Any) -> contextlib.AbstractContex
     return contextlib.nullcontext() if inner is None else inner.materialized()
 
 
-#: Runs an optimizer method with fp32 state on the device.
 with_materialized_state = within(_materialized)
 
 
 def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Copy into the model's weights, unless the step has written them."""
-
     def _copy_main_params_to_model_params(self: Any) -> Any:
         inner = optimizer_with_custom_state(self)
         if inner is not None and inner.step_data.casts_done:
@@ -150,7 +147,6 @@ _GROUPS = (
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Optimizers with parameters in a (nested) chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         return [leaf for each in chained for leaf in leaves(each)]

@@ -32,8 +32,6 @@ from .schedule_functions import filter_kwargs
 
 
 class PlannedStep:
-    """Program and communication of this rank for one step shape."""
-
     def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
         self.last_rank = schedule.locations[schedule.num_stages - 1][0]
@@ -106,7 +104,6 @@ def execute(
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     torch, parallel_state, schedules = state.modules
-    # 0.14 names these differently.
     models, groups = listed(model), grad_finalize_pgs if pg_collection is None else pg_collection
     tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
     cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
@@ -266,7 +263,6 @@ def _snapshot() -> Callable[[], contextlib.AbstractContextManager[object]]:
     from megatron.core.tensor_parallel import random
 
     states = random._get_all_rng_states()
-    # Before 0.16 there are no such functions.
     begin, end = (getattr(random, f"_{name}_checkpointing", lambda: None) for name in ("set", "unset"))
 
     @contextlib.contextmanager

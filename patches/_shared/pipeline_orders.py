@@ -14,7 +14,6 @@ SCHEDULE = "pipeline_schedule"
 METHOD = "schedules_method"
 AUTOMATIC = "zb-auto"
 IN_BUBBLE, IN_ADVANCE = "recompute_in_bubble", "recompute_in_advance"
-# Session state keys, present while these features are active.
 PLACED, RECORDED = "stages in a V", "recomputed units"
 _MEGATRONS = "megatron's"
 WHOLE = "dualpipev-whole"
@@ -42,7 +41,6 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def active_settings(session: Session) -> Settings:
-    """Session settings without those of skipped features."""
     settings = session.settings
     skipped: dict[str, None] = {}
     if settings.get(METHOD) and session.find(PLACED) is None:
@@ -92,7 +90,6 @@ def delays_weight_gradients(settings: Mapping[str, Any]) -> bool:
 
 
 def chunks_of(context: Context) -> int | None:
-    """Model chunks per rank; None before Megatron has derived it."""
     derived = context.arg("virtual_pipeline_model_parallel_size", None)
     given = context.arg("num_virtual_stages_per_pipeline_rank", None)
     if derived or given:
@@ -102,7 +99,6 @@ def chunks_of(context: Context) -> int | None:
 
 
 def check_layout(context: Context) -> None:
-    """Raise OptionError if order and arguments differ in the number of chunks."""
     name, chunks = name_of(context.settings), chunks_of(context)
     if name in _ONE_CHUNK and chunks is not None and chunks > 1:
         raise OptionError(
@@ -121,7 +117,6 @@ def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only:
     if forward_only:
         return orders.build("forward-only-v" if settings.get(METHOD) else "forward-only", shape)
     found = _base(settings, shape)
-    # A custom order may have recomputations itself.
     if found.recomputed:
         return found
     if settings.get(IN_BUBBLE):

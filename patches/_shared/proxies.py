@@ -35,7 +35,6 @@ class AttributeOverride:
         return getattr(self._original, name)
 
 
-# Attribute of an MLP whose activation is recomputed (--recompute-activation-function).
 RECOMPUTED = "activation_is_recomputed"
 
 
@@ -54,8 +53,6 @@ def run_activation(forward: Callable[..., Any], mlp: Any, x: Any, *rest: Any, bi
 
 
 class LinearCall:
-    """Input and output of one linear-layer call; None until it has run."""
-
     def __init__(self) -> None:
         self.input: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
@@ -63,7 +60,6 @@ class LinearCall:
 
 @contextlib.contextmanager
 def seen(layer: Any) -> Iterator[LinearCall]:
-    """Record the linear-layer call made inside."""
     call = LinearCall()
 
     def keep(_: Any, given: Any, found: Any) -> None:

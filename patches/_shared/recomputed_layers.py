@@ -36,7 +36,6 @@ from .proxies import RECOMPUTED
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
 _CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
 _OF_EXPERTS = {EXPERTS: "experts", SHARED: "shared_experts"}
-# These features run experts and shared experts in pieces.
 _IN_PIECES = ("moe_alltoall_mc2", "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm")
 #: Module -> (its layer, its part).
 _PARTS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RecomputedLayer, str]] = weakref.WeakKeyDictionary()

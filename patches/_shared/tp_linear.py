@@ -65,8 +65,6 @@ class _Reduced:
 
 @dataclass(frozen=True)
 class _MainGradWgrad:
-    """Megatron's weight gradient: fused into main_grad, by autograd, or deferred."""
-
     weight: Any
     fused: bool
     buffer: Any

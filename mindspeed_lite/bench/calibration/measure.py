@@ -81,7 +81,6 @@ def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     platform.activate("cpu")
-    # As `mindspeed-lite run` does.
     allocator.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     cores = os.sched_getaffinity(0)
@@ -104,7 +103,6 @@ def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
 
 
 def time_operators(seconds: float) -> list[dict[str, Any]]:
-    """Median of each operator's calls, repeated for `seconds`."""
     return [
         {
             "key": case.key,
@@ -130,7 +128,7 @@ def _median_seconds(run: Callable[[], object], repeated: float) -> float:
 
 
 def time_collectives(rank: int, ranks: int) -> list[dict[str, Any]]:
-    """Time collectives by size and dtype, and messages between two ranks."""
+    """Time collectives by size and dtype, and messages of two ranks."""
     found = []
     pair = dist.new_group([0, 1])
 

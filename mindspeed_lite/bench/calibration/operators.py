@@ -40,7 +40,6 @@ class OperatorCase:
 
 
 def cases() -> Iterator[OperatorCase]:
-    """Yield all cases, each created on demand."""
     for dtype in (torch.bfloat16, torch.float32):
         for key, shape, work, run in (*_matmuls(dtype), *_attention(dtype)):
             yield OperatorCase((*key, str(dtype.itemsize)), shape, work, run)
@@ -92,7 +91,6 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int,
 
 
 def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """Operators over `count` elements; `plain`: Megatron's, `fused`: this package's."""
     rows = count // HIDDEN
 
     def random(*shape: int) -> Tensor:
@@ -143,7 +141,6 @@ def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[st
 
 
 def _passes(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Iterator[tuple[str, Run]]:
-    """Forward, and the backward of a kept forward where inputs need gradients."""
     yield "forward", forward
     if inputs:
         output = forward()
@@ -151,7 +148,6 @@ def _passes(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Iterator[tu
 
 
 def _optimizers(count: int) -> dict[str, Run]:
-    """Adam step with clipping and bf16 cast: torch's and this package's."""
     mains = [torch.randn(count // 8, requires_grad=True) for _ in range(8)]
     gradients = [torch.randn_like(each) for each in mains]
     for main, gradient in zip(mains, gradients, strict=True):

@@ -84,7 +84,6 @@ def _key(row: Mapping[str, Any]) -> Key:
 
 
 def judge(row: Mapping[str, Any], ceiling: Mapping[str, Any], earlier: Earlier) -> dict[str, Any] | None:
-    """Seconds, ratio and verdict against the earlier run; None without a time."""
     then = earlier.rows.get(_key(row))
     now = next((each for each in row["contenders"] if each["name"] == OURS and each["seconds"] is not None), None)
     if then is None or now is None:

@@ -58,7 +58,7 @@ def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
             found.append(f"{name} is missing")
         elif got.shape != want.shape or got.dtype != want.dtype:
             found.append(f"{name} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}")
-        elif not (distance := relative_error(got, want)) <= allowed:  # NaN must fail
+        elif not (distance := relative_error(got, want)) <= allowed:
             found.append(f"{name} differs by {distance:.2g}, allowed {allowed:.2g}")
     return None if not found else f"{DISAGREES}: {'; '.join(found)}"
 

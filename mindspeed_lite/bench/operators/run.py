@@ -104,7 +104,6 @@ def run(
 
 
 def measure(problem: Problem, effort: timing.Effort, findings: Findings) -> list[dict[str, Any]]:
-    """Rows of a problem, one per direction, without ceiling shares."""
     errors: dict[str, str] = {}
     functions: dict[str, Function] = {}
     inputs: tuple[torch.Tensor, ...] = ()
@@ -112,7 +111,7 @@ def measure(problem: Problem, effort: timing.Effort, findings: Findings) -> list
     try:
         inputs = problem.make()
         functions, gradient = equivalent_contenders(problem, problem.contenders, inputs, errors)
-    except Exception as error:  # inputs may be too large for the device
+    except Exception as error:
         errors = {contender.name: timing.format_error(error) for contender in problem.contenders}
     for name, function in functions.items():
         if isinstance(function, OwnLayout):
@@ -170,7 +169,7 @@ def one_calls(
     for name, function in functions.items():
         try:
             calls[name] = _one_call(function, inputs, gradient, backward)
-        except Exception as error:  # no memory for an own layout
+        except Exception as error:
             errors[name] = timing.format_error(error)
     return calls
 
@@ -237,7 +236,6 @@ def _row(
 
 
 def add_ceiling(row: dict[str, Any], reached: Mapping[str, Any]) -> None:
-    """Add the nearer ceiling and each contender's share of it."""
     seconds = {
         "memory": row["bytes"] / reached["bytes_per_second"],
         "compute": row["flops"] / reached["flops_per_second"],
@@ -249,7 +247,6 @@ def add_ceiling(row: dict[str, Any], reached: Mapping[str, Any]) -> None:
 
 
 def _settings(effort: timing.Effort, quick: bool, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Report fields: null where they do not apply."""
     absent = ("steps", "timeout", "allocator", "mode", "rounding_baseline", "beside")
     return dict.fromkeys(absent) | {
         "repeats": effort.rounds[0],

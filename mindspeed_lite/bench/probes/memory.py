@@ -19,8 +19,6 @@ from .train_step import around_steps
 
 
 class MemoryProbe:
-    """Counts every step; `counted` holds the last one's bytes."""
-
     def __init__(self) -> None:
         self.counted: dict[str, Any] = {}
         self._tracker = Tracker(lambda address: False)

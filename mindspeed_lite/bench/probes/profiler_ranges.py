@@ -18,7 +18,6 @@ from torch.autograd.profiler import record_function
 from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.platform import megatron
 
-# `mindspeed_lite.bench.breakdown` reads PREFIX + category.
 PREFIX = "mindspeed_lite::"
 COMMUNICATION = "communication exposed"
 
@@ -95,7 +94,6 @@ def _is_loaded(target: str) -> bool:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, category: Callable[[Any], str | None]) -> None:
-    """Range around a method; undone when the stack closes."""
     before = vars(owner)[name]
 
     @functools.wraps(before)
@@ -119,7 +117,6 @@ def install() -> Callable[[], None]:
             stack.callback(megatron.place(feature).remove)
         _replace(stack, torch.nn.Module, "__call__", lambda module: category_of(type(module).__name__))
         if torch.distributed.is_available():
-            # All of `torch.distributed` waits by this method.
             _replace(stack, torch.distributed.Work, "wait", lambda work: COMMUNICATION)
     except BaseException:
         stack.close()

@@ -36,8 +36,6 @@ Line = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """Result of a check; an exception is a failure."""
-
     text: str
     status: str = OK
     figures: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +71,7 @@ def run(
         checks += [line["check"] for line in lines if "check" in line]
         if started is None:
             checks.append(_failed("device", "start of the self-test", ending, elapsed))
-            break  # nothing left to check
+            break
         plan, environment = plan or started["plan"], environment or started["environment"]
         if len(checks) < len(plan):
             group, name = plan[len(checks)]
@@ -125,7 +123,6 @@ def _work(arguments: list[str], seconds: float, done: int, tell: Progress) -> tu
 def _watch(
     child: subprocess.Popen[bytes], path: Path, seconds: float, done: int, tell: Progress
 ) -> tuple[int | None, float]:
-    """Wait for the worker: exit code, or None if a check exceeded `seconds`; and seconds since its last line."""
     size, since = -1, time.monotonic()
     while True:
         code = child.poll()
@@ -168,7 +165,6 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _summary(checks: list[Line]) -> str:
-    """The number of cases, and the result nearest to its bound."""
     figures = [(each["ours"] / each["bound"], each["result"], check) for check in checks for each in check["figures"]]
     if not figures:
         return "its backend loads"

@@ -21,7 +21,6 @@ class DeviceCheckError(AssertionError):
 
 
 def checks(device: str) -> list[Check]:
-    """Checks of a device; the first activates the device layer."""
     backend = platform.device(device).distributed_backend
     found = [
         Check("device", "device layer", functools.partial(layer, device)),
@@ -59,7 +58,6 @@ def layer(device: str) -> Outcome:
 
 
 def arithmetic(device: str) -> Outcome:
-    """A round-trip copy is equal, and a matmul of integers is exact."""
     generator = torch.Generator().manual_seed(4)
     a = torch.randint(-8, 9, (96, 64), generator=generator).float()
     b = torch.randint(-8, 9, (64, 80), generator=generator).float()

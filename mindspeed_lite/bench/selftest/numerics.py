@@ -27,7 +27,6 @@ _MOST_EPS = 8
 
 
 def checks(device: str, quick: bool) -> list[Check]:
-    """A check per operator backend and per problem."""
     found = [Check("numerics", f"{name}, backend", functools.partial(_backend, name, device)) for name in OPERATORS]
     for each in problems(device, quick):
         found.append(Check("numerics", f"{each.operator} {each.name}", functools.partial(judge, each, device)))
@@ -48,7 +47,6 @@ def problems(device: str, quick: bool, backend: str = "") -> list[Problem]:
 
 
 def judge(problem: Problem, device: str) -> Outcome:
-    """Compare the device's own backend with float64."""
     inputs = problem.make()
     ours_function, reference_function = (each.load() for each in problem.contenders[:2])
     refused = _refusal(problem.operator, device, ours_function, inputs)
@@ -68,13 +66,11 @@ def judge(problem: Problem, device: str) -> Outcome:
     status = FAILED if wrong else OK
     if refused:
         text += f"; computed by the reference: {refused}"
-        # NPU backends support all these shapes.
         status = FAILED if device == "npu" or status == FAILED else FALLBACK
     return Outcome(text + suffix, status, figures)
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf on the CPU, in float64 if it is floating point."""
     moved = tensor.detach().cpu()
     return moved.double().requires_grad_(tensor.requires_grad) if moved.is_floating_point() else moved
 
@@ -87,7 +83,6 @@ def _backend(name: str, device: str) -> Outcome:
 
 
 def _on_own_backend(name: str, device: str) -> contextlib.AbstractContextManager[None]:
-    """Force the device's backend, so that fallbacks show."""
     if device in dispatch.operator(name).backends and not dispatch.operator(name).unusable(device):
         return dispatch.force(name, device)
     return contextlib.nullcontext()

@@ -19,7 +19,6 @@ from mindspeed_lite.bench.selftest import FAILED, Check, Outcome
 
 
 def plan(device: str, quick: bool) -> list[Check]:
-    """All checks in order; device checks come first."""
     from mindspeed_lite.bench.selftest import device as device_checks
     from mindspeed_lite.bench.selftest import numerics
 
