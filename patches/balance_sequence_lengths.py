@@ -1,11 +1,8 @@
 """`--balance-sequence-lengths`: equal attention cost on data-parallel ranks.
 
-Reaches `build_pretraining_data_loader`, which every training loop uses, and wraps the training set; samplers and
-resumption stay Megatron's. Micro-batches of one step change ranks as a whole. Each rank reads document lengths from the
-`GPTDataset` indices, without communication.
-
-Leaves validation and test sets alone; falls back for other data sets. An existing loader keeps its order when the
-feature is turned off.
+Reaches `build_pretraining_data_loader`, which every loader uses, and wraps the training set; whole micro-batches of one
+step change ranks. Lengths come from the `GPTDataset` indices, without communication. Leaves validation and test sets
+alone; falls back for other data sets. An existing loader keeps its order when the feature is turned off.
 """
 
 from __future__ import annotations

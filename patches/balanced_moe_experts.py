@@ -1,11 +1,9 @@
 """`--balanced-moe-experts`: copy the hottest experts of a micro-batch to every rank.
 
-Tokens of a copied expert stay on their rank. A copy must save more than it costs by the micro-batch's counts.
-Parameters travel during the token exchange; gradients are added to the owner's main gradients.
-
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess` (routing over own experts and copies), `SequentialMLP.forward`
-(computes copies) and `MoELayer.forward` (links both). Leaves parameters, optimizer and checkpoints alone. Falls back
-for other or frozen experts, fp8 and fp4.
+Tokens of a copied expert stay on their rank, if that saves more than a copy costs. Gradients are added to the owner's
+main gradients. Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess` (routing over experts and copies),
+`SequentialMLP.forward` (computes copies) and `MoELayer.forward` (links both). Leaves parameters, optimizer and
+checkpoints alone. Falls back for other or frozen experts, fp8 and fp4.
 """
 
 from __future__ import annotations

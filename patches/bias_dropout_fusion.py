@@ -1,8 +1,8 @@
 """`--bias-dropout-fusion`: bias, dropout and residual of a layer in one pass.
 
-Reaches `bias_dropout_add_fused_train`, which Megatron calls after attention and MLP. Megatron fuses by torch.compile,
-slow on CPU and absent on NPU. Leaves inference, unfused layers and Megatron's warm-up alone. Falls back for
-`--no-bias-dropout-fusion`, on CUDA, and for differing dtypes of residual and output.
+Reaches `bias_dropout_add_fused_train`; Megatron fuses by torch.compile, slow on CPU and absent on NPU. Leaves
+inference, unfused layers and warm-up alone. Falls back for `--no-bias-dropout-fusion`, on CUDA, and for differing
+dtypes of residual and output.
 """
 
 from __future__ import annotations

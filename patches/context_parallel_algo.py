@@ -1,11 +1,9 @@
 """`--context-parallel-algo`: ring, Ulysses, hybrid or gathered-key context parallelism.
 
-Reaches the local core attention: only its constructor refuses context parallelism, and its `forward` computes this
-rank's rows. All algorithms use Megatron's split (two chunks per rank), so batches, masks and losses stay Megatron's.
-`--context-parallel-algo` or `--cp-comm-type` chooses; the default is the least predicted exposed communication.
-
-Provides Transformer Engine's partition of packed sequences. Leaves Transformer Engine's attention alone. Never falls
-back: unsupported calls raise OptionError.
+Reaches the local core attention: its constructor refuses context parallelism, its `forward` computes this rank's rows.
+Keeps Megatron's split (two chunks per rank), so batches, masks and losses stay. `--context-parallel-algo` or
+`--cp-comm-type` chooses; default: least predicted exposed communication. Provides Transformer Engine's partition of
+packed sequences, but leaves its attention alone. Never falls back: unsupported calls raise OptionError.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """`--delay-wgrad-compute`: compute weight gradients when the schedule asks for them.
 
-Reaches the local linear layers of transformer layers: backward queues the weight gradient until `backward_dw()`, which
-Megatron's combined schedule calls. It enters by the layer's `grad_output_buffer`. Bitwise equal.
-
-Leaves embedding, output layer and Transformer Engine's layers alone. Falls back without
-`--gradient-accumulation-fusion`, for frozen weights, and where overlapped reduction ignores the delay. Remaining
-gradients are computed before reduction.
+Reaches local linear layers of transformer layers: their `grad_output_buffer` queues weight gradients until
+`backward_dw()`, which Megatron's combined schedule calls, or until reduction. Bitwise equal. Leaves embedding, output
+layer and Transformer Engine alone. Falls back without `--gradient-accumulation-fusion`, for frozen weights, and where
+overlapped reduction ignores the delay.
 """
 
 from __future__ import annotations

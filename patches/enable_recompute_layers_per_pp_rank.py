@@ -20,7 +20,7 @@ NAME = "enable_recompute_layers_per_pp_rank"
 
 
 def layers_of_chunk(number: int, chunks: int, chunk: int) -> int:
-    """How many layers of a chunk are recomputed where `number` of a rank are: its share, the first chunks' rounded up.
+    """A chunk's share of a rank's `number` of recomputed layers; first chunks round up.
 
     >>> [layers_of_chunk(5, 2, chunk) for chunk in range(2)]
     [3, 2]

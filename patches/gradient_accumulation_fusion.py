@@ -1,8 +1,8 @@
 """`--gradient-accumulation-fusion`: wgrad GEMMs add into the main gradient, without Apex.
 
-Reaches every trained local linear layer by providing the Apex extension that Megatron calls, so communication, hooks
-and tied weights stay Megatron's. Keeps Megatron's default on, which a missing Apex turns off. Leaves Transformer Engine
-and an installed Apex alone. Falls back for `--no-gradient-accumulation-fusion` and FSDP, which has no main gradients.
+Reaches every trained local linear layer by providing the Apex extension that Megatron calls, and keeps Megatron's
+default on without Apex. Leaves Transformer Engine and an installed Apex alone. Falls back for
+`--no-gradient-accumulation-fusion` and FSDP, which has no main gradients.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """`--moe-allgather-overlap-comm`: overlap token collectives with shared expert and wgrads.
 
-For the `allgather` dispatcher: the shared expert's layers overlap with gather and scatter, forward and backward; weight
-gradients of `--moe-grouped-gemm` overlap with the gather's gradient.
-
-Reaches `token_dispatch`, `token_combine` and their two mappings (issue messages); `dispatch_postprocess` and `permute`
-(wait); `MoELayer.shared_experts_compute` and `postprocess` (defer the shared expert); `start_grad_sync` (first reader
-of main gradients). Falls back for gated or recomputed shared experts.
+For the `allgather` dispatcher: the shared expert's layers overlap with gather and scatter, weight gradients of
+`--moe-grouped-gemm` with the gather's gradient. Reaches `token_dispatch`, `token_combine` and their mappings (issue);
+`dispatch_postprocess` and `permute` (wait); `MoELayer.shared_experts_compute` and `postprocess` (defer the shared
+expert); `start_grad_sync` (first reader of main gradients). Falls back for gated or recomputed shared experts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """`--moe-alltoall-overlap-comm`: overlap expert all-to-alls with shared expert and wgrads.
 
-Issues the all-to-alls of the `alltoall` dispatcher asynchronously. Megatron's `--moe-shared-expert-overlap`, turned on,
-runs the shared expert meanwhile; weight gradients of `--moe-grouped-gemm` overlap with the dispatch's backward.
-
-Reaches `token_dispatch`, `token_combine` and their `all_to_all`; the places that wait (after
-`linear_fc1_forward_and_act` and `linear_fc2_forward`, before both postprocess steps); and `start_grad_sync`, the first
-reader of main gradients.
+Turns on Megatron's `--moe-shared-expert-overlap`; weight gradients of `--moe-grouped-gemm` overlap with the dispatch's
+backward. Reaches `token_dispatch`, `token_combine` and their `all_to_all`, which becomes asynchronous; the places that
+wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before both postprocess steps); and
+`start_grad_sync`, the first reader of main gradients.
 """
 
 from __future__ import annotations

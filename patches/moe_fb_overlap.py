@@ -32,13 +32,14 @@ _STAGES = (
 def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Schedule of two layers: forward (F) and backward (B) of different micro-batches.
 
-    Megatron issues the F dispatch after the B experts and relies on the device's queue. Here messages start early, and weight gradients (W) run during the next one:
+    Messages start as soon as their input exists; weight gradients (W) run during the next one. Gradient sums keep
+    Megatron's order: bitwise equal.
+
+    Overlap:
         B combine: W of the previous pair, F attention
         F dispatch: B experts
         B dispatch: F experts (W experts in the last layer or without a forward)
         F combine: B attention
-
-    Gradient sums keep Megatron's order: bitwise equal.
     """
 
     def run(

@@ -1,11 +1,9 @@
 """`--moe-grouped-gemm`: one grouped GEMM per layer for all experts of a rank.
 
-Megatron's local experts loop over MLPs. Reaches `SequentialMLP.forward`, which runs once, for an expert whose linear
-layers are grouped GEMMs. Module, parameters, activation code and checkpoints stay.
-
-Supports `moe_act` recomputation, gradient accumulation fusion, delayed weight gradients and `--moe-wgrad-side-stream`.
-Falls back for fp8, fp4, frozen or further sharded weights, hooks on experts, offloading, and other kinds of experts or
-layers.
+Reaches `SequentialMLP.forward`, which runs once, for an expert whose linear layers are grouped GEMMs. Module,
+parameters, activation code and checkpoints stay. Supports `moe_act` recomputation, gradient accumulation fusion,
+delayed weight gradients and `--moe-wgrad-side-stream`. Falls back for fp8, fp4, frozen or further sharded weights,
+hooks on experts, offloading, and other experts or layers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`--moe-hierarchical-alltoallv`: tokens cross the network once per node, not per expert.
 
-Tokens are copied, and results summed, inside the node. Reaches `dispatch_preprocess` of the `alltoall` dispatcher,
-whose `permute` copies per node and returns the route as row ids; `token_dispatch` and `token_combine`, whose
-`all_to_all` takes that route; and `unpermute`, which sums over nodes. Row order is unchanged. Falls back for one node
-or uneven nodes.
+Tokens are copied, and results summed, inside the node. Reaches `permute` in `dispatch_preprocess` of the `alltoall`
+dispatcher (copies per node, route as row ids), `token_dispatch` and `token_combine` (exchange by that route), and
+`unpermute` (sums over nodes). Row order is unchanged. Falls back for one node or uneven nodes.
 """
 
 from __future__ import annotations

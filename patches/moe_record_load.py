@@ -1,9 +1,9 @@
 """`--moe-record-load`: record the tokens of each expert and rank by layer and step.
 
 Reaches `TopKRouter.forward` (one asynchronous reduction per layer and micro-batch) and `finalize_model_grads` (every
-few steps ranks sum counts and rank 0 writes them). Results are unchanged. Counts only where a graph is built, so
-neither evaluation nor recomputation counts. Without sequence parallelism the first tensor-parallel rank counts. Falls
-back for models without experts and custom process groups.
+few steps rank 0 writes the sums). Counts only where a graph is built: neither evaluation nor recomputation. Without
+sequence parallelism the first tensor-parallel rank counts. Falls back for models without experts and custom process
+groups.
 """
 
 from __future__ import annotations

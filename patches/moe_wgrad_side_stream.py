@@ -1,10 +1,9 @@
 """`--moe-wgrad-side-stream`: compute weight gradients of experts on a side stream.
 
-`auto` alternates steps with and without and keeps the faster. Reaches the weight gradients that `--moe-grouped-gemm`
-adds to main gradients; `start_grad_sync`, their first reader, which waits; `DistributedDataParallel.__init__`, where
-main gradients are made; and `zero_grad_buffer`, where a step begins. Leaves other layers alone: sequence parallel ones
-reuse the buffer they read. Falls back on CPU, with CUDA graphs, the combined expert schedule, and without gradient
-accumulation fusion.
+`auto` alternates steps with and without and keeps the faster. Reaches weight gradients of `--moe-grouped-gemm`;
+`start_grad_sync`, which waits; `DistributedDataParallel.__init__`, where main gradients are made; and
+`zero_grad_buffer`, where a step begins. Leaves other layers alone: sequence parallel ones reuse the buffer they read.
+Falls back on CPU, with CUDA graphs, the combined expert schedule, and without gradient accumulation fusion.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`--optimize-send-recv-comm`: a process group per direction of pipeline messages.
 
-One group would run activations and gradients one after the other; gradients get a second one. Reaches
-`_batched_p2p_ops` and `_p2p_ops`, which issue all messages, and `P2PCommunicator.__init__`, a collective call, where
-groups are made. Leaves shape exchange, waiting and order alone.
+Gradients get a second group, so that they do not queue after activations. Reaches `_batched_p2p_ops` and `_p2p_ops`,
+which issue all messages, and the collective `P2PCommunicator.__init__`, where groups are made. Leaves shape exchange,
+waiting and order alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`--param-gather-once`: gather each parameter of a model with experts once a step.
 
-Megatron has a distributed optimizer each for dense parameters and experts, and each gathers the whole model. Reaches
-`_ParamAndGradBucketGroup.start_param_sync` during `DistributedOptimizer.step_with_ready_grads`, so that a step gathers
-only buckets it has updated. Leaves `--overlap-param-gather` alone, which gathers once already.
+Megatron's optimizers of dense parameters and experts each gather the whole model. Reaches
+`_ParamAndGradBucketGroup.start_param_sync` during `DistributedOptimizer.step_with_ready_grads`, to gather only updated
+buckets. Leaves `--overlap-param-gather` alone, which gathers once already.
 """
 
 from __future__ import annotations

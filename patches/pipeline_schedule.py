@@ -1,9 +1,9 @@
 """`--pipeline-schedule`: the order of passes as data, generated, checked and executed.
 
 `1f1b` and `interleaved` are Megatron's orders, `zb-h1` and `zb-auto` split off weight gradients, FILE.py:function is
-custom. Reaches `get_forward_backward_func`, which every training loop calls, and executes the order with Megatron's
-passes, messages and reductions. Leaves training without a pipeline alone. Falls back for overlapped expert
-communication, several modules, other tensor shapes, and recorded graphs.
+custom. Reaches `get_forward_backward_func`, and runs Megatron's passes, messages and reductions in that order. Leaves
+training without a pipeline alone. Falls back for overlapped expert communication, several modules, other tensor shapes,
+and recorded graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`--recompute-activation-function`: release the MLP activation's output and recompute it.
 
 Reaches every local MLP: dense, experts and shared experts. The output [s, b, ffn / TP] is freed after the second linear
-layer; the activation reruns in its backward. No GEMM is repeated. Uses Megatron's `CheckpointWithoutOutput`.
+layer and recomputed in its backward by Megatron's `CheckpointWithoutOutput`, without a GEMM.
 `--recompute-activation-function-num-layers N` limits it to the first N layers of each pipeline rank.
 """
 

@@ -1,9 +1,8 @@
 """`--recompute-in-bubble`: recomputation as steps of the pipeline schedule (ripipe).
 
-Recomputation needs only its inputs, so it can run while the rank waits. `--recompute-in-advance` does so before each
-backward pass, except on the last stage; `--recompute-in-bubble` recomputes only micro-batches above a bound on live
-activations. Reaches `tensor_parallel.checkpoint`, which gets a function that has already rerun. Leaves selective
-recomputation, evaluation and calls outside a schedule alone. Bitwise equal.
+Recomputes while the rank waits, above a bound on live activations; `--recompute-in-advance`: before each backward pass,
+except on the last stage. Reaches `tensor_parallel.checkpoint`, which gets a function that has already rerun. Leaves
+selective recomputation, evaluation and calls outside a schedule alone. Bitwise equal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`--recompute-norm`: release a layer's two norms after use and recompute them.
 
-Reaches the norms before attention and MLP. Each output [s, b, h] is freed after use. Unlike Megatron's
-`--recompute-modules layernorm` it works per layer and with `--recompute-granularity full --recompute-method block`.
-Corrects two faults of Megatron's checkpoint: it needs Transformer Engine, and drops gradients where the input needs
-none. `--recompute-norm-num-layers N` limits it to the first N layers of each pipeline rank.
+Reaches the norms before attention and MLP, outputs [s, b, h]. Unlike Megatron's `--recompute-modules layernorm` it
+works per layer and with `--recompute-granularity full --recompute-method block`. Corrects Megatron's checkpoint, which
+needs Transformer Engine and drops gradients where the input needs none. `--recompute-norm-num-layers N` limits it to
+the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`--reuse-fp32-param`: store fp32 main parameters as bf16 weights plus 16 low bits.
 
-The fused AdamW (`--use-fused-adamw`, turned on) joins both halves, updates and splits. The sign of the second moment
-holds the bit that undoes rounding. Reaches mixed-precision optimizers after `__init__`, and every method that reads or
-writes main parameters outside the step (`_shared.optimizer_state`). Elsewhere they are placeholders that read as NaN.
+The fused AdamW (`--use-fused-adamw`, turned on) joins and splits them; the second moment's sign holds the bit that
+undoes rounding. Reaches mixed-precision optimizers after `__init__`, and every method that accesses main parameters
+outside the step (`_shared.optimizer_state`). Elsewhere they are placeholders that read as NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`--schedules-method`: DualPipeV, a pipeline in a V with both ends on rank 0.
 
-Rank r of P holds stages r and 2P-1-r; activation memory is 1F1B's (2P+1 chunks). Reaches the functions from which the
-model is built: `get_transformer_layer_offset`, `is_vp_last_stage`, `is_pp_last_stage`, `is_pipeline_last_stage`; and
-`mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layer numbers, so checkpoints, are unchanged.
+Rank r of P holds stages r and 2P-1-r; activation memory is 1F1B's (2P+1 chunks). Reaches
+`get_transformer_layer_offset`, `is_vp_last_stage`, `is_pp_last_stage`, `is_pipeline_last_stage`, which place layers,
+and `mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layer numbers, so checkpoints, are unchanged.
 `pipeline_schedule` executes the order; `--moe-fb-overlap` overlaps the two passes of a pair.
 """
 

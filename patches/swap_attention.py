@@ -1,9 +1,8 @@
 """`--swap-attention`: offload activations of chosen modules until the backward pass.
 
-What autograd saves within `--swap-modules` is copied to pinned host memory while the next layer computes, and
-prefetched in backward. The last layer stays on the device. `--swap-attention-budget` limits host memory. Reaches
-`TransformerBlock.forward`, which keeps layer order per pass, and each layer when it is built, by saved-tensor hooks.
-Leaves recomputed layers and outputs alone.
+Saved tensors of `--swap-modules` go to pinned host memory during the next layer, and are prefetched in backward. The
+last layer stays on the device. `--swap-attention-budget` limits host memory. Reaches `TransformerBlock.forward`, which
+keeps layer order per pass, and each layer, by saved-tensor hooks. Leaves recomputed layers and outputs alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`--swap-optimizer`: offload main parameters and Adam's moments between steps.
 
-The fused AdamW (`--use-fused-adamw`, turned on) updates one group while the next comes in from pinned memory and the
-previous goes out. Model weights and split parameters (`--reuse-fp32-param`) stay. Reaches Megatron's optimizers after
-`__init__`, and every method that reads or writes main parameters outside the step (`_shared.optimizer_state`).
-Elsewhere they are placeholders that read as NaN. Leaves gradients, clipping and skipped steps alone.
+The fused AdamW (`--use-fused-adamw`, turned on) updates one group while pinned-memory copies of its neighbours run.
+Model weights and split parameters (`--reuse-fp32-param`) stay. Reaches Megatron's optimizers after `__init__`, and
+every method that accesses main parameters outside the step (`_shared.optimizer_state`). Elsewhere they are placeholders
+that read as NaN. Leaves gradients, clipping and skipped steps alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`--use-ascend-coc`: overlap tensor-parallel communication with the layer's own GEMM.
 
-Cuts each collective into chunks that overlap with the GEMM; Megatron overlaps only a column parallel layer's backward.
-Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`. Resets
-`--tp-comm-overlap`, or Megatron would build Transformer Engine's buffers. Leaves experts and Transformer Engine's
-layers alone. Falls back for distributed weights and under autocast.
+Cuts collectives into chunks; Megatron overlaps only a column parallel layer's backward. Reaches the local
+`ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`. Resets `--tp-comm-overlap`, or Megatron
+would build Transformer Engine's buffers. Leaves experts and Transformer Engine alone. Falls back for distributed
+weights and under autocast.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """`--use-flash-attn`: attention without the score matrix.
 
 `--attention-backend flash` and `fused` ask for it too. Reaches the local `DotProductAttention.forward`, the same in
-every release. Serves packed sequences and the head sizes of multi-latent attention, which the original refuses. On CUDA
-the first call activates an installed FA3 or FA4. Without document resets the data loader builds no causal mask.
-
-Leaves projections, rotary embedding and Transformer Engine alone; `context_parallel_algo` serves context parallelism.
-Falls back for attention biases and for what the backend lacks.
+every release; also serves packed sequences and multi-latent head sizes. On CUDA the first call activates an installed
+FA3 or FA4. Without document resets the data loader builds no causal mask. Leaves projections, rotary embedding and
+Transformer Engine alone; `context_parallel_algo` serves context parallelism. Falls back for attention biases and for
+what the backend lacks.
 """
 
 from __future__ import annotations

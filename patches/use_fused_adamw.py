@@ -1,9 +1,9 @@
 """`--use-fused-adamw`: Adam, clipping and the copy into the weights in one pass.
 
-Reaches `MegatronOptimizer.__init__`, where torch's Adam or AdamW gets the fused step and keeps its state format;
-`clip_grad_by_total_norm_fp32` and `step_with_ready_grads`, which pass clip coefficients and copy targets;
-`prepare_grads`, which drops leftovers; and `local_multi_tensor_l2_norm` and `_scale`. Leaves fp16 unscaling alone.
-Falls back for other optimizers and options, and from deferred clipping where gradients are read later.
+Reaches `MegatronOptimizer.__init__` (torch's Adam or AdamW gets the fused step, same state format);
+`clip_grad_by_total_norm_fp32` and `step_with_ready_grads` (clip coefficients, copy targets); `prepare_grads` (drops
+leftovers); `local_multi_tensor_l2_norm` and `_scale`. Leaves fp16 unscaling alone. Falls back for other optimizers and
+options, and from deferred clipping where gradients are read later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`--use-fused-linear-cross-entropy`: output layer and loss in one, with few logits.
 
-Reaches `GPTModel._postprocess`, within which the output layer returns its operands, and `compute_language_model_loss`,
-which multiplies them in chunks. Serves tied weights, tensor and sequence parallelism, gradient accumulation fusion, and
-multi-token prediction until 0.18. Leaves other models alone. Falls back where other code needs the logits, replaces the
-loss, or delays the output layer's weight gradient.
+Reaches `GPTModel._postprocess`, where the output layer returns its operands, and `compute_language_model_loss`, which
+multiplies them in chunks. Serves tied weights, tensor and sequence parallelism, gradient accumulation fusion, and
+multi-token prediction until 0.18. Leaves other models alone. Falls back where code needs logits, replaces the loss, or
+delays the output layer's weight gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`--use-fused-swiglu`: the MLP's activation with bias and weights as one operator.
 
-Reaches the `megatron.core.fusions` functions that MLPs call (SwiGLU, GeGLU, quick GeGLU, GELU with bias, squared ReLU)
-and `TransformerConfig.__post_init__`, which turns `bias_activation_fusion` on for SwiGLU. Saves only their input.
-Leaves activations that torch computes in one operator alone. Falls back for fp8 input storage, Transformer Engine's
-offloading, and a clamp with a bias.
+Reaches `megatron.core.fusions` (SwiGLU, GeGLU, quick GeGLU, GELU with bias, squared ReLU) and
+`TransformerConfig.__post_init__`, which turns `bias_activation_fusion` on for SwiGLU. Saves only inputs. Leaves
+activations that are one torch operator alone. Falls back for fp8 input storage, Transformer Engine's offloading, and a
+clamp with a bias.
 """
 
 from __future__ import annotations

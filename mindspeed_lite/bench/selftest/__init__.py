@@ -1,10 +1,9 @@
 """`doctor --selftest`: checks the device, and every operator against float64.
 
-Checks run in a `worker` process. A crash or hang is a failed check; the next worker continues after it.
-
-Report: schema_version, kind "selftest", created, device, quick, passed, environment (as in `bench-ops`), facts, checks,
-to_report. A check has group, name, status (ok, fallback, failed), text, seconds, and figures: relative errors `ours`
-and `reference` of output and gradients, and the `bound`.
+Checks run in a `worker` process; the next worker continues after a crash or hang. Report: schema_version, kind
+"selftest", created, device, quick, passed, environment (as in `bench-ops`), facts, checks, to_report. A check has
+group, name, status (ok, fallback, failed), text, seconds, and figures: relative errors `ours` and `reference` of output
+and gradients, and `bound`.
 """
 
 from __future__ import annotations
