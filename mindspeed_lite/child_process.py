@@ -38,14 +38,8 @@ def child_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in its own session and end it with the block.
 
-    SIGTERM raises KeyboardInterrupt unless the caller handles or ignores it.
-
-    Args:
-        end: called with the process at the end of the block.
-        options: of `subprocess.Popen`.
-
-    Raises:
-        OSError: the command cannot be started.
+    SIGTERM raises KeyboardInterrupt unless the caller handles or ignores it. `end(process)` is called at the end;
+    `options`: of `subprocess.Popen`. Raises OSError.
     """
     child: subprocess.Popen[bytes] | None = None
     with _termination_raises():

@@ -41,8 +41,6 @@ class Part(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Distance of one result from the original's, and the error compared with the bound."""
-
     name: str
     apart: float | None = None
     error: float | None = None

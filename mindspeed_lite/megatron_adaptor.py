@@ -12,11 +12,7 @@ DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"
 
 
 def install() -> None:
-    """Install device layer and argument hooks; idempotent.
-
-    Raises:
-        mindspeed_lite.platform.DeviceError: MINDSPEED_LITE_DEVICE cannot be used.
-    """
+    """Install device layer and argument hooks; idempotent. Raises DeviceError."""
     error_exit.install()
     from mindspeed_lite import platform, startup
 

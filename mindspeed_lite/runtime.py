@@ -138,11 +138,7 @@ def requests() -> tuple[FeatureRequest, ...]:
 
 
 def dest_of(keyword: str) -> str:
-    """Dest of a Python API keyword: a feature, a dest, or a short general flag.
-
-    Raises:
-        OptionError: unknown flag; the text names the closest ones.
-    """
+    """Dest of a Python API keyword: a feature, a dest, or a short general flag. Raises OptionError."""
     dests = {option.dest for option in (*GENERAL, *catalogue().options())}
     by_feature = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
     short = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
@@ -178,13 +174,9 @@ def settings_of(asked: Sequence[FeatureRequest]) -> Settings:
 
 
 def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False) -> tuple[Plan, Context]:
-    """Plan of all requests and its context; applies nothing.
+    """Plan of all requests and its context; applies nothing. Raises EngineError.
 
-    Args:
-        only_conditions: ignore targets and strict mode.
-
-    Raises:
-        EngineError: invalid value, conflict, missing target or host.
+    only_conditions: ignore targets and strict mode.
     """
     settings = settings_of(asked)
     device = platform.activate()
@@ -234,7 +226,6 @@ def with_arguments(request: FeatureRequest, earlier: Sequence[FeatureRequest]) -
 
 
 def applicable(active: ActiveFeatures) -> dict[str, list[str]]:
-    """By feature, why its flag alone could not enable it in this training."""
     return automatic_reasons(catalogue(), active.session.context)
 
 
@@ -244,13 +235,7 @@ def applicable(active: ActiveFeatures) -> dict[str, list[str]]:
 def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context] | None = None) -> ActiveFeatures:
     """Activate exactly the requested features; on failure nothing changes.
 
-    A feature with unchanged flags keeps its state.
-
-    Args:
-        planned: the plan of these requests, if made.
-
-    Raises:
-        EngineError: as `plan_requests`, or a patch cannot be applied.
+    Features with unchanged flags keep state. Raises EngineError. planned: the plan of these requests, if made.
     """
     with _LOCK:
         had_device = platform.current() is not None
@@ -332,8 +317,7 @@ def _end(ending: ActiveFeatures, views: Sequence[Session]) -> list[str]:
 def disable_all() -> list[str]:
     """Undo everything; return what was left alone or failed, one line each.
 
-    Raises:
-        EngineError: a symbol could not be restored; everything is still active.
+    Raises EngineError if a symbol could not be restored; everything is still active.
     """
     global _active
     with _LOCK:

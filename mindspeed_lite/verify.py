@@ -69,9 +69,8 @@ class Verifier:
         """Compare `ours` with `original` on one of the first calls; both map `inputs` to a tensor.
 
         Args:
-            inputs: activations and parameters by name.
             against: description of `original`.
-            parts: wider evaluation of a part instead of the whole: the one that differs most.
+            parts: wider evaluation of the part that differs most, instead of the whole.
             widened: False if rounding decides results, or for lack of memory.
             variant: distinguishes calls of equal shapes.
             sizes_vary: ignore the inputs' first dimension in the kind of call.

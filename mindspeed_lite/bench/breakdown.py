@@ -196,7 +196,6 @@ def attribute(events: Sequence[Event]) -> Breakdown:
 
 
 def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[dict[str, int], int]:
-    """Nanoseconds by category on the step's thread, and with a collective in flight."""
     times = dict.fromkeys(CATEGORIES, 0)
     busy = [(each.start, each.end) for each in spans if _COLLECTIVE.match(each.name)]
     for event, decision, own, outer in placed:

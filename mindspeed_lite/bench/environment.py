@@ -40,7 +40,6 @@ def describe(device: Device) -> dict[str, Any]:
 
 
 def _affinity() -> str:
-    """Usable cores in Linux's list format: `0-3,8`."""
     with contextlib.suppress(OSError), open("/proc/self/status") as lines:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith("Cpus_allowed_list")), "")
     return ""

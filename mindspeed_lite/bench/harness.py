@@ -34,7 +34,6 @@ class Job:
     """The user's command and how to run it; see also `Plan`.
 
     Attributes:
-        folder: for logs and records.
         timeout: seconds without a step after which a run is hung.
         environment: added to this process's.
     """

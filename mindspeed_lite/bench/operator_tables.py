@@ -97,7 +97,6 @@ def _failure(contender: Record) -> str:
 
 
 def _against(contender: Record) -> str:
-    """Ratio as `2.91x`, or `1.02x (too close to tell)` where the interval contains 1."""
     if failure := _failure(contender):
         return failure
     if contender.get("ratio") is None:

@@ -38,12 +38,11 @@ class Plan:
 
     Attributes:
         records: folder for measurements.
-        warmup: unmeasured first steps; `steps` measured ones follow.
+        warmup: unmeasured first steps.
         profile: one extra profiled step.
         trace: folder for its Chrome traces, or empty.
         allocator: `keep`, `system`, or empty for the command's.
         package_root: import folder where the command's Python lacks mindspeed_lite.
-        memory: count bytes by category, which is slower.
         beside: features that are on in every arm.
     """
 

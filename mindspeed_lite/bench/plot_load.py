@@ -22,7 +22,6 @@ def draw(record: LoadRecord, file: str | Path) -> None:
 
 
 def draw_policies(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: str | Path) -> None:
-    """Write the fullest rank over time per policy as PNG. Raises as `draw`."""
     with style():
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

@@ -43,13 +43,6 @@ class Block:
 
 @dataclass(frozen=True)
 class View:
-    """Rendered content of a record.
-
-    Attributes:
-        tone: of the headline: `good`, `bad` or empty.
-        summary, details: tables before and after plots.
-    """
-
     title: str
     headline: str
     tone: str

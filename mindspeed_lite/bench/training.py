@@ -29,7 +29,6 @@ class Request:
     Attributes:
         mode: arms compared with off: `features`, `each`, `all` or `noise`.
         features: for mode `features`; empty: the command's own, or all.
-        baseline: run a rounding baseline where needed.
     """
 
     job: Job
@@ -46,8 +45,7 @@ class Request:
 class Benchmark:
     """A running benchmark; `report()` holds what is finished.
 
-    Attributes:
-        show: called with the running arm and its finished steps.
+    show: called with the running arm and its finished steps.
     """
 
     request: Request

@@ -40,7 +40,7 @@ def start(path: str) -> None:
 
 
 def choose_features(args: Any, plan: Plan) -> list[str]:
-    """Turn features off and on in parsed arguments; return those of the command itself."""
+    """Turn features off and on; return those of the command itself."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings
 

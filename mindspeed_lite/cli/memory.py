@@ -144,7 +144,6 @@ def _show_changes(changes: Sequence[planner.Change]) -> None:
 
 
 def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
-    """Print predictions and measurements of the most deviating rank per stage and category."""
     worst: dict[tuple[int, str], Comparison] = {}
     for each in compared:
         known = worst.setdefault((each.stage, each.category), each)

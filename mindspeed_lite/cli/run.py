@@ -51,8 +51,6 @@ another rank."""
 
 
 class _Target(NamedTuple):
-    """A script, a module, or a folder or archive with a `__main__` (`is_program`)."""
-
     name: str
     arguments: list[str]
     is_module: bool
@@ -60,7 +58,6 @@ class _Target(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script; its exit passes through, its exception becomes exit code 1."""
     try:
         request = _parse(arguments)
         if request is None:

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 def option(
     parser: argparse._ActionsContainer, usage: str, help: str, type: Any = str, default: Any = None, **given: Any
 ) -> None:
-    """Add `--flag METAVAR`, with the default in its help; a switch without METAVAR."""
+    """Add `--flag METAVAR`, a switch without METAVAR."""
     flag, _, metavar = usage.partition(" ")
     if metavar:
         text = f"{help} (default: {default})" if default not in (None, "") else help

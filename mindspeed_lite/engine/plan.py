@@ -72,18 +72,14 @@ def make_plan(
     without: Mapping[str, str] | None = None,
     sets_arguments: bool = True,
 ) -> Plan:
-    """Decide on every feature.
+    """Decide on every feature. Raises EngineError if the request contradicts itself or the host.
 
     Args:
         fingerprints: of verified releases; None: do not examine targets, no patches.
         auto: also enable applicable features; these never raise.
         strict: raise if a requested feature does not apply.
-        collisions: flags that the host uses otherwise.
         without: features excluded for a given reason.
         sets_arguments: whether the caller sets features' arguments; otherwise argument-only features need them set.
-
-    Raises:
-        EngineError: the request contradicts itself or the host.
     """
     try:
         Version(host_version)
@@ -116,7 +112,7 @@ def make_plan(
 
 
 def automatic_reasons(features: Iterable[Feature], context: Context) -> dict[str, list[str]]:
-    """By feature, why its flag alone would not enable it, with its requirements met."""
+    """By feature, why its flag alone would not enable it."""
     outcomes = {each.name: FeatureOutcome(each) for each in features}
     planner = _Planner(outcomes, context, "0", None, True, (), {})
     return {
@@ -224,7 +220,6 @@ class _Planner:
                 )
 
     def judge(self, outcome: FeatureOutcome) -> None:
-        """Decide on a feature; a missing target of a requested one raises TargetError."""
         feature = outcome.feature
         reasons = self.conditions(feature)
         given = self.without.get(feature.name)

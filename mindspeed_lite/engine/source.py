@@ -193,7 +193,6 @@ def _module_of(function: FunctionType) -> str:
 
 @functools.lru_cache(maxsize=128)
 def _compiled(module: str) -> frozenset[CodeType]:
-    """Code objects of a module's source, from an up-to-date bytecode cache if any."""
     loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
     try:
         code = loader.get_code(module)  # type: ignore[union-attr]
@@ -216,7 +215,6 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def attributes(owner: type) -> set[str]:
-    """Attributes that a class declares or its methods assign to their first parameter."""
     space = namespace(owner)
     return {*space, *space.get("__annotations__", ()), *_assigned(live_reader(owner.__module__), owner.__qualname__)}
 

@@ -184,16 +184,10 @@ class _Attribute(_Site):
 def change(
     *, add: Sequence[Swap] = (), remove: Collection[Swap] = (), then: Callable[[], object] | None = None
 ) -> list[str]:
-    """Remove and add patches; on failure change nothing and raise.
+    """Remove and add patches; on failure change nothing and raise ApplyError.
 
-    Args:
-        then: called at the end; its failure undoes everything.
-
-    Returns:
-        Places left alone because a third party has changed them, one line each.
-
-    Raises:
-        ApplyError: a patch could not be applied.
+    Returns what was left alone because a third party has changed it. A failure of `then`, called at the end, undoes
+    everything.
     """
     left: list[str] = []
     begun: list[_Site] = []
@@ -297,7 +291,6 @@ def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
 
 
 def _site_of(swap: Swap) -> _Site | None:
-    """Place of a patch; None for a provided symbol that the host has."""
     patch = swap.patch
     if isinstance(patch, Provide):
         place = provided(patch.target) or vacancy(patch.target)

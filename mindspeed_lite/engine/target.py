@@ -184,7 +184,7 @@ def unwrap(raw: Any) -> Any:
 
 
 def rewrap(like: Any, new: Any) -> Any:
-    """Wrap `new` in the descriptor kind of `like`, unless it is a descriptor."""
+    """Wrap `new` in the descriptor kind of `like`."""
     if new is unwrap(like):
         return like
     if isinstance(new, staticmethod | classmethod | property):

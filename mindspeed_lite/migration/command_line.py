@@ -36,9 +36,8 @@ class CommandLine:
 
     Args:
         words: from the shell, or raw words of a script.
-        known: flags of the parser that will read them, or None.
-        device: training device; empty if unknown.
-        transformer_engine: whether it is installed.
+        known: flags of the parser, or None.
+        device: training device, or "".
         resolve: value of a raw word; may leave a `$`.
         ends: places that end a flag's values: end of quotes or command.
     """

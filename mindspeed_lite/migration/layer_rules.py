@@ -84,7 +84,6 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
 
 
 def _row(value: Any) -> list[int]:
-    """Layers of a rank's virtual stages; a number is a row of one."""
     return json_file.rows(json_file.whole("a number of layers"), least=1)(value if isinstance(value, list) else [value])
 
 

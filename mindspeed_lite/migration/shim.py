@@ -55,9 +55,7 @@ class ShimError(Exception):
 def write_shim(folder: Path) -> Path:
     """Write the package into `folder`, for PYTHONPATH; return its path.
 
-    Raises:
-        ShimError: a foreign `mindspeed` exists.
-        OSError: it cannot be written.
+    Raises ShimError if a foreign `mindspeed` exists, OSError.
     """
     package = folder / "mindspeed"
     found = importlib.machinery.PathFinder.find_spec("mindspeed", [str(folder), *sys.path])

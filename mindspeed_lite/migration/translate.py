@@ -24,9 +24,8 @@ class TranslatedFlag:
     """Outcome of one flag.
 
     Attributes:
-        outcome: "kept", "translated", "not needed", "skipped", "refused", or "unknown value": kept, because only the
-            shell knows a value.
-        words: replacement.
+        outcome: "kept", "translated", "not needed", "skipped", "refused", or "unknown value" (only the shell knows it;
+            kept).
         line: for the user; empty if kept.
     """
 

@@ -34,11 +34,7 @@ def device(name: str) -> Device:
 
 
 def choose(requested: str | None = None) -> Device:
-    """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device available.
-
-    Raises:
-        DeviceError: unknown name, or reasons why the device cannot be used.
-    """
+    """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device. Raises DeviceError."""
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
     asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
     passed_over: list[str] = []
@@ -67,8 +63,7 @@ def choose(requested: str | None = None) -> Device:
 def activate(requested: str | None = None) -> Device:
     """Choose and install a device; repeated calls return the active one.
 
-    Raises:
-        DeviceError: as `choose`, another device is active, or a launcher variable is no integer.
+    Raises DeviceError as `choose`, if another is active, or if a launcher variable is no integer.
     """
     global _active
     _check_launcher()

@@ -131,7 +131,6 @@ def _redirect_device(redirects: Redirects) -> None:
 
 
 def _answer(redirects: Redirects, owners: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Redirect names of each owner to these answers, except for torch's own code."""
     for function, answer in answers.items():
         chosen: Any = None
         for owner in owners:

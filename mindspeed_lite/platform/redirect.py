@@ -82,7 +82,6 @@ class Redirects:
 
 
 def _held_by_modules(identities: Mapping[int, Any]) -> list[tuple[ModuleType, str, Any]]:
-    """References to these objects (by identity) in modules that follow the device layer."""
     found: list[tuple[ModuleType, str, Any]] = []
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]

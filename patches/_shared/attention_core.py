@@ -44,8 +44,6 @@ HEAD_SIZES = ("k_channels", "v_channels")
 
 
 class CoreCall(NamedTuple):
-    """Arguments of one attention call except its tensors, named as in `ops.attention`."""
-
     causal: bool
     window: tuple[int, int] | None
     mask: Any

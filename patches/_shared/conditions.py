@@ -47,12 +47,10 @@ def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[st
 
 
 def config_reasons(conflicting_args: Mapping[str, str], config: Any) -> list[str]:
-    """`conflict_reasons` for a model configuration, which may exist without script arguments."""
     return conflict_reasons(conflicting_args, lambda name: getattr(config, name, None))
 
 
 def given_flags(options: Iterable[Option], settings: Settings) -> list[str]:
-    """Flags with non-default values, as written on a command line."""
     found = []
     for option in options:
         value = settings.get(option.dest)

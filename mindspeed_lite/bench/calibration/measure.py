@@ -44,7 +44,6 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
     """Measure the content of a calibration file.
 
     Args:
-        ranks: processes timed together.
         seconds: approximate repetition time per operator.
 
     Raises:

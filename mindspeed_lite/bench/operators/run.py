@@ -132,7 +132,6 @@ def measure(problem: Problem, effort: timing.Effort, findings: Findings) -> list
 def equivalent_contenders(
     problem: Problem, contenders: Sequence[Contender], inputs: Sequence[torch.Tensor], errors: dict[str, str]
 ) -> tuple[dict[str, Function], torch.Tensor | None]:
-    """Contenders that run and agree, an output gradient, and errors of the others."""
     functions: dict[str, Function] = {}
     ours: dict[str, torch.Tensor] | None = None
     gradient: torch.Tensor | None = None

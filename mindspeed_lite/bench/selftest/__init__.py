@@ -98,7 +98,6 @@ def _failed(group: str, name: str, text: str, seconds: float) -> Line:
 
 
 def _work(arguments: list[str], seconds: float, done: int, tell: Progress) -> tuple[list[Line], str, float]:
-    """Run one worker; return its lines, how it ended, and seconds after its last line."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-") as folder:
         path, log = Path(folder, "lines"), Path(folder, "log")
         path.touch()
@@ -148,7 +147,6 @@ def _read(path: Path) -> list[Line]:
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(status, subject, text) for a table; an operator's passed numerics are one row."""
     rows: list[tuple[str, str, str]] = []
     passed: dict[str, list[Line]] = {}
     for check in sorted(report["checks"], key=lambda each: GROUPS.index(each["group"])):

@@ -136,7 +136,6 @@ def memory(module: Any, device: str) -> Outcome:
 
 
 def process_group(device: str, backend: str) -> Outcome:
-    """A group of one process works; on an NPU it has the name that fused operators need."""
     distributed: Any = torch.distributed
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     try:
