@@ -43,16 +43,13 @@ if not any(getattr(each, "__name__", "") == "_Patches" for each in _sys.meta_pat
 def enable(*, host_args: Any = None, **flags: Any) -> Report:
     """Turn on features, together with the active ones; all or none.
 
-    Later values of a flag win. Call before the model is built: most features that act at construction skip existing
-    modules.
+    Call before the model is built: most features that act at construction skip existing modules. Later values of a flag
+    win.
 
     Args:
-        host_args: model arguments under Megatron's names, for conditions; only read. None assumes nothing.
+        host_args: model arguments under Megatron's names, for conditions; None assumes nothing.
         **flags: features (`use_flash_attn=True`), other flags with underscores, and `auto`, `strict`,
             `allow_unverified`.
-
-    Returns:
-        The report of active features.
 
     Raises:
         mindspeed_lite.engine.EngineError: unknown flag or value, conflict, missing target.
@@ -67,10 +64,8 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
 def disable() -> list[str]:
     """Undo all features and parser flags; live models continue without them.
 
-    The device layer stays: Megatron needs it. `mindspeed_lite.platform.deactivate()` undoes it too.
-
-    Returns:
-        Places left alone because a third party has changed them.
+    The device layer stays; `mindspeed_lite.platform.deactivate()` undoes it too. Returns places left alone because a
+    third party has changed them.
     """
     from mindspeed_lite import runtime
 

@@ -1,9 +1,8 @@
 """Compares an operator with the original on one call: output and gradients.
 
-Errors are relative 2-norms over the tensor, summed in float64. Bounds by class: bitwise: 0. ulp: twice the original's
-rounding error plus one eps of the coarsest dtype; 8 eps if that is unknown. deviation: none, but values stay finite.
-
-The original's rounding error is its distance from itself in float64, or float32 if all inputs have 16 bits.
+Errors are relative 2-norms, summed in float64. Bounds: bitwise: 0. ulp: twice the original's rounding error plus one
+eps of the coarsest dtype, or 8 eps. deviation: none, but finite. The original's error is its distance from itself in
+float64, or float32 if all inputs have 16 bits.
 """
 
 from __future__ import annotations

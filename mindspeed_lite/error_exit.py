@@ -1,7 +1,6 @@
 """Ends a process with one line and exit code 2 on this package's errors or a lost rank.
 
-Handles own errors, missing dependencies and lost ranks (`lost_rank`); other exceptions go to the previous hook. Equal
-errors are printed once across ranks.
+Also for missing dependencies; other exceptions go to the previous hook. Equal errors are printed once across ranks.
 """
 
 from __future__ import annotations

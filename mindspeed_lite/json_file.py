@@ -1,7 +1,6 @@
 """Reads JSON files against a description; errors name file and value.
 
-Example: `load.jsonl: line 4: tokens[0]: want a number of tokens, at least 0, not NaN`. A description returns its value
-or raises `Mismatch`. All packages may import this module.
+A description returns its value or raises `Mismatch`. All packages may import this module.
 """
 
 from __future__ import annotations

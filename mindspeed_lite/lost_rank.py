@@ -1,6 +1,6 @@
 """Recognizes torch.distributed errors caused by an ended or unresponsive rank.
 
-gloo, NCCL, HCCL and the store differ in wording. Processes ended by launcher or NCCL watchdog raise no such error.
+Processes ended by launcher or NCCL watchdog raise no such error.
 """
 
 from __future__ import annotations

@@ -122,7 +122,6 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any, routing_map: torch.Tensor) -> Slots:
-    """Experts to copy for a micro-batch; the same on all expert-parallel ranks."""
     for expert in experts.local_experts:
         for layer in (expert.linear_fc1, expert.linear_fc2):
             # With overlapped gathers, parameters are first read here.

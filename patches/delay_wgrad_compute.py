@@ -98,7 +98,6 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
 
 
 def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> None:
-    """Compute queued gradients; autograd makes later ones."""
     layer = reference()
     handovers = session.find(_HANDOVERS) or ()
     to_come = any(each.layer is layer and not each.taken for each in handovers)

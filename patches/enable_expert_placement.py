@@ -39,7 +39,6 @@ class _Placements(Placer):
         session.on_end(self.end)
 
     def routed(self, layer: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count a routing and return it in the order of places."""
         if layer not in self.layers:
             self.layers[layer] = PlacedExperts(layer.config.num_moe_experts, layer.ep_group, routing_map.device)
         found = self.layers[layer]

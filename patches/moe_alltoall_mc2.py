@@ -1,8 +1,8 @@
 """`--moe-alltoall-mc2`: all-to-all and expert GEMM in one NPU operator.
 
-Fuses each exchange with the adjacent expert GEMM. Reaches `token_dispatch` and `token_combine` of the `alltoall`
-dispatcher, whose `all_to_all` then passes token rows through; and `dispatch_postprocess` and `combine_preprocess`,
-which then sort probabilities alone. Needs `--moe-grouped-gemm`. Falls back for unsupported sizes.
+Reaches `token_dispatch` and `token_combine` of the `alltoall` dispatcher, whose `all_to_all` passes token rows through,
+and `dispatch_postprocess` and `combine_preprocess`, which sort probabilities alone. Needs `--moe-grouped-gemm`. Falls
+back for unsupported sizes.
 """
 
 from __future__ import annotations

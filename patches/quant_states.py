@@ -1,8 +1,8 @@
 """`--quant-states`: Adam's moments in 2 bytes (bf16) or 1 byte (fp8) instead of 4.
 
-The fused AdamW (`--use-fused-adamw`, turned on) computes in fp32 and rounds moments stochastically; fp8 shares an
-exponent among 128 values. Reaches Megatron's optimizers after `__init__`, and their checkpoint methods
-(`_shared.optimizer_state`): checkpoints hold fp32 and load with or without the flag.
+The fused AdamW (`--use-fused-adamw`, turned on) rounds stochastically; fp8 shares an exponent among 128 values. Reaches
+Megatron's optimizers after `__init__`, and their checkpoint methods (`_shared.optimizer_state`): checkpoints hold fp32
+and load with or without the flag.
 """
 
 from __future__ import annotations

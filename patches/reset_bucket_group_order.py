@@ -1,9 +1,9 @@
 """`--reset-bucket-group-order`: all-gather parameters in first-forward order.
 
-With `--overlap-param-gather` Megatron gathers in registration order, from first need. Reaches
-`DistributedDataParallel.__init__`, which links the chains; `finish_param_sync`, where the first step shows the order of
-use; and `DistributedOptimizer.step_with_ready_grads`, after which the first gather starts. Leaves the gathers alone.
-Falls back for `--align-param-gather` and `--overlap-param-gather-with-optimizer-step`.
+For `--overlap-param-gather`, which gathers in registration order. Reaches `DistributedDataParallel.__init__`, which
+links the chains; `finish_param_sync`, where the first step shows the order of use; and
+`DistributedOptimizer.step_with_ready_grads`, after which the first gather starts. Leaves the gathers alone. Falls back
+for `--align-param-gather` and `--overlap-param-gather-with-optimizer-step`.
 """
 
 from __future__ import annotations

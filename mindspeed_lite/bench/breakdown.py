@@ -1,7 +1,6 @@
 """Breakdown of a training step by category, from torch's profiler.
 
-CPU: self time of operators. Accelerator: kernels count for the operator that launched them; time without a kernel is
-`other`.
+CPU: self time of operators. Accelerator: kernels count for the launching operator; idle time is `other`.
 """
 
 from __future__ import annotations

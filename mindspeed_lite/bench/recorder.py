@@ -1,7 +1,7 @@
 """Times training steps in a process and writes JSON lines.
 
-Kinds of lines in `rank<R>-<pid>.jsonl`: `run` (before the first step: model, device, features), `step` (time, losses,
-gradient norm, memory), `breakdown` (profiled step), `end` (fallbacks, counted memory).
+Lines of `rank<R>-<pid>.jsonl`: `run` (model, device, features), `step` (time, losses, gradient norm, memory),
+`breakdown` (profiled step), `end` (fallbacks, counted memory).
 """
 
 from __future__ import annotations

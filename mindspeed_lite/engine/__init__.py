@@ -1,8 +1,7 @@
 """Swaps attributes of a host package by declaration; every swap can be undone.
 
-Way of a flag: catalogue (finds features) -> feature (declarations, Settings) -> options (parser) -> plan (which apply)
--> fingerprints, source (verified releases) -> target (owner and attribute) -> swaps (all or none) -> session (for
-running patches) -> report.
+Order: catalogue, feature (declarations), options (parser), plan, fingerprints and source (verified releases), target
+(owner and attribute), swaps (all or none), session (for running patches), report.
 """
 
 from .catalogue import Catalogue as Catalogue

@@ -1,6 +1,6 @@
 """Translates MindSpeed's flags in shell scripts and Python files.
 
-Flags may be in commands, arrays or quoted texts; all of a file form one command line. Everything else stays.
+All flags of a file form one command line. Everything else stays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Runs Megatron's collectives over gloo.
-
-"nccl" groups become gloo, AVG divides before a sum, barriers ignore devices, sent tensors stay alive, all_gather and
-reduce_scatter accept uneven parts.
-"""
+"""Runs Megatron's collectives over gloo."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Maps `torch.cuda` names that torch_npu's `transfer_to_npu` leaves on CUDA.
 
-Markers become mstx, memory in use the device's. Missing gauges read 0 and profiler switches do nothing, logged once.
-Mappings of later torch_npu releases win.
+Missing gauges read 0 and profiler switches do nothing, logged once. Mappings of later torch_npu releases win.
 """
 
 from __future__ import annotations

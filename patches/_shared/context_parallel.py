@@ -140,7 +140,6 @@ _RING_FLAGS = {
 
 
 def algorithm_named(module: Any, context: Context) -> str | None:
-    """Algorithm named by flags or configuration, or None."""
     types, asked = module.config.cp_comm_type, context.settings["context_parallel_algo"]
     if asked is not None:
         return ALGORITHMS[asked]

@@ -37,7 +37,6 @@ def put(session: Session, job: Callable[[], None]) -> bool:
 
 
 def expect_jobs(session: Session) -> None:
-    """Announce that the backward pass will `put` jobs."""
     for each in _states(session):
         each.messages.expect_jobs()
 

@@ -72,7 +72,6 @@ class MemoryChoice:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of the forward pass of a chunk's layers."""
         with contextlib.ExitStack() as stack:
             if self._offload is not None:
                 stack.enter_context(self._offload.forward_pass())
@@ -81,7 +80,6 @@ class MemoryChoice:
             yield
 
     def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Run a step, recorded or measured until the choice is final."""
         if self._is_done or given.get("forward_only", False):
             return original(**given)
         if self._steps == 0 and not any(map(any, _by_stage(bool(self._layers)).values())):

@@ -92,8 +92,6 @@ def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int =
 
 
 def before_gradients_are_reduced(finish: Callable[[Session], object]) -> Around:
-    """Call `finish` before the first reader of main gradients."""
-
     def act(session: Session, _: Any) -> None:
         finish(session)
 
@@ -134,8 +132,6 @@ def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
 
 
 def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
-    """Set Megatron's own argument for the fused form."""
-
     def adjust(context: Context) -> Mapping[str, Any]:
         return {} if context.host_args is None else {argument: True}
 

@@ -19,7 +19,6 @@ from .wrappers import Make, after, within
 
 
 def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None:
-    """The inner optimizer if its state is split, quantized or in host memory."""
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, (FusedAdam, FusedAdamW)):
         return None

@@ -44,8 +44,6 @@ class PlannedStep:
 
 
 class ExecutorState:
-    """Session state: programs by shape, delayed weight gradients by chunk."""
-
     def __init__(self, session: Session) -> None:
         self.planned: dict[Any, PlannedStep] = {}
         self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()

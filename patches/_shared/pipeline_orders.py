@@ -25,7 +25,6 @@ _DERIVED_FROM = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parall
 
 
 def parse_name(text: str) -> str:
-    """Parse the flag's value: a name or FILE.py:function."""
     if text not in NAMES and ":" not in text:
         raise ValueError(f"one of {', '.join(NAMES)}, or an order of your own as FILE.py:function")
     return text
@@ -85,7 +84,6 @@ def recomputes_in_steps(settings: Mapping[str, Any]) -> bool:
 
 
 def delays_weight_gradients(settings: Mapping[str, Any]) -> bool:
-    """Whether the order may have weight gradients as separate steps."""
     return name_of(settings) not in (None, "1f1b", "interleaved", WHOLE, _MEGATRONS)
 
 

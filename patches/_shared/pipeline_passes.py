@@ -1,8 +1,4 @@
-"""Passes and messages of a training step by Megatron's functions, for `pipeline.run`.
-
-`CombinedPasses` runs the plans of `--overlap-moe-expert-parallel-comm`, which interleave one micro-batch's forward
-layers with another's backward layers.
-"""
+"""Passes and messages of a training step by Megatron's functions, for `pipeline.run`."""
 
 from __future__ import annotations
 
@@ -222,7 +218,6 @@ class CombinedPasses(MegatronPasses):
         return input_grad
 
     def pair(self, ahead: int, back: int) -> Callable[[int, Any, int, Any, Any, Any], tuple[Any, Any]]:
-        """Forward and backward of two micro-batches, on one or two chunks."""
         return self._run(ahead, back)
 
     def _run(self, ahead: int | None, back: int | None) -> Callable[..., tuple[Any, Any]]:
@@ -271,8 +266,6 @@ class MegatronTransport:
 
 
 class OverlappedTransport:
-    """Asynchronous messages; each call moves tensors one way."""
-
     is_async = True
 
     def __init__(self, communicator: Any, shape: Any) -> None:

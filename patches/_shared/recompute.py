@@ -74,7 +74,6 @@ class Switch:
 
 
 def full_recompute_reasons(context: Context) -> list[str]:
-    """Reason of a feature when all layers are recomputed as a whole."""
     is_full = context.arg("recompute_granularity", None) == "full"
     if is_full and context.arg("recompute_method", None) != "block":
         return ["--recompute-granularity full computes every layer again as a whole"]

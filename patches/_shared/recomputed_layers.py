@@ -68,7 +68,6 @@ class RecomputedLayer:
         self.run_again(self.again)
 
     def _hook(self, layer: Any, offload: Offload) -> frozenset[str]:
-        """Offload what swapped parts save; return the parts that can be swapped."""
         modules = {part: getattr(layer, name) for part, name in {**_NORMS, **_CHECKPOINTED}.items()}
         hooked = {part: each for part, each in modules.items() if any(True for _ in each.parameters())}
 
@@ -104,7 +103,6 @@ class RecomputedLayer:
                 self._session.mark(module, RECOMPUTED, part in parts)
 
     def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a part, in a checkpoint if it is recomputed."""
         if part not in self.again:
             return forward(*args, **kwargs)
         recorder = self.recorder if part == LAYER else None

@@ -29,14 +29,12 @@ def filter_kwargs(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
 
 
 def tensor_shape_kwargs(schedules: Any, tp: Any, cp: Any, rank: int) -> dict[str, Any]:
-    """Arguments of `get_tensor_shapes` except the lengths."""
     if "tp_group" in parameters(schedules.get_tensor_shapes):
         return {"tp_group": tp, "cp_group": cp}
     return {"rank": rank, "model_type": None, "encoder_decoder_xattn": False}
 
 
 def finalize_kwargs(schedules: Any, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
-    """Arguments that Megatron's schedule passes to `finalize_model_grads`."""
     schedule = schedules.forward_backward_pipelining_without_interleaving
     if groups is None:
         return filter_kwargs(schedule, force_all_reduce=force_all_reduce)

@@ -45,8 +45,6 @@ _REDUCTIONS = (
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One pass of a layer that communicates."""
-
     layer: Any
     session: Session
     group: Any

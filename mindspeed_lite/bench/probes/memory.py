@@ -1,7 +1,4 @@
-"""Counts bytes of weights, gradients, optimizer states and activations in a step.
-
-Hooks `megatron.training.training:train_step`, whose first parameters never changed.
-"""
+"""Counts bytes of weights, gradients, optimizer states and activations in a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Hooks Megatron's train_step for the benchmark and describes the run.
 
-Every supported release calls `megatron.training.training:train_step` once per iteration, without evaluation, logging
-and saving.
+Every supported release calls it once per iteration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs self-test checks in a process and writes a JSON line for each result.
 
-`python -m mindspeed_lite.bench.selftest.worker DEVICE SKIP --lines FILE [--quick]` skips SKIP checks. FILE starts with
-plan and environment; the first check without a line ended the process.
+`python -m mindspeed_lite.bench.selftest.worker DEVICE SKIP --lines FILE [--quick]` skips SKIP checks. The first check
+without a line ended the process.
 """
 
 from __future__ import annotations
