@@ -159,7 +159,6 @@ def _appears(store: Any, key: str) -> bool:
 
 
 def _store() -> Any:
-    """Common store of the ranks: torchrun's, else the process group's, or None."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     try:

@@ -84,8 +84,6 @@ class FeatureRequest:
 
 @dataclass(eq=False)
 class ActiveFeatures:
-    """Active features, and by name each one's session view and swaps."""
-
     requests: tuple[FeatureRequest, ...]
     session: Session
     plan: Plan

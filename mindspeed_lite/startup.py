@@ -254,7 +254,6 @@ _undo: list[Callable[[], None]] = []
 
 
 def before_validation(change: Callable[[Any], None]) -> None:
-    """Call `change` with parsed arguments before validation; for `bench`."""
     _changes.append(change)
 
 

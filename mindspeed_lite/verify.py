@@ -42,7 +42,6 @@ class Verifier:
         return getattr(_inside, "active", False)
 
     def leave_out(self, feature: str, operator: str, reason: str) -> None:
-        """Report once why calls of an operator are not compared."""
         self._warn(f"{FLAG}: {operator} of `{feature}` is not compared: {reason}")
 
     def _warn(self, text: str) -> None:

@@ -139,7 +139,6 @@ def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any,
 
 
 def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> float:
-    """Minimum tokens a copy must take off the fullest rank: given or measured once."""
     given: float | None = state.session.settings[BREAK_EVEN]
     if given is not None:
         return given

@@ -40,7 +40,6 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
 
 
 def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
-    """The operator's result for a fused call; `plain` is Megatron's function."""
     if not call.fused:
         return None
     tokens, routing_map, probs, num_out_tokens, _, drop_and_pad = call

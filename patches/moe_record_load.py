@@ -83,7 +83,6 @@ class _Recorder:
             self._write(config, place, rows, steps)
 
     def _experts_at(self, counter: LoadCounter) -> dict[int, Sequence[int]]:
-        """By row, the expert at each place, for layers with moved experts."""
         placed = self._session.find("enable_expert_placement")
         layers = {} if placed is None else placed.layers
         found = {_row(layer.router): each.experts_at for layer, each in layers.items() if not each.is_home}
@@ -105,7 +104,6 @@ class _Recorder:
             self._session.fallback(NAME, f"{self._file} cannot be written: {error.strerror or error}")
 
     def _counter_of(self, config: Any, device: torch.device) -> LoadCounter | None:
-        """The counter; None for a model that does not fit it."""
         if not config.num_moe_experts:
             self._session.fallback(NAME, "a model without experts is not counted")
             return None
@@ -127,7 +125,6 @@ class _Recorder:
 
 
 def _row(router: Any) -> int:
-    """Index of a layer; multi-token prediction layers are last."""
     # Before 0.17 Megatron numbers them so.
     beyond = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
     return (router.layer_number or 0) + beyond - 1  # type: ignore[no-any-return]

@@ -82,8 +82,6 @@ class ReleasedExperts:
 
 
 class _State:
-    """Tokens and level by dispatcher within a dispatch, and the experts' next rows."""
-
     def __init__(self) -> None:
         self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
         self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
@@ -124,7 +122,6 @@ def _prepare(layer: Any, session: Session, index: int | None) -> None:
 
 
 def _level(session: Session, built: Any) -> str | None:
-    """Level of a layer; None if it keeps everything."""
     if recompute.is_checkpointed(NAME, session):
         return None
     index, level = _BUILT.get(built), session.settings[NAME]

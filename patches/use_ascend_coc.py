@@ -79,7 +79,6 @@ def _comm_config(call: LayerCall) -> TPCommConfig:
 
 
 def _slices(call: LayerCall) -> ChunkPolicy:
-    """Megatron's switches say which passes and layers stay whole."""
     config = call.layer.config
     choose = _choice(call.session).of(call.group, call.layer.training)
     off = set()

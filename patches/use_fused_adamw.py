@@ -68,7 +68,6 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
 
 
 def _drop_deferred(session: Session, optimizer: Any) -> None:
-    """Drop what a step skipped after clipping has deferred."""
     if is_ours(optimizer.optimizer):
         optimizer.optimizer.step_data = StepData()
 
@@ -193,7 +192,6 @@ def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def _verification(verifier: Any) -> Callable[..., None]:
-    """Compares the new parameter with torch's, on copies."""
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
 
     def through(update: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., torch.Tensor]:

@@ -74,8 +74,6 @@ class Deferred:
 
 
 def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
-    """Gradient accumulation fusion, which bypasses autograd."""
-
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
         wgrad_accumulation.add(main_grad[rows], dlogits, hidden)
 

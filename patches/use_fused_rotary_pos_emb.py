@@ -71,7 +71,6 @@ def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _misfits(t: Any, freqs: Any, cu_seqlens: Any) -> list[str]:
-    """Shapes that Megatron broadcasts or refuses."""
     shape, angles = t.shape, freqs.shape
     if len(shape) != (4 if cu_seqlens is None else 3) or len(angles) != 4 or angles[2] != 1:
         return [f"a tensor {tuple(shape)} with angles {tuple(angles)}"]
@@ -196,7 +195,6 @@ def _why_not(context: Context) -> Sequence[str]:
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
-    """Turn Megatron's fusion on again where its configuration allows it."""
     latent = context.arg("multi_latent_attention", False)
     refused = (
         context.host_args is None

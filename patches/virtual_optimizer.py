@@ -33,7 +33,6 @@ def _amount(text: str) -> str | float:
 
 
 def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None:
-    """Bytes for this pipeline stage; None for all moments."""
     if len(given) not in (1, stages):
         raise OptionError(
             f"--virtual-optimizer: `virtual_optimizer` takes one budget or one for each of {stages} pipeline stages, "

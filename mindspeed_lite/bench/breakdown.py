@@ -209,10 +209,7 @@ def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[di
 def _of_kernels(
     step: Event, kernels: list[Event], placed: list[_Placed], launches: list[Event]
 ) -> tuple[dict[str, int], int]:
-    """Nanoseconds by category on the device, and with a collective's kernel.
-
-    Overlapping kernels count for the first; collectives only where nothing else runs.
-    """
+    """Kernel nanoseconds by category; the first of overlapping kernels counts."""
     operators = {each.event.id: each.decision for each in placed}
     launched = {each.id: each.start for each in launches}
     starts = [each.event.start for each in placed]

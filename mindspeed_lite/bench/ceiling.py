@@ -101,7 +101,6 @@ def _kind(device: str, dtype: torch.dtype) -> str:
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matmul."""
     best, best_size, left = 0.0, _SIZES[0], _MATMUL_SECONDS
     for size in _SIZES:
         operations = 2.0 * size**3
@@ -119,7 +118,6 @@ def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def _copy(device: str, size: int) -> float:
-    """Bytes per second, read and written, of a copy of `size` bytes."""
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.zeros(size, device=device, dtype=torch.uint8)
     return 2 * size / _best_time(lambda: target.copy_(source), device, _COPY_SECONDS)

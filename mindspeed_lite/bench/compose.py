@@ -61,13 +61,11 @@ def report(
 
 
 def needs_rounding_baseline(record: Mapping[str, Any]) -> bool:
-    """Whether an arm promises equal mathematics and its losses differ from off."""
     losses = [row["loss"] for row in record["comparisons"] if row["loss"]]
     return any(loss["class"] == "ulp" and loss["verdict"] != "identical" for loss in losses)
 
 
 def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Higher of two measurements and its source: a shared machine only lowers rates."""
     if one is None or other is None:
         found = one if other is None else other
         return None if found is None else dict(found)

@@ -179,7 +179,6 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: C
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the run and all its processes, which would disturb the next one."""
     terminate(process)
     # Workers may have their own sessions; their environment names the plan.
     mark = f"{VARIABLE}={folder / 'plan.json'}".encode()

@@ -130,7 +130,6 @@ def _series(off: Steps, on: Steps, rounding_baseline: Steps) -> list[dict[str, A
 
 
 def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> dict[str, Any] | None:
-    """The `growth` object: memory growth per step; None if unknown."""
     measured = [[[step["live_bytes"] for step in run if step["measured"]] for run in arm] for arm in (off, on)]
     if any(None in run for arm in measured for run in arm):
         return None

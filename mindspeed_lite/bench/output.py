@@ -48,7 +48,6 @@ def dumps(record: dict[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Replace non-finite floats by "nan", "inf" or "-inf"."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -54,7 +54,6 @@ def draw(record: Record, folder: str | Path) -> dict[str, str]:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Set up matplotlib. Raises ImportError with how to install it."""
     try:
         import matplotlib
     except ImportError as error:

@@ -48,7 +48,7 @@ class Recorder:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     def arguments_are_final(self, precision: str, given: list[str]) -> None:
-        """Before the model is built: CPU memory counts from here."""
+        """CPU memory counts from here."""
         self._given = given
         if _is_cpu():
             process_memory.reset_peak()

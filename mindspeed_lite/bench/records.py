@@ -20,7 +20,6 @@ class Process:
 
 
 def read(folder: Path) -> list[Process]:
-    """Training processes by rank; before the first step those that have started."""
     chosen: dict[int, Process] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         process = _process(path)

@@ -56,7 +56,6 @@ def _escaped(value: Any) -> Any:
 
 
 def text(record: Record, columns: int, color: bool) -> str:
-    """Lines of at most `columns`; ANSI colours only if `color`."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

@@ -53,8 +53,6 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: median, 10 % and 90 % quantile, samples by round."""
-
     seconds: float
     low: float
     high: float
@@ -122,7 +120,6 @@ def format_error(error: BaseException) -> str:
 
 
 def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -> int:
-    """Warm up; return calls per sample."""
     for _ in range(effort.warmup):
         run()
     most = _MAX_CALLS if device == "cpu" else _MAX_QUEUED_CALLS

@@ -132,7 +132,6 @@ class Benchmark:
         return [*(Arm(name, "only", (name,)) for name in applicable), *together]
 
     def _run_rounding_baseline(self, dtype: str) -> None:
-        """Float32 for a 16-bit training; otherwise, or if that fails, reversed sums."""
         if dtype != "fp32":
             outcome = self._run(Arm("rounding baseline, float32", "off", arithmetic="float32"), 1)
             if outcome.status == "ok":

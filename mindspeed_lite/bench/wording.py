@@ -20,7 +20,6 @@ _PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 
 
 
 def cleaned(value: Any) -> Any:
-    """A record without control characters, with floats for "nan", "inf" and "-inf"."""
     if isinstance(value, str):
         return float(value) if value in _NOT_FINITE else _CONTROL.sub("", value)
     if isinstance(value, Mapping):

@@ -111,7 +111,6 @@ def _shapes() -> str:
 
 
 def _check_operators(options: argparse.Namespace) -> None:
-    """Parse --op and --shapes into `options.chosen`: operator -> texts, None for defaults."""
     for name in options.op or ():
         if name not in OPERATORS:
             raise _UsageError(f"--op: {_unknown(name)}")

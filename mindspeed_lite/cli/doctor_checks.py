@@ -51,8 +51,6 @@ class Row(NamedTuple):
 
 
 class Megatron(NamedTuple):
-    """Importable Megatron: version and folder of `core`, folder of `training`."""
-
     version: str
     core: Path
     training: Path | None
@@ -64,7 +62,6 @@ class Machine:
 
     @functools.cached_property
     def torch(self) -> Any:
-        """torch without device extensions, or its import error."""
         try:
             with npu_probe.without_autoload():
                 return importlib.import_module("torch")
@@ -91,7 +88,6 @@ class Machine:
 
     @functools.cached_property
     def chosen(self) -> tuple[str, str]:
-        """Device that a run would choose or "", and why there is none."""
         asked = os.environ.get(platform.DEVICE_VARIABLE) or "auto"
         usable = [name for name, reasons in self.devices.items() if asked in ("auto", name) and not reasons]
         if usable:
@@ -288,7 +284,6 @@ def _compiler(machine: Machine) -> Findings:
 
 
 def _dataset_helper(machine: Machine) -> Findings:
-    """Megatron's dataset helper, which a checkout builds at every start."""
     folder = machine.megatron and machine.megatron.core / "datasets"
     if folder is not None and not (folder / "Makefile").is_file():
         text = "compiled in this wheel of megatron-core, without the makefile that megatron.training calls at every "

@@ -95,7 +95,6 @@ def describe(feature: Feature, known: Table) -> dict[str, Any]:
 
 
 def verified_releases(feature: Feature, known: Table) -> list[str]:
-    """Releases where every counting target has a known fingerprint."""
     from packaging.version import Version
 
     from mindspeed_lite.engine import Provide
@@ -152,7 +151,6 @@ def _show(feature: dict[str, Any]) -> None:
 
 
 def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str, str]]:
-    """State of each target in a Megatron's source, and why it cannot be swapped or ""."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import FingerprintError
     from mindspeed_lite.engine.fingerprints import fingerprinted
@@ -169,7 +167,6 @@ def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str,
 
 
 def _show_differences(feature: Feature, against: str | None) -> int:
-    """Print unverified targets and their differences; return 1 if there are some."""
     from mindspeed_lite.engine import FingerprintError
     from mindspeed_lite.engine.source import reader_of, source_text
     from mindspeed_lite.platform import megatron

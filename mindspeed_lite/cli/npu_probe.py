@@ -43,7 +43,6 @@ class Probe:
 
 
 def ask(seconds: float = SECONDS) -> Probe:
-    """Probe torch_npu; starts no process where it is not installed."""
     trouble = npu_trouble.before_import()
     if trouble is not None:
         return Probe(trouble)
@@ -87,7 +86,6 @@ def ask(seconds: float = SECONDS) -> Probe:
 
 @contextmanager
 def without_autoload() -> Iterator[None]:
-    """Context in which `import torch` loads no device extension."""
     before = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     try:
@@ -100,7 +98,6 @@ def without_autoload() -> Iterator[None]:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    """Yield actions (`doing`) and findings; ends after a trouble."""
     yield {"doing": _TORCH}
     try:
         torch: Any = importlib.import_module("torch")

@@ -138,7 +138,6 @@ def _prepare_process(target: _Target) -> None:
 
 
 def _import_adaptor(choice: str) -> None:
-    """Import device layer and hooks; with MINDSPEED_LITE_DISABLE nothing, not even torch."""
     try:
         importlib.import_module("mindspeed_lite.megatron_adaptor")
     except Exception as error:  # DeviceError, or a device extension that does not load

@@ -120,7 +120,6 @@ def fail(program: str, message: object, code: int = 2) -> int:
 
 
 def width() -> int:
-    """Terminal columns, from 60 to 200; 100 without one."""
     return max(60, min(200, shutil.get_terminal_size((100, 24)).columns))
 
 
@@ -129,7 +128,6 @@ def has_color() -> bool:
 
 
 def console() -> Console | None:
-    """rich's console on stdout, or None; wraps on terminals or with COLUMNS."""
     try:
         from rich.console import Console
     except ImportError:

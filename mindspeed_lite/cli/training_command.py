@@ -35,7 +35,6 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingC
 
 
 def world_size(command: Sequence[str]) -> int:
-    """Number of ranks by torchrun's flags, the environment, or 1."""
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?")
     launcher.add_argument("--nnodes", nargs="?", default="1")

@@ -78,7 +78,6 @@ class Table:
             return "is not in the source of its module", "is not in the source of its module"
 
     def doubts(self, patch: Patch) -> Iterator[str]:
-        """Differences in what a patch relies on, one clause each."""
         for text in patch.relies_on:
             try:
                 objection = self.judge(patch, resolve(text).raw, text)[1]

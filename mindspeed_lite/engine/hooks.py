@@ -9,8 +9,6 @@ from wrapt import register_post_import_hook
 
 
 class ImportHandle:
-    """Import callback; `cancel()` disables it."""
-
     def __init__(self, callback: Callable[[ModuleType], object]) -> None:
         self._callback: Callable[[ModuleType], object] | None = callback
         self._module: ModuleType | None = None

@@ -63,7 +63,6 @@ def _keywords(option: Option) -> dict[str, Any]:
 
 
 def _reading(option: Option) -> Callable[[str], Any]:
-    """Option type for argparse; a function's error lists valid values."""
     convert = option.convert
     if isinstance(convert, type):
         return convert

@@ -148,7 +148,6 @@ class _Planner:
         return {name for name, each in self.outcomes.items() if each.is_requested or each.status == "applied"}
 
     def choose(self) -> None:
-        """Enable applicable features, those without requirements first."""
         for outcome in sorted(self.outcomes.values(), key=lambda each: len(each.feature.requires)):
             if outcome.is_requested:
                 continue

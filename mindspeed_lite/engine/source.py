@@ -51,8 +51,6 @@ class Fingerprint:
 
 
 def reader_of(root: str | Path) -> Reader:
-    """Reader of modules from their top-level package's folder; imports nothing."""
-
     def reader(module: str) -> Source | None:
         stem = Path(root, *module.split("."))
         for path, package in ((stem / "__init__.py", module), (stem.with_suffix(".py"), module.rpartition(".")[0])):
@@ -221,7 +219,6 @@ def attributes(owner: type) -> set[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _assigned(source: Source | None, qualname: str) -> frozenset[str]:
-    """Attributes set by `self.x = ...`, `setattr(self, "x", ...)`, `self.register_buffer("x", ...)` etc."""
     found = set()
     classes: list[Any] = [source.tree] if source is not None and "<locals>" not in qualname else []
     for name in qualname.split("."):
@@ -269,7 +266,6 @@ def _add_helpers(source: Source, node: ast.AST, found: dict[tuple[str, str], str
 
 
 def _locate(reader: Reader, module: str, path: tuple[str, ...], seen: frozenset[Any]) -> Iterator[Found]:
-    """Definitions of a path, through package imports and base classes."""
     source = reader(module)
     if source is None or (module, path) in seen:
         return

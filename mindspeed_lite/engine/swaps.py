@@ -139,8 +139,6 @@ class _Function(_Site):
 
 
 class _Attribute(_Site):
-    """Any other attribute: value, class, provided symbol or module, imported name."""
-
     def __init__(self, owner: Owner, name: str, *, shared: bool = True, bound: bool = False) -> None:
         super().__init__(describe(owner, name))
         self.owner = owner

@@ -115,8 +115,6 @@ def _norm_topk_prob(use: FlagUse, line: CommandLine) -> Result:
 
 
 def _exchange(words: str, *unless: str) -> Rule:
-    """Flag for the expert exchange, unless another flag decides it."""
-
     def rule(use: FlagUse, line: CommandLine) -> Result:
         if "allgather" in line.raw("--moe-token-dispatcher-type"):
             return "it is for --moe-token-dispatcher-type alltoall"

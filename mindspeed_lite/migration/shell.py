@@ -148,7 +148,6 @@ def _after_substitution(text: str, at: int, stop: int) -> int:
 
 
 def _edited(text: str, words: list[_Word], steps: tuple[TranslatedFlag, ...]) -> str:
-    """Apply replacements from the end, so that positions hold."""
     for step in reversed(steps):
         use = step.use
         first, last = words[use.start], words[use.stop - 1]
@@ -169,7 +168,6 @@ def _quoted(word: str, raw: tuple[str, ...], place: str) -> str:
 
 
 def _without(text: str, start: int, stop: int, place: str) -> str:
-    """Text without a flag, and without its line if that is empty."""
     line_start = text.rfind("\n", 0, start) + 1
     line_end = text.find("\n", stop)
     line_end = len(text) if line_end < 0 else line_end

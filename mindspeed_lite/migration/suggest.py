@@ -21,7 +21,6 @@ def closest(flag: str, known: Iterable[str]) -> str:
 
 
 def unrecognized(words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """One line per unknown flag and stray value."""
     names, lines, after_flag = tuple(known), [], False
     for word in words:
         if not word.startswith("-") or _is_number(word):

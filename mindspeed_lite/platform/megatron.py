@@ -51,7 +51,6 @@ SECTIONS = ("language_model", "model_parallel")
 
 
 def root() -> Path | None:
-    """Folder of the importable `megatron`, or None; imports nothing."""
     spec = importlib.util.find_spec("megatron")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(location) / "core" / "package_info.py").is_file():

@@ -60,7 +60,6 @@ def pair(npu: str, torch: str) -> NpuDiagnosis | None:
 
 
 def of_import(error: BaseException) -> NpuDiagnosis:
-    """Diagnose a failed `import torch_npu`, or `import torch` that loads it."""
     text = _chain(error)
     symbol = re.search(r"(\S*\.so[\w.]*): undefined symbol: (\w+)", text)
     if symbol is not None:
@@ -75,7 +74,6 @@ def of_import(error: BaseException) -> NpuDiagnosis:
 
 
 def of_devices() -> NpuDiagnosis:
-    """Diagnose an imported torch_npu that sees no device."""
     visible = os.environ.get(VISIBLE)
     nodes = sorted(DEVICE_NODES.glob("davinci[0-9]*"))
     if not nodes:
@@ -113,7 +111,6 @@ def series(version: str) -> tuple[int, ...]:
 
 
 def torch_npu_version() -> str:
-    """torch_npu version from metadata, module or files; empty if unknown."""
     found = _metadata_version("torch_npu")
     if found:
         return found

@@ -20,7 +20,6 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """Largest resident set size since the start or the last `reset_peak`."""
     found = _field("/proc/self/status", b"VmHWM:")
     if found is not None:
         return found
@@ -78,7 +77,6 @@ def available() -> int:
 
 
 def _field(path: str, name: bytes) -> int | None:
-    """A /proc field, converted from KiB to bytes; None if missing."""
     try:
         with open(path, "rb") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)

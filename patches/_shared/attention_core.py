@@ -298,7 +298,6 @@ def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
 
 
 def _parts(original: Callable[..., Any], qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
-    """Parts to verify in a wider type: all ([]), single sequences, or None if too large."""
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
     bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
     if b * bytes_of_one <= _SCORES:

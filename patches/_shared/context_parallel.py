@@ -245,7 +245,6 @@ def _goes_by_documents(context: Context) -> bool:
 
 
 def _named(context: Context) -> tuple[str, set[str]]:
-    """The flag that names algorithms, and these; empty if cost decides."""
     settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
     asked, implied = settings["context_parallel_algo"], _implied(settings)
     if asked is not None:

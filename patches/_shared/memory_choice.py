@@ -199,7 +199,6 @@ class MemoryChoice:
             self._keep()
 
     def _take_kept(self, given: dict[str, Any]) -> bool:
-        """Apply an earlier run's choice for this budget; False if there is none."""
         # Once: training loops may change the configuration after the first step.
         name = self._session.feature
         files = self._kept = KeptChoices(
@@ -276,7 +275,6 @@ def _models(given: dict[str, Any]) -> list[Any]:
 
 
 def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
-    """Predicate for addresses of weights, which autograd saves too."""
     parameters = [each for model in _models(given) for each in model.parameters()]
     return {each.untyped_storage().data_ptr() for each in parameters}.__contains__
 

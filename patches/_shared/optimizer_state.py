@@ -223,5 +223,4 @@ MAIN_PARAM_PATCHES = tuple(
 
 
 def init_patches(make: Make, reads: Mapping[str, Sequence[str]], optimizers: Sequence[str]) -> tuple[Around, ...]:
-    """Patches of optimizer `__init__`; reads: further reads of `make`, by optimizer."""
     return tuple(Around(f"{each}.__init__", make, reads=("optimizer", *reads.get(each, ()))) for each in optimizers)

@@ -245,7 +245,6 @@ def recomputed_units(session: Session) -> RecomputedUnits:
 
 
 def _units_of_step(session: Session, config: Any, units: frozenset[Unit]) -> RecomputedUnits:
-    """Recorder for a training step. Raises OptionError without full recomputation."""
     if config.recompute_granularity != "full":
         raise OptionError(
             "recompute_in_bubble: the model's configuration has no full recomputation, which steps could run: set "

@@ -106,7 +106,6 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
 def can_release(
     feature: str, config: Any, session: Session, conflicting_args: Mapping[str, str] = CONFLICTING_ARGS
 ) -> bool:
-    """Whether the configuration allows it; logs the reasons if not."""
     reasons = config_reasons(conflicting_args, config)
     if reasons:
         session.fallback(feature, "; ".join(reasons))
@@ -191,5 +190,4 @@ def recompute_index(config: Any, place: int, chunk: int | None) -> int | None:
 
 
 def is_among(index: int | None, number: int | None) -> bool:
-    """Whether an index is below `number`; None is all."""
     return index is not None and (number is None or index < number)

@@ -32,7 +32,6 @@ class Earlier:
 
 
 def load(path: str) -> Earlier:
-    """Read a report, or `report.json` in a folder. Raises JsonFileError."""
     file = Path(path)
     found: Earlier = json_file.read(file / "report.json" if file.is_dir() else file, _REPORT)
     return found

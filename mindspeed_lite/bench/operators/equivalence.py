@@ -41,7 +41,6 @@ def own(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def output_gradient(out: torch.Tensor) -> torch.Tensor:
-    """Random gradient of `out`, equal for all implementations."""
     # On a GPU: large ones take the host seconds.
     device = out.device if out.device.type == "cuda" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(2)
@@ -49,7 +48,6 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
 
 
 def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> str | None:
-    """Where two outcomes differ by more than rounding, or None."""
     allowed = _TOLERANCE[dtype]
     found = []
     for name, want in ours.items():

@@ -40,8 +40,6 @@ class MemoryProbe:
 
 
 def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `run(model, optimizer, step)` run every step; return an undo callable."""
-
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         signature = inspect.signature(wrapped)
 
@@ -67,7 +65,6 @@ def weights(model: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def gradients(model: list[Any]) -> Iterator[torch.Tensor]:
-    """Gradient buffers with padding, and gradients outside them."""
     for chunk in model:
         # Megatron's data-parallel wrapper has a list here, a plain module a method.
         own = getattr(chunk, "buffers", ())
@@ -80,7 +77,6 @@ def gradients(model: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def states(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Main parameters and moments in any form, host memory included."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             yield from group["params"]

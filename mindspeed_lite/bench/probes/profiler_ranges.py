@@ -107,7 +107,6 @@ def _replace(stack: ExitStack, owner: Any, name: str, category: Callable[[Any], 
 
 
 def install() -> Callable[[], None]:
-    """Open ranges from now on; return an idempotent undo."""
     targets = [(category, _CORE + target) for category, target in FUNCTIONS if _is_loaded(_CORE + target)]
     stack = ExitStack()
     try:

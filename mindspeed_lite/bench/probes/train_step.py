@@ -18,8 +18,6 @@ _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
 def install(step: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `step(run)` run every training step; return an undo callable."""
-
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         return lambda *args, **kwargs: step(lambda: wrapped(*args, **kwargs))
 
@@ -34,7 +32,6 @@ def read(result: Any) -> tuple[dict[str, float], float | None]:
 
 
 def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Wrap train_step once Megatron's module is imported; return an undo callable."""
     applied: list[megatron.Placed] = []
     feature = megatron.always(name, why, Around(f"{TRAINING}:train_step", around))
 
@@ -52,7 +49,6 @@ def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[]
 
 
 def _number(value: Any) -> float:
-    """A loss as Megatron logs it: one element, or (sum, tokens)."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(values, (list, tuple)):
         return float(values[0]) / float(values[1]) if len(values) == 2 else float(values[0])

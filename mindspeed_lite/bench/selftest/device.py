@@ -75,7 +75,6 @@ def arithmetic(device: str) -> Outcome:
 
 
 def streams(module: Any, device: str) -> Outcome:
-    """A second stream waits, and its events measure a time."""
     start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
     a = torch.ones(1024, 1024, device=device)
     side = module.Stream()
@@ -117,7 +116,6 @@ def random_state(module: Any, device: str) -> Outcome:
 
 
 def memory(module: Any, device: str) -> Outcome:
-    """Memory statistics count a tensor until it is freed."""
     module.synchronize()
     module.reset_peak_memory_stats()
     before = module.memory_allocated()

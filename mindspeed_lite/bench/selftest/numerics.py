@@ -111,7 +111,6 @@ def _figure(
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error; infinite for wrong shapes and non-finite values."""
     wide = got.detach().cpu().double()
     if wide.shape != exact.shape or not bool(wide.isfinite().all()):
         return math.inf
