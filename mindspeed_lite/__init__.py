@@ -1,16 +1,8 @@
 """mindspeed_lite: a non-invasive accelerator for Megatron-LM.
 
-With Megatron's training script: `import mindspeed_lite.megatron_adaptor` at its top, and choose features by flag.
-With Megatron-core alone, features are keyword arguments:
-
-    import mindspeed_lite
-
-    mindspeed_lite.enable(use_fused_rmsnorm=True, use_flash_attn=True)
-    print(mindspeed_lite.report().to_text())
-    mindspeed_lite.disable()
-
-    with mindspeed_lite.enabled(auto=True):
-        model = build_model()
+Scripts: `import mindspeed_lite.megatron_adaptor` first, and choose features by flag. Megatron-core alone:
+`mindspeed_lite.enable(use_flash_attn=True)` before the model is built, or the context `enabled`; then `report()` and
+`disable()`.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ __all__ = ["__version__", "disable", "enable", "enabled", "report"]
 
 
 class _Patches:
-    """Imports `mindspeed_lite.patches` from the folder `patches` of a checkout."""
+    """Imports `mindspeed_lite.patches` from a checkout's folder `patches`."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -51,23 +43,17 @@ if not any(getattr(each, "__name__", "") == "_Patches" for each in _sys.meta_pat
 def enable(*, host_args: Any = None, **flags: Any) -> Report:
     """Turn on features, together with the active ones; all or none.
 
-    Calls add up; of two values for one flag the later one counts. Enable features before the model is built: what acts
-    where a model is made (norms, optimizers, recomputation) does nothing for an existing one, except norms and
-    optimizers that had the feature before `disable`.
+    Call before the model is built: most features that act at construction skip existing modules. Later values of a flag
+    win.
 
     Args:
-        host_args: a namespace, dataclass or mapping with the model's arguments under Megatron's names
-            (`transformer_impl`, `normalization`, ...) for the features' conditions; it is only read. Without it
-            nothing is assumed.
-        **flags: names of features (`use_flash_attn=True`), other flags with underscores and without dashes, and
-            `auto`, `strict`, `allow_unverified`.
-
-    Returns:
-        The report of what is active now.
+        host_args: model arguments under Megatron's names, for conditions; None assumes nothing.
+        **flags: features (`use_flash_attn=True`), other flags with underscores, and `auto`, `strict`,
+            `allow_unverified`.
 
     Raises:
-        mindspeed_lite.engine.EngineError: an unknown flag or value, a conflict, a target that does not exist.
-        mindspeed_lite.platform.DeviceError: the requested device cannot be used.
+        mindspeed_lite.engine.EngineError: unknown flag or value, conflict, missing target.
+        mindspeed_lite.platform.DeviceError: unusable device.
     """
     from mindspeed_lite import runtime
 
@@ -76,13 +62,10 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
 
 
 def disable() -> list[str]:
-    """Undo everything: features and the flags in Megatron's parser.
+    """Undo all features and parser flags; live models continue without them.
 
-    A live model trains on as if no feature had ever been on. The device layer stays, since Megatron needs it to train
-    on this device; `mindspeed_lite.platform.deactivate()` undoes it too.
-
-    Returns:
-        What was left alone because a third party has changed it since; usually nothing.
+    The device layer stays; `mindspeed_lite.platform.deactivate()` undoes it too. Returns places left alone because a
+    third party has changed them.
     """
     from mindspeed_lite import runtime
 
@@ -95,7 +78,7 @@ def disable() -> list[str]:
 
 @contextlib.contextmanager
 def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
-    """`enable` for a block; afterwards the features from before it are active again."""
+    """`enable` for a block; afterwards restore the previous features."""
     from mindspeed_lite import runtime
 
     before = runtime.requests()
@@ -104,7 +87,7 @@ def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
     try:
         yield runtime.full_report(active)
     finally:
-        # An outer block that was left first, or `disable`, has turned this one's features off too.
+        # Absent if an outer block ended first, or after `disable`.
         if own in runtime.requests():
             if before:
                 runtime.apply_requests(before)
@@ -113,7 +96,7 @@ def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
 
 
 def report() -> Report | None:
-    """What is active now: features, targets, backends, reasons, fallbacks so far; None without features."""
+    """Active features with targets, backends, reasons and fallbacks; None without features."""
     from mindspeed_lite import runtime
 
     active = runtime.current()

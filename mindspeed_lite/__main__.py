@@ -1,4 +1,4 @@
-"""`python -m mindspeed_lite` is the command `mindspeed-lite`; torchrun takes it as `-m mindspeed_lite`."""
+"""Entry point of `python -m mindspeed_lite`, the command `mindspeed-lite`."""
 
 import sys
 

@@ -1,3 +1,3 @@
-"""The version, alone in a file so that setup.py can read it without importing anything."""
+"""The version; setup.py reads it without imports."""
 
 __version__ = "0.1.0"

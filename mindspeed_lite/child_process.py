@@ -1,4 +1,4 @@
-"""A child process that does not outlive the block it was started for."""
+"""A child process that ends with its block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = 10.0
 
 
 def kill(child: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process and its session, and wait ten seconds for it to end."""
+    """Signal a process and its session, and wait up to ten seconds."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, number)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -24,9 +24,9 @@ def kill(child: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
 
 
 def terminate(child: subprocess.Popen[bytes]) -> None:
-    """Ask a process and its session to end, then kill what is left.
+    """Ask a process and its session to end, then kill the rest.
 
-    torchrun ends workers that have sessions of their own when it is asked, and leaves them when it is killed.
+    torchrun ends workers in their own sessions when asked, but leaves them when killed.
     """
     kill(child, signal.SIGTERM)
     kill(child)
@@ -36,22 +36,15 @@ def terminate(child: subprocess.Popen[bytes]) -> None:
 def child_process(
     command: Sequence[str], end: Callable[[subprocess.Popen[bytes]], None] = kill, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command in a session of its own and end it with the block.
+    """Start a command in its own session and end it with the block.
 
-    SIGTERM leaves the block by KeyboardInterrupt unless the caller handles or ignores that signal.
-
-    Args:
-        command: argv.
-        end: called with the process at the end of the block, also if it has ended by itself.
-        options: of `subprocess.Popen`.
-
-    Raises:
-        OSError: the command cannot be started.
+    SIGTERM raises KeyboardInterrupt unless the caller handles or ignores it. `end(process)` is called at the end;
+    `options`: of `subprocess.Popen`. Raises OSError.
     """
     child: subprocess.Popen[bytes] | None = None
     with _termination_raises():
         try:
-            with _signals_deferred():  # one that interrupts the start would lose the process
+            with _signals_deferred():  # an interrupted start would lose the process
                 child = subprocess.Popen(command, start_new_session=True, **options)
             yield child
         finally:
@@ -62,7 +55,7 @@ def child_process(
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt once: by default it ends Python without running `finally`."""
+    """Let SIGTERM raise KeyboardInterrupt once; by default `finally` would not run."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -1,13 +1,8 @@
-"""Compares an operator with the original on one call: output and gradients, each with the error that is allowed.
+"""Compares an operator with the original on one call: output and gradients.
 
-Errors are relative, in the 2-norm over the whole tensor, summed in float64. The bound depends on the numerics class:
-
-bitwise     0: every value must be equal
-ulp         twice the original's own rounding error plus one eps of the coarsest dtype; 8 eps between the two if that
-            error cannot be measured
-deviation   none, but values are finite where the original's are
-
-The original's rounding error is its distance from itself in float64, or in float32 if all inputs have 16 bits.
+Errors are relative 2-norms, summed in float64. Bounds: bitwise: 0. ulp: twice the original's rounding error plus one
+eps of the coarsest dtype, or 8 eps. deviation: none, but finite. The original's error is its distance from itself in
+float64, or float32 if all inputs have 16 bits.
 """
 
 from __future__ import annotations
@@ -30,10 +25,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Part(NamedTuple):
-    """The original on a part of a call, to evaluate in a wider type if the whole is too large.
+    """Part of a call for evaluation in a wider type.
 
-    `original` depends on nothing but the parts of the inputs, and these affect no other output. `output` and `inputs`
-    are the subscripts of the parts.
+    The part of `original` depends only on these parts of the inputs, and these affect no other output. `output`,
+    `inputs`: subscripts.
     """
 
     original: Function
@@ -45,8 +40,6 @@ class Part(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One result: its distance from the original's, and the error that is held against the bound."""
-
     name: str
     apart: float | None = None
     error: float | None = None
@@ -56,7 +49,6 @@ class Finding(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of the bound that is used up; above 1 it is exceeded."""
         if self.problem or (self.error is not None and self.error != self.error):
             return float("inf")
         if self.error is None or self.bound is None:
@@ -73,11 +65,11 @@ def compare(
     widened: bool,
     seed: int,
 ) -> tuple[list[Finding], str]:
-    """The findings for the output and each input's gradient, and why the original was not widened."""
+    """Findings for output and gradients, and why the original was not widened."""
     tensors = tuple(inputs.values())
-    # With gradients disabled, as in the first pass of a recomputed layer, every input gets one.
+    # Without grad mode, as in a recomputed layer's first pass, every input gets a gradient.
     wanted = [t.is_floating_point() and (not torch.is_grad_enabled() or t.requires_grad) for t in tensors]
-    # What is saved for backward here must not reach the hooks of an outer checkpoint or offloader.
+    # Outer checkpoint or offload hooks must not see these tensors.
     with (
         _restored_randomness(tensors[0].device) as restore,
         torch.inference_mode(False),
@@ -116,8 +108,7 @@ def compare(
 
 @contextlib.contextmanager
 def _restored_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Restores the random states at the end of the block; yields a function that does so at once."""
-    # The device layer may answer torch's functions with the device's state.
+    # The device layer may redirect torch's functions to the device's state.
     states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (torch.default_generator.set_state, (torch.default_generator.get_state(),)),
         (torch.set_rng_state, (torch.get_rng_state(),)),
@@ -137,11 +128,11 @@ def _restored_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
 
 
 def _copies(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
-    """Leaves with the values and, since kernels depend on them, the strides of `tensors`."""
+    """Leaves with equal values and strides, on which kernels depend."""
     copies = []
     for tensor, wants in zip(tensors, wanted, strict=True):
         tensor = tensor.detach()
-        if 0 in tensor.stride():  # expanded: its elements cannot be written one by one
+        if 0 in tensor.stride():  # expanded tensors cannot be written elementwise
             copy = tensor.clone()
         else:
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -172,7 +163,6 @@ def _widened(
         mode.widen(t.detach()[place]).clone().requires_grad_(wants)
         for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
     ]
-    # A compiled function has the narrow types in its code.
     eager = torch.compiler.set_stance("force_eager")
     with torch.autocast(leaves[0].device.type, enabled=False), eager, plain_torch(), mode:
         output = part.original(*leaves)
@@ -182,14 +172,11 @@ def _widened(
 
 
 class _Wider(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators take and make no floating-point tensor narrower than `wide`; on CPU if the device has no float64."""
-
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.wide = wide
 
     def widen(self, given: Any) -> Any:
-        """An argument of an operator, widened if it is a tensor or a dtype."""
         if isinstance(given, torch.Tensor):
             return given.to(device=self.widen(given.device), dtype=self.widen(given.dtype))
         if isinstance(given, torch.device) and self.wide == torch.float64 and given.type not in ("cpu", "cuda", "meta"):
@@ -199,7 +186,7 @@ class _Wider(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor that is written stays the caller's own.
+        # A written tensor stays the caller's own.
         schema = {
             each.name: each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
         }
@@ -243,7 +230,7 @@ def _judge(
     problem = f"{name} is not finite where the original's is" if is_lost else ""
     apart = _distance(*_finite(pair))
     if numerics == "bitwise":
-        # By value, NaN equal to NaN: a difference may be too small for the norm.
+        # By value, NaN equal to NaN: a difference may underflow in the norm.
         same = a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
         return Finding(name, apart, 0.0 if same else max(apart, sys.float_info.min), 0.0, problem=problem)
     if numerics == "deviation":
@@ -252,6 +239,6 @@ def _judge(
         return Finding(name, apart, apart, EPS_WITHOUT_TRUTH * eps, problem=problem)
     truth = _in_float64(truth)
     error, own = (_distance(each, truth) for each in _finite(pair, place))
-    # A gradient that is zero by cancellation consists of rounding of terms of order one.
+    # A gradient that cancels to zero is rounding of terms of order one.
     slack = eps if bool(truth.any()) else EPS_WITHOUT_TRUTH * eps
     return Finding(name, apart, error, 2 * own + slack, str(wide).removeprefix("torch."), problem)

@@ -1,7 +1,6 @@
-"""Ends a process on an error of this package or the loss of another rank: one line, exit code 2, no traceback.
+"""Ends a process with one line and exit code 2 on this package's errors or a lost rank.
 
-Any exception but an error of this package, a missing dependency and a lost rank (`lost_rank`) goes to the hook that was
-installed before. Ranks with the same error print it once.
+Also for missing dependencies; other exceptions go to the previous hook. Equal errors are printed once across ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from mindspeed_lite import lost_rank
 TRACEBACK_VARIABLE = "MINDSPEED_LITE_TRACEBACK"
 EXIT_CODE = 2
 
-# Seconds a rank waits for rank 0 to print the same error before it prints its own.
 _PATIENCE = 5.0
 _POLL = 0.02
 _KEY = "mindspeed_lite/error"
@@ -42,7 +40,7 @@ _is_on = False
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable is set to anything but "", 0, false, no or off."""
+    """Whether a variable is set to anything but "", 0, false, no or off."""
     return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -51,14 +49,14 @@ def wants_traceback() -> bool:
 
 
 def describe(error: BaseException) -> str | None:
-    """The line for the user; None for an error that another hook shows."""
+    """One line for the user; None for errors of other hooks."""
     if type(error).__module__.partition(".")[0] == __package__:
         return _broken_torch(error) or str(error) or None
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = error.name.partition(".")[0]
         loaded = sys.modules.get(f"{package}.core", sys.modules.get(package))
         is_absent = getattr(loaded, "__file__", None) is None
-        # If a part of it is there, the script and that release do not fit each other.
+        # Partly present: the script does not fit that release.
         if is_absent and package in _DEPENDENCIES and error.name in (package, f"{package}.core"):
             return f"{_DEPENDENCIES[package]} (`mindspeed-lite doctor` says what else is missing)"
     return _broken_torch(error) or lost_rank.describe(error)
@@ -87,7 +85,6 @@ def _broken_torch(error: BaseException) -> str | None:
 
 
 def install() -> None:
-    """Put the hook in place; a second call changes nothing."""
     global _before, _is_on
     _is_on = True
     if _before is None:
@@ -95,7 +92,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Take the hook back; one that another party has wrapped stays and passes everything on."""
+    """Remove the hook; if wrapped by a third party it stays and passes everything on."""
     global _before, _is_on
     _is_on = False
     if _before is not None and sys.excepthook is _hook:
@@ -109,25 +106,24 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         before(kind, error, trace)
         return
     if wants_traceback():
-        # torch.distributed's hook keeps what is written until this one returns, which it does not.
+        # torch.distributed's hook buffers until this one returns, which it does not.
         with contextlib.redirect_stderr(_stderr()):
             before(kind, error, trace)
     else:
         if before is not sys.__excepthook__:
             before(kind, error, trace)
         print_error(text, follows=lost_rank.describe(error) is not None)
-    if not hasattr(sys, "ps1"):  # a prompt stays
+    if not hasattr(sys, "ps1"):
         raise SystemExit(EXIT_CODE)
 
 
 def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, follows: bool = False) -> None:
-    """Print an error that ends this process, once for all ranks that end with the same one.
+    """Print the error that ends this process, once for all ranks with the same one.
 
-    Rank 0 prints first, since a launcher may show no other rank; the others wait for it.
+    Rank 0 prints first, since launchers may show no other rank.
 
     Args:
-        follows: another rank's end caused it: printed at once, before the launcher ends this rank, unless some rank has
-            printed an error.
+        follows: another rank caused it: print at once, unless some rank has printed an error.
     """
     for each in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -136,7 +132,7 @@ def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, 
     where = "" if is_alone or (rank == "0" and not follows) else f" on rank {rank}"
     store, key = _store(), f"{_KEY}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     prints = True
-    with contextlib.suppress(Exception):  # the store has gone with the rank that served it
+    with contextlib.suppress(Exception):  # the store may have gone with its rank
         is_first = store is None or store.add(_KEY, 1) == 1
         if follows:
             prints = is_first
@@ -163,7 +159,6 @@ def _appears(store: Any, key: str) -> bool:
 
 
 def _store() -> Any:
-    """Where the ranks of this job meet: torchrun's store, else that of the process group; None without one."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     try:
@@ -184,7 +179,7 @@ def _store() -> Any:
 
 
 def _is_served(store: Any, dist: Any) -> bool:
-    """Whether the rank that serves a store lives; asking a dead one makes torch print a page of frames."""
+    """Whether the store's server lives; asking a dead one prints a page of frames."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):

@@ -1,8 +1,6 @@
-"""Reads JSON files against a description; the error names the file and the value.
+"""Reads JSON files against a description; errors name file and value.
 
-    load.jsonl: line 4: tokens[0]: want a number of tokens, at least 0, not NaN
-
-A description is a function of a value that returns it or raises `Mismatch`. Every room may import this module.
+A description returns its value or raises `Mismatch`. All packages may import this module.
 """
 
 from __future__ import annotations
@@ -17,46 +15,41 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 Description = Callable[[Any], T]
 
-# Of a file, or of a line of it.
 MOST_BYTES = 1 << 28
-# Sums and squares of many such numbers are finite.
+# Keeps sums and squares finite.
 MOST = 1e30
 MOST_WHOLE = 1 << 53
 
 
 class JsonFileError(ValueError):
-    """Why a file cannot be read or is not as described, in one line."""
+    """The file cannot be read or is not as described; one line."""
 
 
 class NotJson(JsonFileError):
-    """The text is no JSON, such as an unfinished line."""
+    """Not JSON, such as an unfinished line."""
 
 
 class Mismatch(ValueError):
-    """A value is not as described; `path` is its place in the checked value."""
+    """A value is not as described; `path`: its place."""
 
     path = ""
 
     def within(self, part: str) -> Mismatch:
-        """Prepend the key or index of the enclosing list or object."""
         self.path = part + (f".{self.path}" if self.path and not self.path.startswith("[") else self.path)
         return self
 
 
 class _Repeated(dict[str, Any]):
-    """An object with a repeated key."""
-
     key: str
 
 
 def read(path: str | Path, description: Description[T]) -> T:
-    """Return the value of a file. Raises JsonFileError."""
     with _opened(path) as file:
         return decode(_decoded(file.read(MOST_BYTES + 1), path), path, description)
 
 
 def lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Yield the place, `FILE: line 3`, and text of each line that is not blank. Raises JsonFileError."""
+    """Yield (`FILE: line 3`, text) of each non-blank line. Raises JsonFileError."""
     with _opened(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
             place = f"{path}: line {number}"
@@ -66,7 +59,6 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def decode(text: str, place: object, description: Description[T]) -> T:
-    """Return the value of a text. Raises JsonFileError, which begins with `place`."""
     try:
         return description(json.loads(text, object_pairs_hook=_object))
     except RecursionError:
@@ -109,13 +101,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def anything(value: Any) -> Any:
-    """Any value."""
     return value
 
 
 def whole(what: str, least: int = 0, most: int = MOST_WHOLE) -> Description[int]:
-    """A whole number."""
-
     def check(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
             raise _unlike(f"{what}, {_bound(value, least, most)}", value)
@@ -125,8 +114,6 @@ def whole(what: str, least: int = 0, most: int = MOST_WHOLE) -> Description[int]
 
 
 def number(what: str, least: float = 0.0, most: float = MOST) -> Description[float]:
-    """A finite number."""
-
     def check(value: Any) -> float:
         if type(value) not in (int, float) or not least <= value <= most:
             raise _unlike(f"{what}, {_bound(value, least, most)}", value)
@@ -140,8 +127,6 @@ def _bound(value: Any, least: float, most: float) -> str:
 
 
 def text(what: str) -> Description[str]:
-    """A printable text."""
-
     def check(value: Any) -> str:
         if not isinstance(value, str) or not value.isprintable():
             raise _unlike(what, value)
@@ -151,8 +136,6 @@ def text(what: str) -> Description[str]:
 
 
 def one_of(*values: Any) -> Description[Any]:
-    """One of these values."""
-
     def check(value: Any) -> Any:
         for each in values:
             if type(value) is type(each) and value == each:
@@ -163,13 +146,10 @@ def one_of(*values: Any) -> Description[Any]:
 
 
 def nullable(item: Description[T]) -> Description[T | None]:
-    """The same, or null."""
     return lambda value: None if value is None else item(value)
 
 
 def rows(item: Description[T], least: int = 0, count: int | None = None) -> Description[list[T]]:
-    """A list of at least `least` values, or of `count`."""
-
     def check(value: Any) -> list[T]:
         if not isinstance(value, list) or len(value) < least or count not in (None, len(value)):
             bound = f"at least {least}" if count is None else str(count)
@@ -192,9 +172,9 @@ def fields(
     others: bool = False,
     make: Callable[..., Any] = dict,
 ) -> Description[Any]:
-    """An object with these keys, handed to `make` as keywords, whose ValueError becomes a Mismatch.
+    """Object with these keys, passed to `make`, whose ValueError becomes a Mismatch.
 
-    others: whether further keys are allowed; they are left out.
+    others: allow and drop further keys.
     """
     known = {**required, **(optional or {})}
 
@@ -218,7 +198,7 @@ def fields(
 
 
 def table(item: Description[T], keys: str, what: str, least: int = 0) -> Description[dict[str, T]]:
-    """An object of at least `least` keys that match the expression `keys`; `what` describes a key."""
+    """Object of at least `least` keys matching `keys`; `what` describes a key."""
 
     def check(value: Any) -> dict[str, T]:
         found = _as_object(value)

@@ -1,7 +1,6 @@
-"""Recognizes errors of torch.distributed that say that another rank has ended or does not answer.
+"""Recognizes torch.distributed errors caused by an ended or unresponsive rank.
 
-gloo, NCCL, HCCL and the store word it differently. A job whose launcher ends the other ranks first, or whose NCCL
-watchdog ends the process, raises no such error.
+Processes ended by launcher or NCCL watchdog raise no such error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_CHARACTERS = 160
 
 
 def describe(error: BaseException) -> str | None:
-    """One line about the lost rank; None for another error, or for one raised while another error was handled."""
+    """One line about the lost rank; None for other or nested errors."""
     first = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if first is not None and describe(first) is None:
         return None
@@ -39,7 +38,6 @@ def describe(error: BaseException) -> str | None:
 
 
 def _place(error: BaseException) -> str:
-    """The collective, and the line that called it."""
     collective, caller = "waiting for a message", ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name

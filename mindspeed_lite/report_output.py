@@ -1,4 +1,4 @@
-"""Puts the report where the user wants it: a terminal or a file."""
+"""Writes the report to a terminal or file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report_file(settings: Settings) -> str | None:
 
 
 def check_path(path: str | None) -> None:
-    """Before anything moves: whether the report can be written where the user wants it."""
+    """Check before any change that the report can be written."""
     if path is None or rank() != 0:
         return
     place = Path(path)
@@ -37,11 +37,7 @@ def check_path(path: str | None) -> None:
 
 
 def write(report: Report, path: str) -> None:
-    """Write the report to a file.
-
-    Raises:
-        OptionError: it cannot be written.
-    """
+    """Write the report to a file. Raises OptionError."""
     try:
         text = report.to_text(verbose=True) if path.endswith(".txt") else report.to_json() + "\n"
         Path(path).write_text(text)
@@ -50,7 +46,6 @@ def write(report: Report, path: str) -> None:
 
 
 def report_text(report: Report, settings: Settings) -> str:
-    """The report for a terminal: framed, in colour where the output is one."""
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     verbose = settings[REPORT.dest] == VERBOSE
     details = "" if verbose else report_file(settings) or f"{REPORT.flag} {VERBOSE}"

@@ -1,6 +1,6 @@
-"""From settings to swapped symbols and back: the plan, one change of all patches, the report, the undo.
+"""Activates features from settings: plan, patch changes, report, undo.
 
-There is one set of active features: what the requests of all calls ask for together.
+All requests together define one set of active features.
 """
 
 from __future__ import annotations
@@ -60,15 +60,16 @@ GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED, VERIFY)
 
 @dataclass(frozen=True, eq=False)
 class FeatureRequest:
-    """What one call asks for.
+    """Features requested by one call.
 
-    flags: values by dest, only those that the caller gave.
-    host_args: arguments of the host for the features' conditions; None keeps those of earlier calls.
-    explicit: arguments of the host that the user gave by flag.
-    arguments: by feature, what was set in the host's arguments before it validated them; None without a parser.
-    replaced: by feature, the values that these arguments had before.
-    without: features that do not apply, with the reason.
-    notices: by text, the argument that each is about.
+    Attributes:
+        flags: given values by dest.
+        host_args: for conditions; None keeps earlier ones.
+        explicit: host arguments given by flag.
+        arguments: by feature, host arguments it set before validation; None without a parser.
+        replaced: their previous values.
+        without: excluded features with reasons.
+        notices: text -> its argument.
     """
 
     flags: Mapping[str, Any]
@@ -83,8 +84,6 @@ class FeatureRequest:
 
 @dataclass(eq=False)
 class ActiveFeatures:
-    """The active features, and by name each one's view of the session and its swaps."""
-
     requests: tuple[FeatureRequest, ...]
     session: Session
     plan: Plan
@@ -113,7 +112,6 @@ def fingerprints() -> Table:
 
 
 def versions() -> dict[str, str]:
-    """The versions for the report; Megatron's is that of the copy an import would find."""
     import torch
 
     from mindspeed_lite.platform import megatron
@@ -138,11 +136,7 @@ def requests() -> tuple[FeatureRequest, ...]:
 
 
 def dest_of(keyword: str) -> str:
-    """The dest of a keyword of the Python API: a feature's name, a flag's dest, or a general flag in short.
-
-    Raises:
-        OptionError: there is no such flag; the text names the closest ones.
-    """
+    """Dest of a Python API keyword: a feature, a dest, or a short general flag. Raises OptionError."""
     dests = {option.dest for option in (*GENERAL, *catalogue().options())}
     by_feature = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
     short = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
@@ -178,14 +172,9 @@ def settings_of(asked: Sequence[FeatureRequest]) -> Settings:
 
 
 def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False) -> tuple[Plan, Context]:
-    """The plan of these requests together, and the context it was made in; applies nothing.
+    """Plan of all requests and its context; applies nothing. Raises EngineError.
 
-    Args:
-        only_conditions: judge features by settings and conditions, without looking at their targets; strict mode does
-            not count.
-
-    Raises:
-        EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there.
+    only_conditions: ignore targets and strict mode.
     """
     settings = settings_of(asked)
     device = platform.activate()
@@ -214,9 +203,9 @@ def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False
 
 
 def with_arguments(request: FeatureRequest, earlier: Sequence[FeatureRequest]) -> FeatureRequest:
-    """The request with what its features set in the host's arguments, a mapping, before the host validates them.
+    """Request with its features' host arguments, set before validation in a mapping.
 
-    One feature's condition may depend on what another one sets, so they are judged until nothing changes.
+    Conditions may depend on arguments of other features, so judging repeats until nothing changes.
     """
     settings = settings_of([*earlier, request])
     setting = [each for each in catalogue() if each.arguments is not None]
@@ -235,7 +224,6 @@ def with_arguments(request: FeatureRequest, earlier: Sequence[FeatureRequest]) -
 
 
 def applicable(active: ActiveFeatures) -> dict[str, list[str]]:
-    """By feature, why its flag alone could not turn it on in this training; [] if it could."""
     return automatic_reasons(catalogue(), active.session.context)
 
 
@@ -243,15 +231,9 @@ def applicable(active: ActiveFeatures) -> dict[str, list[str]]:
 
 
 def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context] | None = None) -> ActiveFeatures:
-    """Make exactly what these requests ask for active; if that fails nothing changes.
+    """Activate exactly the requested features; on failure nothing changes.
 
-    A feature that was active with the same flags goes on with its state.
-
-    Args:
-        planned: the plan of these requests, if it has been made.
-
-    Raises:
-        EngineError: as `plan_requests`, or a patch cannot be applied.
+    Features with unchanged flags keep state. Raises EngineError. planned: the plan of these requests, if made.
     """
     with _LOCK:
         had_device = platform.current() is not None
@@ -263,7 +245,6 @@ def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context
                     feature = error.feature
                     if feature not in catalogue() or catalogue()[feature].is_enabled(settings_of(asked)):
                         raise
-                    # Only auto chose it.
                     asked, planned = [*asked, FeatureRequest({}, without={feature: str(error)})], None
         except BaseException:
             if not had_device:
@@ -332,10 +313,9 @@ def _end(ending: ActiveFeatures, views: Sequence[Session]) -> list[str]:
 
 
 def disable_all() -> list[str]:
-    """Undo everything; returns what was left alone or could not be undone, one line each.
+    """Undo everything; return what was left alone or failed, one line each.
 
-    Raises:
-        EngineError: a symbol could not be restored; everything is still active.
+    Raises EngineError if a symbol could not be restored; everything is still active.
     """
     global _active
     with _LOCK:
@@ -356,7 +336,6 @@ def disable_all() -> list[str]:
 
 
 def _renew_verifier(session: Session) -> None:
-    """Compare operators with the originals if --mindspeed-lite-verify asks for it; rank 0 prints each result."""
     from mindspeed_lite.verify import Verifier
 
     calls = session.settings[VERIFY.dest]
@@ -411,7 +390,7 @@ def _report_operator_fallbacks(after: ActiveFeatures) -> None:
 
 
 def show_report(active: ActiveFeatures) -> None:
-    """On rank 0 print the report, and write it to the user's file, again when the process ends."""
+    """Print the report on rank 0 and write the user's file, again at exit."""
     if rank() != 0:
         return
     print(report_output.report_text(full_report(active), active.session.settings), end="", flush=True)
@@ -419,7 +398,7 @@ def show_report(active: ActiveFeatures) -> None:
     if path is not None:
         report_output.write(full_report(active), path)
         atexit.unregister(_write_last_report)
-        atexit.register(_write_last_report)  # with the fallbacks of the training
+        atexit.register(_write_last_report)
         if active.session.verifier is not None:
             # For a run that is killed later.
             active.session.verifier.listeners.append(lambda done: _rewrite_report(active, path))
@@ -432,7 +411,7 @@ def _write_last_report() -> None:
 
 
 def _rewrite_report(active: ActiveFeatures, path: str) -> None:
-    with contextlib.suppress(OptionError):  # a full disk does not stop the training
+    with contextlib.suppress(OptionError):  # a full disk does not stop training
         report_output.write(full_report(active), path)
 
 

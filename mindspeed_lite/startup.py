@@ -1,15 +1,15 @@
-"""From Megatron's command line to active features, in one direction. The way of a flag:
+"""Activates features from Megatron's command line.
 
-1. `_add_arguments`: Megatron builds its parser, and our groups join it (`engine/options.py`).
-2. `_CommandLine.attach`: the parser reads the words, MindSpeed's flags translated (`migration`).
-3. `_after_parsing`: a YAML file may replace the arguments; flags of the command line survive it.
-4. `_prepare`: defaults that need an absent package are switched, arguments checked, the request formed.
-5. `_validate`: arguments that features set go in (`runtime.with_arguments`), and Megatron validates.
-6. `runtime.plan_requests`: settings -> plan (`engine/plan.py`), made once; again only if a feature that has set
-   arguments does not apply to what Megatron's validation made of them.
-7. `runtime.apply_requests`: plan -> swaps (`engine/swaps.py`), all or none; `runtime.show_report` prints the report.
+Steps of a flag:
+    `_add_arguments`: Megatron's parser gets the flags (`engine/options.py`).
+    `_CommandLine.attach`: translates MindSpeed's flags (`migration`).
+    `_after_parsing`: command-line flags survive a YAML file.
+    `_prepare`: switches defaults, checks arguments, forms the request.
+    `_validate`: sets features' arguments (`runtime.with_arguments`); Megatron validates.
+    `runtime.plan_requests`: plans, again only if validation makes a feature that set arguments inapplicable.
+    `runtime.apply_requests`: swaps all or none; `runtime.show_report` prints.
 
-Every route to training goes through the hooked functions, with arguments from the command line, YAML or a checkpoint.
+Every route to training passes these hooks: command line, YAML or checkpoint.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ from mindspeed_lite.platform import megatron
 
 
 class _CommandLine:
-    """What the last parser has read."""
-
     def __init__(self) -> None:
         self.collisions: list[Collision] = []
         self.namespace: argparse.Namespace | None = None
@@ -51,7 +49,7 @@ class _CommandLine:
         self.translation = migration.Translation((), ())
 
     def attach(self, parser: argparse.ArgumentParser) -> None:
-        """Let a parser translate MindSpeed's flags, record what it reads, and end with one line per error."""
+        """Make a parser translate MindSpeed's flags, record options, and end with one-line errors."""
         parse_known, get_values = parser.parse_known_args, parser._get_values
 
         def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
@@ -65,7 +63,6 @@ class _CommandLine:
             return self.namespace, [*unknown, *self._refused_words()]
 
         def _get_values(action: argparse.Action, words: list[str]) -> Any:
-            # argparse calls this for each option of the command line.
             self.explicit.add(action.dest)
             return get_values(action, words)
 
@@ -78,7 +75,7 @@ class _CommandLine:
             return found
 
         def error(message: str) -> None:
-            # Instead of Megatron's usage of 760 lines, which --help shows.
+            # Instead of Megatron's 760-line usage, which --help shows.
             lines = list(dict.fromkeys([*self.translation.refusals, *message.splitlines()]))
             error_exit.print_error(f"\n{parser.prog}: error: ".join(lines), parser.prog, sys.stderr)
             parser.exit(error_exit.EXIT_CODE)
@@ -99,10 +96,10 @@ class _CommandLine:
         return [word for step in self.translation.steps if step.outcome == "refused" for word in step.words]
 
     def read_yaml(self, values: Mapping[str, Any]) -> None:
-        """Read the keys of a YAML file that are MindSpeed's flags: a notice for those without effect.
+        """Read MindSpeed's flags in YAML; notices for those without effect.
 
         Raises:
-            OptionError: a key is named differently here, or is not served.
+            OptionError: a key has another name here, or is unsupported.
         """
         words: list[str] = []
         for name, value in values.items():
@@ -126,7 +123,7 @@ class _CommandLine:
 def _add_arguments(parser: argparse.ArgumentParser, line: _CommandLine) -> None:
     version = megatron.version() or "0"
     line.collisions = add_arguments(parser, runtime.catalogue(), runtime.GENERAL, host_version=version)
-    for action in parser._actions:  # a lone % in the help of 0.18 and 0.19 makes `--help` fail
+    for action in parser._actions:  # a lone % in the help of 0.18 and 0.19 breaks `--help`
         if action.help and action.help is not argparse.SUPPRESS:
             try:
                 action.help % {**vars(action), "prog": parser.prog}
@@ -137,7 +134,7 @@ def _add_arguments(parser: argparse.ArgumentParser, line: _CommandLine) -> None:
 
 def _after_parsing(args: Any, line: _CommandLine) -> None:
     if args is not line.namespace and line.namespace is not None:
-        # A YAML file has replaced the arguments of the command line.
+        # A YAML file has replaced the command line's arguments.
         holders = megatron.argument_holders(args)
         for option in (*runtime.GENERAL, *runtime.catalogue().options()):
             is_there = any(hasattr(holder, option.dest) for holder in holders)
@@ -150,7 +147,6 @@ def _after_parsing(args: Any, line: _CommandLine) -> None:
 
 
 def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
-    """The request of a script's arguments, before Megatron validates them."""
     device = platform.activate().name
     notices = dict.fromkeys(line.notices(), "") | megatron_defaults.switch(args, device, line.explicit)
     restore_compile = megatron_defaults.disable_compile(args, device)
@@ -164,9 +160,9 @@ def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
 
 
 def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any:
-    """Megatron's validation; before it features set their arguments, after it they are applied.
+    """Set features' arguments, run Megatron's validation, apply features.
 
-    If a feature does not apply to what Megatron made of its arguments, they are restored and validated without it.
+    If one does not apply to the result, restore and validate without it.
     """
     request = _prepare(args, line)
     earlier = [each for each in runtime.requests() if each.arguments is None]
@@ -191,8 +187,8 @@ def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any
             vars(holder).update(values)
     active = runtime.apply_requests([*earlier, asked], planned)
     for dest in megatron_defaults.REFUSED:
-        # On if the feature of that name makes it work; not for an order of passes that delays weight gradients itself,
-        # which Megatron's configuration refuses.
+        # True if the feature of that name enables it. An order that delays weight gradients itself must leave it off:
+        # Megatron's configuration refuses it.
         applied = active.plan.outcome(dest).status == "applied"
         applied = applied and not pipeline_orders.delays_weight_gradients(asked.flags)
         if applied or dest in hidden:
@@ -212,7 +208,7 @@ def _flat(holders: Sequence[Any]) -> dict[str, Any]:
 
 def _set(holders: Sequence[Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        # Megatron's YAML route takes no name twice.
+        # Megatron's YAML route refuses duplicate names.
         for holder in [each for each in holders if hasattr(each, name)] or holders[:1]:
             setattr(holder, name, value)
 
@@ -258,12 +254,11 @@ _undo: list[Callable[[], None]] = []
 
 
 def before_validation(change: Callable[[Any], None]) -> None:
-    """Call `change` with the parsed arguments before Megatron validates them; for `bench`."""
     _changes.append(change)
 
 
 def install() -> None:
-    """Hook Megatron's argument modules now or when they are imported; a second call changes nothing."""
+    """Hook Megatron's argument modules now or on import; idempotent."""
     if _waiting:
         return
     modules: dict[str, list[Patch]] = {}

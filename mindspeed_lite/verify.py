@@ -1,4 +1,4 @@
-"""--mindspeed-lite-verify N: compares the first N calls of each replaced operator with the original (`comparison`)."""
+"""--mindspeed-lite-verify N: compares first N calls of each operator (`comparison`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mindspeed_lite.engine import EngineError, Session, Verification, VerifyErro
 FLAG = "--mindspeed-lite-verify"
 
 _log = logging.getLogger("mindspeed_lite")
-# Shared by all verifiers: an operator that is called inside a comparison is part of it.
+# Shared by all verifiers: operators inside a comparison are not compared again.
 _inside = threading.local()
 
 
 class Verifier:
-    """Compares the first `calls` calls of each kind; `listeners` are called when a kind is done."""
+    """Compares the first `calls` calls of each kind, then calls `listeners`."""
 
     def __init__(self, calls: int, session: Session) -> None:
         self.calls = calls
@@ -42,7 +42,6 @@ class Verifier:
         return getattr(_inside, "active", False)
 
     def leave_out(self, feature: str, operator: str, reason: str) -> None:
-        """Report once why calls of an operator are not compared."""
         self._warn(f"{FLAG}: {operator} of `{feature}` is not compared: {reason}")
 
     def _warn(self, text: str) -> None:
@@ -66,19 +65,17 @@ class Verifier:
         variant: str = "",
         sizes_vary: bool = False,
     ) -> None:
-        """Compare `ours` with `original` if this call is among the first; both map `inputs` to one tensor.
+        """Compare `ours` with `original` on one of the first calls; both map `inputs` to a tensor.
 
         Args:
-            inputs: activations and parameters by name.
-            against: what `original` is, for the report.
-            parts: parts to evaluate the original on in a wider type, instead of the whole; the one with the largest
-                difference is.
-            widened: False if rounding decides what is computed, or for lack of memory.
-            variant: distinguishes calls of the same shapes.
-            sizes_vary: the first dimension of the inputs does not make another kind of call.
+            against: description of `original`.
+            parts: wider evaluation of the part that differs most, instead of the whole.
+            widened: False if rounding decides results, or for lack of memory.
+            variant: distinguishes calls of equal shapes.
+            sizes_vary: ignore the inputs' first dimension in the kind of call.
 
         Raises:
-            VerifyError: strict, and an error is above its bound or the two could not be run.
+            VerifyError: strict, and a bound is exceeded or a call failed.
         """
         if torch.compiler.is_compiling() or self.is_comparing or _has_no_values(inputs):
             return
@@ -94,7 +91,7 @@ class Verifier:
             findings, why_not = compare(numerics, ours, original, inputs, parts, widened, number)
         except EngineError:
             raise
-        except Exception as error:  # such as out of memory: the training itself goes on
+        except Exception as error:  # such as out of memory: training continues
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             if self._session.strict:
                 raise VerifyError(f"{FLAG}: {operator} of `{feature}` cannot be compared: {reason}") from error

@@ -1,7 +1,4 @@
-"""What is swapped in Megatron, one feature a file; the only room that speaks Megatron.
-
-What has a leading underscore is no feature: `_shared` holds what several features need, and where flags come in.
-"""
+"""Patches of Megatron, one feature per module; `_shared` holds what several features use."""
 
 if __name__ != "mindspeed_lite.patches":
     raise ImportError(

@@ -1,12 +1,9 @@
 """`--adaptive-memory`: keep, recompute or offload parts of layers within a memory budget.
 
-The first steps recompute every layer and record what each part saves and how long it takes. A solver then minimises
-time within the budget per pipeline rank; the next step runs the choice and its memory is measured. Rank 0 prints the
-choice and stores it for later runs. `--mindspeed-lite-explain-memory` prints it and exits before a weight has changed.
-
-Reaches `get_forward_backward_func`, which every training loop calls, each layer when it is built, and the block that
-runs a chunk's layers. Leaves evaluation and code outside transformer layers alone. Experts that run in pieces for
-communication overlap are recomputed together with their router and exchange.
+The first steps record what each part saves and its time. A solver minimises time within the budget per pipeline rank,
+and the next step measures its memory. Rank 0 prints and stores the choice; `--mindspeed-lite-explain-memory` prints it
+and exits. Reaches `get_forward_backward_func`, layers when they are built, and the block that runs a chunk's layers.
+Leaves evaluation alone. Experts that overlap communication are recomputed with their router and exchange.
 """
 
 from __future__ import annotations

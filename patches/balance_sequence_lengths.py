@@ -1,11 +1,8 @@
 """`--balance-sequence-lengths`: equal attention cost on data-parallel ranks.
 
-Reaches `build_pretraining_data_loader`, through which every training loader goes, and wraps the training set: samplers,
-consumed samples and resumption stay Megatron's. Whole micro-batches of one step change ranks, so each keeps its
-samples, loss and weight. Every rank reads document lengths off the `GPTDataset` indices, without communication.
-
-Leaves validation and test sets alone; falls back for other data sets. A loader that is already built keeps its order
-when the feature is turned off, because it has prefetched.
+Reaches `build_pretraining_data_loader`, which every loader uses, and wraps the training set; whole micro-batches of one
+step change ranks. Lengths come from the `GPTDataset` indices, without communication. Leaves validation and test sets
+alone; falls back for other data sets. An existing loader keeps its order when the feature is turned off.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
 
 _GPT = "megatron.core.datasets.gpt_dataset:GPTDataset"
 _BLEND = "megatron.core.datasets.blended_dataset:BlendedDataset"
-# What changes the number of a step's samples while a training runs.
 _CHANGING = ("--rampup-batch-size", "--step-batch-size-schedule", "--decrease-batch-size-if-needed")
 
 
@@ -38,18 +34,18 @@ class BalancedDataset(torch.utils.data.Dataset[Any]):
         return self._dataset[self._order.source(int(index))]
 
     def __getattr__(self, name: str) -> Any:
-        # A loader's worker asks for special methods, and unpickles without attributes.
+        # Workers ask for special methods and unpickle without attributes.
         if name.startswith("__") or "_dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
 
 def document_lengths(dataset: Any, index: int) -> list[int]:
-    """Tokens of each document in a sample of a `GPTDataset` or a blend of them, as its `cu_seqlens` say."""
+    """Document lengths in tokens of a `GPTDataset` sample, as in its `cu_seqlens`."""
     from megatron.core.datasets.blended_dataset import BlendedDataset
 
     if isinstance(dataset, BlendedDataset):
-        if dataset.dataset_index is None:  # read when the first sample is
+        if dataset.dataset_index is None:
             dataset[index]
         return document_lengths(dataset.datasets[dataset.dataset_index[index]], dataset.dataset_sample_index[index])
     if dataset.shuffle_index is None:
@@ -57,7 +53,7 @@ def document_lengths(dataset: Any, index: int) -> list[int]:
     sample = int(dataset.shuffle_index[index])
     (first, begin), (last, end) = (dataset.sample_index[each].tolist() for each in (sample, sample + 1))
     lengths: list[int] = dataset.dataset.sequence_lengths[dataset.document_index[first : last + 1]].tolist()
-    # The last document is cut first: it may be the first one too.
+    # The last document is cut first; it may also be the first.
     lengths[-1] = end
     lengths[0] -= begin
     return lengths
@@ -68,7 +64,6 @@ def _cost(dataset: Any, index: int) -> int:
 
 
 def _unknown(dataset: Any) -> str | None:
-    """The first class of data whose lengths the indices do not tell, or None."""
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset
 

@@ -1,12 +1,9 @@
 """`--balanced-moe-experts`: copy the hottest experts of a micro-batch to every rank.
 
-Tokens of a copied expert stay on their rank. The exact counts of the micro-batch decide, and a copy must save more than
-it costs. Parameters travel while tokens are permuted and exchanged; gradients of copies are added to the owner's main
-gradients before reduction.
-
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, which gets a routing over own experts and copy slots;
-`SequentialMLP.forward`, which computes with the copies; and `MoELayer.forward`, which links the two. Leaves parameters,
-optimizer and checkpoints alone. Falls back for other experts, frozen experts, fp8 and fp4.
+Tokens of a copied expert stay on their rank, if that saves more than a copy costs. Gradients are added to the owner's
+main gradients. Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess` (routing over experts and copies),
+`SequentialMLP.forward` (computes copies) and `MoELayer.forward` (links both). Leaves parameters, optimizer and
+checkpoints alone. Falls back for other or frozen experts, fp8 and fp4.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ from ._shared.wrappers import before
 NAME, FLAG = "balanced_moe_experts", "--balanced-moe-experts"
 NUMBER = "balanced_moe_hot_expert_num"
 BREAK_EVEN = "balanced_moe_break_even"
-# Dispatcher attributes that depend on the number of experts.
 _SIZES = (
     "num_experts",
     "num_local_experts",
@@ -55,14 +51,10 @@ _PADS = {
 
 
 class _State:
-    """Experts and copies by dispatcher."""
-
     def __init__(self, session: Session) -> None:
         self.session = session
         self.experts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        # Sizes of dispatchers as built.
         self.built: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        # Copies for the next call of the experts.
         self.copies: weakref.WeakKeyDictionary[Any, ExpertCopies] = weakref.WeakKeyDictionary()
         self.pending = PendingGradients()
         self.break_even: dict[tuple[int, ...], float] = {}
@@ -74,7 +66,7 @@ class _State:
             vars(dispatcher).update(sizes)
 
     def experts_of(self, dispatcher: Any) -> Any:
-        """The experts of a dispatcher; None, with the reason logged, if they are not copied."""
+        """Experts of a dispatcher; None, with the reason logged, if they are not copied."""
         experts = self.experts.get(dispatcher)
         reasons = ["its layer is not known"] if experts is None else _reasons_of(experts)
         if reasons:
@@ -87,7 +79,6 @@ def _state(session: Session) -> _State:
 
 
 def _reasons_of(experts: Any) -> list[str]:
-    """Reasons from the configuration, the same on all ranks."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     if type(experts) is not SequentialMLP:
@@ -98,12 +89,11 @@ def _reasons_of(experts: Any) -> list[str]:
 
 
 def _reasons_of_rank(experts: Any) -> list[str]:
-    """Reasons from this rank's parameters."""
     parameters = [*experts.parameters()]
     reasons = {
         "a frozen parameter of an expert": not all(each.requires_grad for each in parameters),
         "parameters of experts of several dtypes": len({each.dtype for each in parameters}) > 1,
-        # A hook would only see the tokens that stay on its rank.
+        # A hook would see only the tokens that stay on its rank.
         moe.HOOKED: any(map(moe.has_hooks, (each for expert in experts.local_experts for each in expert.modules()))),
     }
     return holding(reasons)
@@ -121,7 +111,6 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
         experts = state.experts_of(self)
         if experts is not None:
             slots = _choose(state, self, built, experts, routing_map)
-            # Left by a pass that has failed.
             state.copies.pop(experts, None)
             if slots.copied:
                 vars(self).update(_sizes(self, built, slots))
@@ -133,7 +122,6 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any, routing_map: torch.Tensor) -> Slots:
-    """The experts to copy for a micro-batch; all expert-parallel ranks decide alike."""
     for expert in experts.local_experts:
         for layer in (expert.linear_fc1, expert.linear_fc2):
             # With overlapped gathers, parameters are first read here.
@@ -151,7 +139,6 @@ def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any,
 
 
 def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> float:
-    """Tokens that a copy must take off the fullest rank: the flag's value, or measured once."""
     given: float | None = state.session.settings[BREAK_EVEN]
     if given is not None:
         return given
@@ -169,7 +156,6 @@ def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> floa
 
 
 def _sizes(dispatcher: Any, built: dict[str, Any], slots: Slots) -> dict[str, Any]:
-    """The dispatcher's sizes with own experts and copy slots."""
     places = slots.local + len(slots.copied)
     first = dispatcher.ep_group.rank() * places
     device = built["sort_input_by_local_experts"].device
@@ -221,7 +207,6 @@ def _experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
-    """A copy of a module with other parameters and without hooks."""
     found = copy.copy(module)
     vars(found).update(
         _parameters={name: None if each is None else next(parameters) for name, each in module._parameters.items()},

@@ -1,9 +1,8 @@
 """`--bias-dropout-fusion`: bias, dropout and residual of a layer in one pass.
 
-Reaches `bias_dropout_add_fused_train`, which Megatron calls after attention and MLP when its configuration has
-`bias_dropout_fusion` (the default). Megatron fuses by torch.compile, which is slow on CPU and absent on NPU. Leaves
-inference, layers without the fusion and Megatron's warm-up call alone. Falls back for `--no-bias-dropout-fusion`, on
-CUDA, and where residual and output differ in dtype.
+Reaches `bias_dropout_add_fused_train`; Megatron fuses by torch.compile, slow on CPU and absent on NPU. Leaves
+inference, unfused layers and warm-up alone. Falls back for `--no-bias-dropout-fusion`, on CUDA, and for differing
+dtypes of residual and output.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
             session.fallback(FEATURE.name, f"the residual is {residual.dtype} and what is added to it {x.dtype}")
             return wrapped(x_with_bias, residual, prob)
         if bias is not None and bias.numel() != x.shape[-1]:
-            # Megatron's warm-up, whose draws decide the initial weights drawn after it.
+            # Megatron's warm-up: its draws affect initial weights drawn later.
             return wrapped(x_with_bias, residual, prob)
         if session.verifier is not None:
             _verify(session, wrapped, x, residual, bias, prob)
@@ -79,7 +78,7 @@ FEATURE = Feature(
         Option(
             "--bias-dropout-fusion",
             help="Add bias, dropout and residual in one pass, without torch.compile.",
-            # The plain name is Megatron's, whose default is on.
+            # Megatron's flag of the plain name defaults to on.
             name="use_bias_dropout_fusion",
         ),
     ),

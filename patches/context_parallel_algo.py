@@ -1,12 +1,9 @@
 """`--context-parallel-algo`: ring, Ulysses, hybrid or gathered-key context parallelism.
 
-Reaches the core attention of the local implementation: its constructor is the only place that refuses context
-parallelism, and its `forward` then computes this rank's rows. All algorithms use Megatron's split (two chunks per
-rank), so batches, rotary embedding, masks and losses stay Megatron's. `--context-parallel-algo` or `--cp-comm-type`
-chooses; by default the algorithm with the least predicted exposed communication runs.
-
-Packed sequences are split sequence by sequence; the partition that Megatron takes from Transformer Engine is provided.
-Leaves Transformer Engine's attention alone. Never falls back: unsupported calls raise OptionError.
+Reaches the local core attention: its constructor refuses context parallelism, its `forward` computes this rank's rows.
+Keeps Megatron's split (two chunks per rank), so batches, masks and losses stay. `--context-parallel-algo` or
+`--cp-comm-type` chooses; default: least predicted exposed communication. Provides Transformer Engine's partition of
+packed sequences, but leaves its attention alone. Never falls back: unsupported calls raise OptionError.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ _UTILS = "megatron.core.utils"
 _OF_CONFIG = (f"{CONFIG}.context_parallel_size", f"{CONFIG}.cp_comm_type")
 _SPLIT = "split models"
 _CAUSAL, _FREE = (-1, 0), (-1, -1)
-# What a micro-batch holds besides its rows.
+# Entries of a micro-batch without a row dimension.
 _NOT_OF_ROWS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 
 
@@ -62,7 +59,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
         sizes = {size: keywords.pop(size) for size in HEAD_SIZES if size in keywords}
         given = signature.bind(self, *arguments, **keywords).arguments
-        # Megatron only asserts that the size is 1.
+        # Megatron asserts that the size is 1.
         config = given["config"]
         given["config"] = copy.copy(config)
         given["config"].context_parallel_size = 1
@@ -74,7 +71,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     options, before = Options.of(session), session.find(_SPLIT)
-    if before is not None:  # with other flags
+    if before is not None:
         core, ranks = before
         session.state(_SPLIT, lambda: _warn_at_end(core, ranks, session))
 
@@ -88,7 +85,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        # A model may have parts without context parallelism, such as an image encoder.
+        # Part of a model, such as an image encoder, may have no context parallelism.
         group = group_of(self, packed_seq_params) if self.config.context_parallel_size > 1 else None
         if group is None:
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
@@ -129,10 +126,9 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _warn_at_end(core: Any, ranks: int, session: Session) -> tuple[Any, int]:
-    """Warn, when the feature ends for good, that the model is left without context parallelism."""
+    """Warn, when the feature ends for good, that the model lacks context parallelism."""
 
     def warn() -> None:
-        # With other flags the feature goes on.
         if not hasattr(core.forward, "__wrapped__"):
             session.log_decision(
                 f"{NAME}: taken back: a model of --context-parallel-size {ranks} now attends to each rank's own rows "
@@ -160,7 +156,7 @@ def _split_reasons(params: Any) -> list[str]:
 
 
 def _pack_layout(query: Any, params: Any, group: Any, context: Context) -> layouts.Layout:
-    """The split of a pack; Megatron's cumulative lengths count whole sequences."""
+    """Split of a pack; Megatron's cumulative lengths count whole sequences."""
     total = query.shape[0] * group.size()
     starts = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
     padded = ((0, total),) if splits_as_one(context) else _spans(starts, total)
@@ -168,7 +164,6 @@ def _pack_layout(query: Any, params: Any, group: Any, context: Context) -> layou
 
 
 def _spans(cu_seqlens: Any, total: int) -> layouts.Spans:
-    """Each sequence with its padding, and the remaining rows up to `total` as one more."""
     ends = cu_seqlens.tolist()
     return tuple(itertools.pairwise([*ends, total] if ends[-1] < total else ends))
 
@@ -181,7 +176,7 @@ def _packed_zigzag(documents: layouts.Spans, padded: layouts.Spans, ranks: int) 
 
 
 def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """0.16 and 0.17: as the original, with the partition of this package."""
+    """0.16 and 0.17: the original with this package's partition."""
 
     def get_thd_batch_on_this_cp_rank(
         batch: dict[str, Any],
@@ -198,7 +193,7 @@ def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
         size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
         rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
         if size > 1:
-            # Megatron's own packed data set gives padded lengths only; a last stage has no tokens.
+            # Megatron's packed data set gives padded lengths only; a last stage has no tokens.
             ends = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
             rows = {name: its for name, its in batch.items() if its is not None and name not in _NOT_OF_ROWS}
             index = thd_partition(ends, next(iter(rows.values())).size(1), size, rank)
@@ -209,7 +204,7 @@ def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
 
 
 def thd_partition(cu_seqlens: Any, total: int, size: int, rank: int) -> Any:
-    """The rows [total / size] int64 of a pack that a rank holds: Transformer Engine's thd_get_partitioned_indices."""
+    """Rows [total / size] int64 of a pack on a rank: Transformer Engine's thd_get_partitioned_indices."""
     import torch
 
     spans = _spans(cu_seqlens, total)
@@ -240,7 +235,6 @@ def _is_split(settings: Settings) -> bool:
 
 
 def _given_options(settings: Settings) -> list[str]:
-    """The given flags about how a sequence is split."""
     return given_flags(FEATURE.options[1:], settings)
 
 

@@ -1,13 +1,9 @@
 """`--delay-wgrad-compute`: compute weight gradients when the schedule asks for them.
 
-Reaches the local linear layers inside transformer layers: their backward pass queues the weight gradient until
-`backward_dw()`, which Megatron's combined schedule calls. The queue enters through the layer's own
-`grad_output_buffer`, and gradient reduction waits as for Transformer Engine's layers. Same products in the same order:
-same bits.
-
-Leaves the embedding, the output layer and Transformer Engine's layers alone. Falls back without
-`--gradient-accumulation-fusion`, for frozen weights, and where overlapped reduction does not know of the delay.
-Gradients that no schedule asks for are computed before reduction.
+Reaches local linear layers of transformer layers: their `grad_output_buffer` queues weight gradients until
+`backward_dw()`, which Megatron's combined schedule calls, or until reduction. Bitwise equal. Leaves embedding, output
+layer and Transformer Engine alone. Falls back without `--gradient-accumulation-fusion`, for frozen weights, and where
+overlapped reduction ignores the delay.
 """
 
 from __future__ import annotations
@@ -34,16 +30,12 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _READS = ("config", "gradient_accumulation_fusion", "weight")
 _HANDOVERS = "wgrad_handovers"
-# Each buffer takes one gradient.
 _LIMIT = 1
-# Attributes that Megatron's gradient reduction looks for.
 _PARAMETER_IS_LATE = "skip_backward_post_hook"
 _TELL_WHEN_DONE = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 class _Handover:
-    """Buffer in which Megatron's linear layer leaves dY instead of computing the weight gradient."""
-
     def __init__(self, layer: Any, input_: torch.Tensor, sequence_parallel: bool) -> None:
         self.layer = layer
         self.input = input_.detach()
@@ -51,7 +43,7 @@ class _Handover:
         self.taken = False
 
     def __len__(self) -> int:
-        """Full once the feature has ended: nothing would compute a queued gradient."""
+        """Full once the feature has ended, so that nothing is queued."""
         return _LIMIT if getattr(self.layer, _QUEUE, None) is None else 0
 
     def append(self, grad_output: torch.Tensor) -> None:
@@ -72,7 +64,7 @@ class _Handover:
 
 
 def put(layer: Any, compute: Callable[[], None]) -> bool:
-    """Defer a weight gradient of `layer` to its queue; False if the layer delays none."""
+    """Queue a weight gradient; False if the layer delays none."""
     queue = getattr(layer, _QUEUE, None)
     if queue is not None:
         queue.put(compute)
@@ -90,7 +82,7 @@ def _is_asked_for(config: Any, session: Session) -> bool:
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
-        # Layers inside a transformer layer have such a name; the output layer has none.
+        # Layers of a transformer layer have such a name; the output layer has none.
         if kwargs.get("tp_comm_buffer_name") is None or not _is_asked_for(self.config, session):
             return
         if not self.gradient_accumulation_fusion:
@@ -100,27 +92,24 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
         session.mark(self, _QUEUE, queue)
         session.mark(self, _TELL_WHEN_DONE, queue.call_when_done)
         session.mark(self.weight, _PARAMETER_IS_LATE, True)
-        # Before the marks go.
         session.on_end(functools.partial(_end, session, weakref.ref(self), queue))
 
     return __init__
 
 
 def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> None:
-    """Compute queued gradients; later ones of this step come from autograd."""
     layer = reference()
     handovers = session.find(_HANDOVERS) or ()
     to_come = any(each.layer is layer and not each.taken for each in handovers)
     if queue.drain(announce=not to_come) and layer is not None:
         layer.weight.grad_added_to_main_grad = False
         if to_come:
-            # A placeholder; the next gradient is real.
             layer.weight.grad = None
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not for a weight that is passed in, nor outside training.
+        # Not for a weight passed in, nor outside training.
         if (
             getattr(self, _QUEUE, None) is not None
             and weight is self.weight
@@ -135,7 +124,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             kwargs["wgrad_deferral_limit"] = _LIMIT
             bias = kwargs.get("bias")
             if bias is not None:
-                # Deferred in Megatron, a bias's gradient would be rounded twice.
+                # Megatron would round a deferred bias gradient twice.
                 return wrapped(self, input, weight, *args, **{**kwargs, "bias": None}) + bias
         return wrapped(self, input, weight, *args, **kwargs)
 
@@ -143,7 +132,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def backward_dw(layer: Any) -> None:
-    """Compute the queued gradients, unless a pipeline schedule has steps for them."""
+    """Compute queued gradients, unless a pipeline schedule has steps for them."""
     queue = getattr(layer, _QUEUE, None)
     if queue and not queue.is_kept:
         queue.drain()

@@ -1,12 +1,9 @@
 """`--enable-expert-placement`: exchange experts between ranks every N steps to balance load.
 
-An exponential average of the router's choices predicts load. Experts of one local slot are exchanged with all their
-tensors between an optimizer step and the next forward pass, if that saves more time than it takes.
-
-Reaches `MoELayer.route`, whose columns are reordered: the router sees experts, dispatcher and experts see places.
-`ChainedOptimizer.step` ends a step. `sharded_state_dict` first moves experts back, so checkpoints are Megatron's own;
-`state_dict` and `load_state_dict` raise while experts are away. Falls back for experts other than SequentialMLP's and
-where ranks' experts differ in shape or in what is trained.
+An average of router choices predicts load. Experts move with all their tensors after an optimizer step, if that saves
+more time than it costs. Reaches `MoELayer.route`, whose columns are reordered; `ChainedOptimizer.step`; and
+`sharded_state_dict`, which first moves experts back, so checkpoints are Megatron's. `state_dict` and `load_state_dict`
+raise meanwhile. Falls back for experts other than SequentialMLP and for experts that differ in shape or trainability.
 """
 
 from __future__ import annotations
@@ -33,8 +30,6 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 class _Placements(Placer):
-    """The placed layers of a session, and the optimizers of its last step."""
-
     def __init__(self, session: Session) -> None:
         super().__init__(session.settings[INTERVAL], session.settings.get(BREAK_EVEN))
         self._session = session
@@ -44,7 +39,6 @@ class _Placements(Placer):
         session.on_end(self.end)
 
     def routed(self, layer: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count a routing and return it in the order of places."""
         if layer not in self.layers:
             self.layers[layer] = PlacedExperts(layer.config.num_moe_experts, layer.ep_group, routing_map.device)
         found = self.layers[layer]

@@ -1,8 +1,8 @@
 """`--enable-recompute-layers-per-pp-rank`: count recomputed layers per rank, not per chunk.
 
-With virtual stages Megatron recomputes that many layers of every model chunk. With MindSpeed's flag the number is
-divided over the chunks of a rank, first layers first. Reaches `TransformerBlock.__init__`, whose block then reads its
-own number. Leaves `--recompute-method uniform` and models without virtual stages alone.
+Divides the number over a rank's virtual stages, first layers first (MindSpeed's flag). Reaches
+`TransformerBlock.__init__`, whose block reads its own number. Leaves `--recompute-method uniform` and models without
+virtual stages alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "enable_recompute_layers_per_pp_rank"
 
 
 def layers_of_chunk(number: int, chunks: int, chunk: int) -> int:
-    """How many layers of a chunk are recomputed where `number` of a rank are: its share, the first chunks' rounded up.
+    """A chunk's share of a rank's `number` of recomputed layers; first chunks round up.
 
     >>> [layers_of_chunk(5, 2, chunk) for chunk in range(2)]
     [3, 2]
@@ -37,7 +37,6 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
         wrapped(block, *args, **kwargs)
         config, chunk = block.config, signature.bind(block, *args, **kwargs).arguments.get("vp_stage")
         if "vp_stage" not in signature.parameters:
-            # Megatron 0.12 builds each chunk as the current one of the process.
             chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
         chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
         if chunk is None or not chunks or not number or config.recompute_method != "block":

@@ -1,11 +1,8 @@
 """`--gradient-accumulation-fusion`: wgrad GEMMs add into the main gradient, without Apex.
 
-Reaches every trained linear layer of the local implementation. Megatron's layer already calls Apex's extension for the
-fusion; this provides the extension under its name on every device, so communication, hooks and tied weights stay
-Megatron's. Megatron's default is on and is switched off where Apex is missing; this flag keeps it on.
-
-Leaves Transformer Engine's layers and an installed Apex alone. Falls back for `--no-gradient-accumulation-fusion` and
-FSDP, which has no main gradients.
+Reaches every trained local linear layer by providing the Apex extension that Megatron calls, and keeps Megatron's
+default on without Apex. Leaves Transformer Engine and an installed Apex alone. Falls back for
+`--no-gradient-accumulation-fusion` and FSDP, which has no main gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _extension(session: Session) -> ModuleType:
-    """The functions of Apex's module that Megatron calls."""
     verifier = session.verifier
 
     def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -46,7 +42,7 @@ def _extension(session: Session) -> ModuleType:
 
 
 class _WhileEnabled:
-    """True while the feature is enabled, also for a backward pass that holds it from its forward pass."""
+    """True while the feature is enabled, also for a backward pass that began before its end."""
 
     on = True
 
@@ -118,7 +114,7 @@ FEATURE = Feature(
         Option(
             "--gradient-accumulation-fusion",
             help="Accumulate weight gradients in the product that computes them, without Apex.",
-            # The plain name is Megatron's, whose default is on whether or not Apex is there.
+            # Megatron's flag of the plain name defaults to on, with or without Apex.
             name="use_gradient_accumulation_fusion",
         ),
     ),
@@ -129,7 +125,7 @@ FEATURE = Feature(
     arguments=lambda context: reenable_default(context, ARGUMENT),
     operators=("accumulate_wgrad",),
     patches=(
-        # As a module, and by value for the layers, which have tried to import it.
+        # Also by value: the layers have already tried the import.
         Provide(EXTENSION, _extension, wanted_by=_LAYERS),
         Provide(f"{_LAYERS}:{EXTENSION}", lambda session: sys.modules[EXTENSION]),
         Override(f"{_LAYERS}:_grad_accum_fusion_available", lambda wrapped, session: True),

@@ -1,8 +1,8 @@
 """`--masked-softmax-fusion`: scale, mask and softmax of local attention in one pass.
 
-Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls where attention is not one operator. Megatron's
-fusion needs CUDA extensions; without them it makes several passes in fp32. Leaves `--no-masked-softmax-fusion` and an
-installed extension alone. Falls back for sliding windows, softmax offsets and other masking functions.
+Reaches `FusedScaleMaskSoftmax.forward`. Megatron's fusion needs CUDA extensions; without them it makes several fp32
+passes. Leaves `--no-masked-softmax-fusion` and an installed extension alone. Falls back for sliding windows, softmax
+offsets and other masking functions.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def forward(self: Any, input: Any, mask: Any, softmax_offset: Any = None) -> Any:
         if not self.scaled_masked_softmax_fusion:
             return wrapped(self, input, mask, softmax_offset)
-        # As in Megatron's path without the extension, a given mask replaces the causal one.
+        # As in Megatron without the extension, a given mask replaces the causal one.
         causal = self.attn_mask_type == AttnMaskType.causal and mask is None and input.size(2) > 1
         scale = 1.0 if self.scale is None else float(self.scale)
         reasons = _call_reasons(self, mask, softmax_offset, attention_mask_func)
         reasons = reasons or why_not(input, mask, causal=causal, scale=scale)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
-            # Not `wrapped`, which would choose the absent extension.
+            # `wrapped` would choose the absent extension.
             return self.forward_torch_softmax(input, mask, *(() if softmax_offset is None else (softmax_offset,)))
         if session.verifier is not None:
             session.verifier.check(
@@ -100,7 +100,7 @@ FEATURE = Feature(
         Option(
             "--masked-softmax-fusion",
             help="Scale, mask and softmax in one pass where attention is not one operator.",
-            # The plain name is Megatron's, whose default is on whether or not its extension is there.
+            # Megatron's flag of the plain name defaults to on, with or without its extension.
             name="use_masked_softmax_fusion",
         ),
     ),

@@ -1,13 +1,9 @@
 """`--moe-allgather-overlap-comm`: overlap token collectives with shared expert and wgrads.
 
-For the `allgather` dispatcher: the shared expert's first product overlaps with the gather of tokens, its second with
-the scatter of results, and their backward passes with both gradients; weight gradients of `--moe-grouped-gemm` overlap
-with the gather's gradient.
-
-Reaches `token_dispatch` and `token_combine`, which mark their collectives; the two mappings that issue them;
-`dispatch_postprocess` and `permute`, which wait; `MoELayer.shared_experts_compute` and `postprocess`, which defer the
-shared expert; and `start_grad_sync`, the first reader of main gradients. Falls back for gated or recomputed shared
-experts.
+For the `allgather` dispatcher: the shared expert's layers overlap with gather and scatter, weight gradients of
+`--moe-grouped-gemm` with the gather's gradient. Reaches `token_dispatch`, `token_combine` and their mappings (issue);
+`dispatch_postprocess` and `permute` (wait); `MoELayer.shared_experts_compute` and `postprocess` (defer the shared
+expert); `start_grad_sync` (first reader of main gradients). Falls back for gated or recomputed shared experts.
 """
 
 from __future__ import annotations
@@ -34,16 +30,13 @@ _FIRST = torch.iinfo(torch.int).max
 
 
 class _SharedExpert:
-    """The shared expert of one layer and micro-batch, in two steps."""
-
     def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
-        # A graph node as old as the whole expert would be, so that gradients add up in the same order.
+        # A graph node as old as the whole expert's, so that gradients add up in the same order.
         self._mlp, self._hidden = mlp, hidden.view_as(hidden)
         self._middle: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
 
     def first(self) -> torch.Tensor:
-        """The first linear layer and the activation."""
         if self._middle is None:
             from megatron.core.transformer.mlp import MLP
 
@@ -56,15 +49,12 @@ class _SharedExpert:
         return self._middle
 
     def second(self) -> torch.Tensor:
-        """The second linear layer."""
         if self._output is None:
             self._output = self._mlp.linear_fc2(self.first())[0]
         return self._output
 
 
 class _State(expert_messages.MessageState):
-    """The messages, and the shared expert that overlaps with them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shared: _SharedExpert | None = None
@@ -87,7 +77,6 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
         if not state.is_dispatch or not input_.is_floating_point() or group.size() == 1:
             return wrapped(input_, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
         out = issue(input_, AllGather(group), state.messages, True)
-        # Probabilities come first, tokens last.
         if use_global_buffer and state.shared is not None:
             state.is_dispatch = None
             shared: Any = state.shared.first().grad_fn
@@ -121,7 +110,7 @@ def _scatter(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _wait_for_probs(session: Session, _: Any) -> None:
-    # Probabilities are read first; the tokens' message is the last one.
+    # Probabilities are read first; the tokens' message is last.
     _state(session).messages.wait(leaving=1)
 
 
@@ -152,12 +141,11 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
 
 
 def _layer_reasons(layer: Any, session: Session) -> list[str]:
-    """Why the shared expert of a layer is not split."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     shared = layer.shared_experts
     reasons = {
-        # It may read its input more than once, and gradients add up in another order then.
+        # LoRA may read its input more than once, which changes the order of gradient sums.
         "whose first linear layer is not Megatron's own (LoRA)": type(shared.linear_fc1) is not ColumnParallelLinear,
         "with a gate (--moe-shared-expert-gate)": shared.use_shared_expert_gate,
         "whose activation is recomputed": recompute_activation_function.is_recomputed(shared, session),

@@ -1,9 +1,8 @@
 """`--moe-alltoall-mc2`: all-to-all and expert GEMM in one NPU operator.
 
-The exchange to the experts is fused with their first product, the exchange back with their second. Reaches
-`token_dispatch` and `token_combine` of the `alltoall` dispatcher, whose `all_to_all` then passes token rows through
-(probabilities are sent as usual), and `dispatch_postprocess` and `combine_preprocess`, whose `sort_chunks_by_idxs` then
-sorts probabilities alone. Needs `--moe-grouped-gemm`. Falls back to separate steps for unsupported sizes.
+Reaches `token_dispatch` and `token_combine` of the `alltoall` dispatcher, whose `all_to_all` passes token rows through,
+and `dispatch_postprocess` and `combine_preprocess`, which sort probabilities alone. Needs `--moe-grouped-gemm`. Falls
+back for unsupported sizes.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ _OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 
 
 class _State:
-    """The exchange fused with the experts' products, the products left, and whether a dispatcher's method runs."""
-
     def __init__(self) -> None:
         self.exchange: AlltoAllMC2 | None = None
         self.left = 0
@@ -48,9 +45,9 @@ def _state(session: Session) -> _State:
 
 
 def product_of(session: Session) -> Callable[..., Any] | None:
-    """The fused product of the experts' next linear layer (rows, weights, take_gradients); None if there is none.
+    """Fused GEMM of the next linear layer (rows, weights, take_gradients), or None.
 
-    The first layer's receives the rows, the second one's sends them back.
+    The first layer's receives the rows, the second's sends them back.
     """
     state: _State | None = session.find(NAME)
     if state is None or state.exchange is None or not state.left:
@@ -82,7 +79,7 @@ def _dispatcher_call(session: Session, _: Any) -> contextlib.AbstractContextMana
 
 
 def check_exchanged(session: Session, reasons: Sequence[str] = ()) -> None:
-    """Raise OptionError where the experts computed, or are about to, without the products that exchange tokens."""
+    """Raise OptionError if the experts compute without the fused exchange."""
     state: _State | None = session.find(NAME)
     if state is not None and state.left:
         why = "; ".join(reasons) or "its reason was logged"

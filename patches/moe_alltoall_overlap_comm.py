@@ -1,11 +1,8 @@
 """`--moe-alltoall-overlap-comm`: overlap expert all-to-alls with shared expert and wgrads.
 
-The all-to-alls of the `alltoall` dispatcher are issued asynchronously. Megatron's `--moe-shared-expert-overlap`, which
-this turns on, runs the shared expert meanwhile. Weight gradients of `--moe-grouped-gemm` overlap with the backward
-exchange of the dispatch.
-
-Reaches `token_dispatch` and `token_combine`, which mark their messages; `all_to_all`, for these alone; the places that
-must wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before both postprocess steps); and
+Turns on Megatron's `--moe-shared-expert-overlap`; weight gradients of `--moe-grouped-gemm` overlap with the dispatch's
+backward. Reaches `token_dispatch`, `token_combine` and their `all_to_all`, which becomes asynchronous; the places that
+wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before both postprocess steps); and
 `start_grad_sync`, the first reader of main gradients.
 """
 
@@ -44,7 +41,7 @@ def _wait(session: Session, _: Any) -> None:
 
 
 def _wait_without_shared(session: Session, dispatcher: Any) -> None:
-    """Up to 0.17 the postprocess steps begin with the shared expert's products."""
+    """Up to 0.17 postprocess begins with the shared expert's GEMMs."""
     if dispatcher.shared_experts is None:
         _wait(session, dispatcher)
 

@@ -1,10 +1,9 @@
 """`--moe-fb-overlap`: overlap one micro-batch's forward with another's backward.
 
-Turns on Megatron's `--overlap-moe-expert-parallel-comm`, whose schedule computes one micro-batch while tokens of the
-other travel, and `delay_wgrad_compute`, without which it overlaps little. Reaches `TransformerLayerSchedulePlan.run`,
-the order of one pair of layers, to issue each message as soon as its input exists; and
-`ScheduleNode.default_backward_func`, which must skip outputs that need no gradient. Leaves the order of micro-batches
-and every computation alone.
+Turns on Megatron's `--overlap-moe-expert-parallel-comm` and `delay_wgrad_compute`. Reaches
+`TransformerLayerSchedulePlan.run`, to issue each message as soon as its input exists, and
+`ScheduleNode.default_backward_func`, which must skip outputs without a gradient. Leaves micro-batch order and
+computations alone.
 """
 
 from __future__ import annotations
@@ -31,18 +30,16 @@ _STAGES = (
 
 
 def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The schedule of two layers: forward (F) of one micro-batch, backward (B) of another.
+    """Schedule of two layers: forward (F) and backward (B) of different micro-batches.
 
-    Megatron issues the F dispatch after the B experts and relies on the device's queue to overlap them. Here each
-    message is issued as soon as its input exists, and weight gradients (W) run during the next message:
+    Messages start as soon as their input exists; weight gradients (W) run during the next one. Gradient sums keep
+    Megatron's order: bitwise equal.
 
-        message       computed meanwhile
-        B combine     W of the previous pair, F attention
-        F dispatch    B experts
-        B dispatch    F experts (and W experts, in the last layer or without a forward pass)
-        F combine     B attention
-
-    Each gradient is summed in the same order as in Megatron: same bits.
+    Overlap:
+        B combine: W of the previous pair, F attention
+        F dispatch: B experts
+        B dispatch: F experts (W experts in the last layer or without a forward)
+        F combine: B attention
     """
 
     def run(
@@ -82,7 +79,7 @@ def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         if f_layer is not None:
             f_input = _forward(f_layer, f_layer.mtp_post_process, f_input)
 
-        # The last layer's attention wgrad overlaps with pipeline messages, where Megatron calls it.
+        # Megatron computes the last layer's attention wgrad during pipeline messages.
         if b_layer is not None and not is_last_layer_in_bwd:
             wgrads.append(_attention(b_layer).backward_dw)
 
@@ -113,7 +110,7 @@ def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
 
 
 def release_reasons(context: Context) -> list[str]:
-    """Why the combined schedule does not run on this release; [] if the release is unknown."""
+    """Why the combined schedule does not run on this release; [] if unknown."""
     release = context.versions.get(megatron.HOST)
     return [why for releases, why in _UNSUPPORTED.items() if release and matches(releases, release)]
 
@@ -121,7 +118,7 @@ def release_reasons(context: Context) -> list[str]:
 def layout_reasons(context: Context) -> list[str]:
     """Why the combined schedule does not run with these arguments.
 
-    Megatron's own checks are assertions in `TransformerConfig.__post_init__`.
+    Megatron only asserts them in `TransformerConfig.__post_init__`.
     """
     arg = context.arg
     found = moe.exchange_reasons(context)
@@ -153,7 +150,7 @@ def layout_reasons(context: Context) -> list[str]:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    # In Python the model's configuration is checked when the model is built.
+    # In Python the configuration is checked when the model is built.
     return [] if context.host_args is None else layout_reasons(context)
 
 

@@ -1,12 +1,9 @@
 """`--moe-grouped-gemm`: one grouped GEMM per layer for all experts of a rank.
 
-Megatron's local implementation loops over one MLP per expert. The module and its parameters stay, so initialisation,
-gradient buffers, optimizer and checkpoints are unchanged. Reaches `SequentialMLP.forward`: it runs for one expert that
-stands for all, whose linear layers are grouped products; Megatron's MLP still runs the activation in between.
-
-Serves `moe_act` recomputation, gradient accumulation fusion, delayed weight gradients and `--moe-wgrad-side-stream`.
-Falls back for fp8 and fp4, frozen or further sharded weights, hooks on experts, offloading, and experts that are not
-Megatron's MLP of its own linear layers.
+Reaches `SequentialMLP.forward`, which runs once, for an expert whose linear layers are grouped GEMMs. Module,
+parameters, activation code and checkpoints stay. Supports `moe_act` recomputation, gradient accumulation fusion,
+delayed weight gradients and `--moe-wgrad-side-stream`. Falls back for fp8, fp4, frozen or further sharded weights,
+hooks on experts, offloading, and other experts or layers.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
 _LINEAR = "megatron.core.tensor_parallel.layers:ColumnParallelLinear"
 _MLP = "megatron.core.transformer.mlp:MLP"
-# The experts' linear layers, which the grouped product stands for.
 LINEAR_LAYERS = tuple(
     f"megatron.core.tensor_parallel.layers:{name}"
     for name in (
@@ -165,10 +161,9 @@ def _verify(
 
 
 def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
-    """Add the second layer's biases, each times the row's probability."""
     if layers[0].bias is None:
         return x
-    # index_select's gradient sums over the rows of an expert.
+    # The gradient of index_select sums over an expert's rows.
     counts = torch.as_tensor(counts, device=x.device)
     expert = torch.repeat_interleave(torch.arange(len(layers), device=x.device), counts, output_size=x.shape[0])
     biases = torch.stack([layer.bias for layer in layers]).index_select(0, expert)
@@ -178,7 +173,6 @@ def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch
 def _gradients(
     session: Session, layers: Sequence[Any], released: moe_zero_memory.ReleasedExperts | None
 ) -> TakeGradients:
-    """What the experts' linear layers do with their weight gradients, for all at once."""
     weights = [layer.weight for layer in layers]
 
     def accumulates() -> bool:
@@ -240,10 +234,9 @@ def _layer_reasons(module: Any) -> list[str]:
 
 
 def _call_reasons(experts: Sequence[Any]) -> list[str]:
-    """Reasons that may change from call to call."""
     linear = [layer for expert in experts for layer in (expert.linear_fc1, expert.linear_fc2)]
     reasons = {
-        # A copy of another rank's weight is no parameter (--balanced-moe-experts).
+        # A copy of another rank's weight is no Parameter (--balanced-moe-experts).
         "a frozen weight": any(
             isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
             for weight in (getattr(layer, "weight", None) for layer in linear)
@@ -255,7 +248,7 @@ def _call_reasons(experts: Sequence[Any]) -> list[str]:
 
 def _modules(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any) -> Any:
-        # For grouped experts a release may return a module that needs an extension.
+        # For grouped experts a release may need an extension.
         return wrapped(self, False)
 
     return grouped_mlp_modules

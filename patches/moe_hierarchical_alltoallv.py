@@ -1,12 +1,8 @@
 """`--moe-hierarchical-alltoallv`: tokens cross the network once per node, not per expert.
 
-A token is sent once to each node that has one of its experts and is copied inside the node. Results are summed inside
-the node, and one row per token and node comes back.
-
-Reaches `dispatch_preprocess` of the `alltoall` dispatcher, whose `permute` then copies per node and returns the route
-as row ids; `token_dispatch` and `token_combine`, whose `all_to_all` takes that route; and `unpermute`, which sums over
-nodes. Experts get the same rows in the same order. Falls back where expert-parallel ranks are on one node or are
-unevenly spread over nodes.
+Tokens are copied, and results summed, inside the node. Reaches `permute` in `dispatch_preprocess` of the `alltoall`
+dispatcher (copies per node, route as row ids), `token_dispatch` and `token_combine` (exchange by that route), and
+`unpermute` (sums over nodes). Row order is unchanged. Falls back for one node or uneven nodes.
 """
 
 from __future__ import annotations
@@ -25,14 +21,12 @@ from ._shared.wrappers import Make, within
 
 NAME = "moe_hierarchical_alltoallv"
 NODE_SIZE = "moe_node_size"
-# Where Megatron keeps what `permute` gave for `unpermute`.
+# Where Megatron keeps `permute`'s row ids for `unpermute`.
 _ROUTE = "reversed_local_input_permutation_mapping"
 _NO_SIZE = "neither --moe-node-size nor the launcher (LOCAL_WORLD_SIZE) says how many ranks a node has"
 
 
 class _State:
-    """The groups of a session, and groups and route of the running dispatcher call."""
-
     def __init__(self) -> None:
         self.made: dict[Any, NodeGroups | None] = {}
         self.nodes: NodeGroups | None = None
@@ -77,7 +71,6 @@ def _with_nodes(session: Session, dispatcher: Any) -> Iterator[None]:
 
 
 def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
-    """Rows for nodes, the probabilities of their pairs, and the way."""
     nodes = _state(session).nodes
     if nodes is None:
         return None
@@ -89,8 +82,6 @@ def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation)
 
 
 def _on_route(is_dispatch: bool) -> Make:
-    """Let the dispatcher's `all_to_all` take the route of its tokens."""
-
     @contextlib.contextmanager
     def on_route(session: Session, dispatcher: Any) -> Iterator[None]:
         state = _state(session)
@@ -179,7 +170,7 @@ FEATURE = Feature(
         Around(f"{moe.DISPATCHER}.token_dispatch", _on_route(True), reads=(_ROUTE,)),
         Around(f"{moe.DISPATCHER}.token_combine", _on_route(False), reads=(_ROUTE,)),
         moe.all_to_all_patch(_all_to_all, order=1),
-        # Outside of --moe-permute-fusion, which serves the calls that are not this dispatcher's.
+        # Outside of --moe-permute-fusion, which serves other calls.
         *moe.permute_patches(_permute, order=1),
         Override(f"{moe.UTILS}:unpermute", _unpermute, order=1),
     ),

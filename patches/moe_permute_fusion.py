@@ -1,8 +1,8 @@
 """`--moe-permute-fusion`: permute tokens for their experts by one operator.
 
-Reaches `permute`, `unpermute` and `sort_chunks_by_idxs`, with which all dispatchers move tokens, when called in their
-fused form. Provides the names that Megatron imports from Transformer Engine, because its configuration refuses the flag
-without them. Raises for padding to the tile of a quantised product, which only Transformer Engine has.
+Reaches the fused forms of `permute`, `unpermute` and `sort_chunks_by_idxs`. Provides names that Megatron imports from
+Transformer Engine, or its configuration refuses the flag. Raises for padding to a quantized GEMM's tile, which only
+Transformer Engine has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_lite.ops.permute import reference
 from ._shared import moe
 from ._shared.config_restore import config_field
 
-# What TransformerConfig looks for.
+# Imports that TransformerConfig checks.
 _NAMES = (
     "fused_permute",
     "fused_permute_with_probs",
@@ -28,10 +28,10 @@ _NAMES = (
 
 
 def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> int | None:
-    """Experts per token, if the caller knows that all tokens have as many.
+    """Experts per token, if all tokens are known to have as many.
 
-    Only the all-to-all dispatcher gives both probabilities and a plain number of rows, and only where nothing is
-    dropped or padded; the others count rows on the device, or keep the part of the map that is their own.
+    Only the all-to-all dispatcher gives both probabilities and a plain row count, and only without dropping and
+    padding.
     """
     rows = int(tokens.shape[0])
     if probs is None or drop_and_pad or not isinstance(num_out_tokens, int) or not rows or num_out_tokens % rows:
@@ -40,7 +40,6 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
 
 
 def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
-    """The operator's answer to a call of the fused form; `plain` is Megatron's function."""
     if not call.fused:
         return None
     tokens, routing_map, probs, num_out_tokens, _, drop_and_pad = call
@@ -76,7 +75,7 @@ def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> A
         return reference.unpermute(x, sorted_indices, restore_shape[0], probs, routing_map, drop_and_pad)
 
     if session.verifier is not None:
-        # Megatron's function cannot read the row ids that the operator's permute has left it.
+        # Megatron's function cannot read the operator's row ids.
         inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
         _verify(session, "unpermute", ours, definition, inputs, against="the sums in plain PyTorch")
     return ours(permuted_tokens, probs)
@@ -117,7 +116,7 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _supplied(session: Session) -> Callable[..., Any]:
-    """Functions under Transformer Engine's names, for the configuration to find; called only to pad for fp8 or fp4."""
+    """Functions under Transformer Engine's names; called only to pad for fp8 or fp4."""
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:
         raise OptionError(

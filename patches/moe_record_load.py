@@ -1,12 +1,9 @@
 """`--moe-record-load`: record the tokens of each expert and rank by layer and step.
 
-Reaches `TopKRouter.forward`, whose routing map every dispatcher gets: one asynchronous reduction per layer and
-micro-batch. And `finalize_model_grads`, which every schedule calls once a step: every few steps ranks sum their counts
-and rank 0 writes them. Both targets' results are unchanged.
-
-Counts only where a graph is built: not in evaluation, and once where a layer is recomputed. Without sequence
-parallelism the first rank of a tensor-parallel group counts for all. Falls back for models without experts and for
-process groups other than Megatron's own.
+Reaches `TopKRouter.forward` (one asynchronous reduction per layer and micro-batch) and `finalize_model_grads` (every
+few steps rank 0 writes the sums). Counts only where a graph is built: neither evaluation nor recomputation. Without
+sequence parallelism the first tensor-parallel rank counts. Falls back for models without experts and custom process
+groups.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ INTERVAL = "moe_record_load_interval"
 
 
 class _Recorder:
-    """Counts the load of a session and writes it to a file."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._file: str = session.settings[NAME]
@@ -41,7 +36,6 @@ class _Recorder:
         session.on_end(self._say_what_is_missing)
 
     def count(self, router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Add one micro-batch of a layer."""
         from megatron.core import parallel_state
 
         config = router.config
@@ -63,7 +57,7 @@ class _Recorder:
             counter.add(row, routing_map)
 
     def end_step(self, model: Sequence[Any]) -> None:
-        """End a step; write the counts every few steps and after the last one."""
+        """End a step; write counts every few steps and after the last one."""
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
@@ -89,7 +83,6 @@ class _Recorder:
             self._write(config, place, rows, steps)
 
     def _experts_at(self, counter: LoadCounter) -> dict[int, Sequence[int]]:
-        """By row, the expert at each place, for layers with moved experts."""
         placed = self._session.find("enable_expert_placement")
         layers = {} if placed is None else placed.layers
         found = {_row(layer.router): each.experts_at for layer, each in layers.items() if not each.is_home}
@@ -111,7 +104,6 @@ class _Recorder:
             self._session.fallback(NAME, f"{self._file} cannot be written: {error.strerror or error}")
 
     def _counter_of(self, config: Any, device: torch.device) -> LoadCounter | None:
-        """The counter; None for a model that does not fit it."""
         if not config.num_moe_experts:
             self._session.fallback(NAME, "a model without experts is not counted")
             return None
@@ -133,20 +125,17 @@ class _Recorder:
 
 
 def _row(router: Any) -> int:
-    """Index of a layer; multi-token prediction layers are last."""
     # Before 0.17 Megatron numbers them so.
     beyond = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
     return (router.layer_number or 0) + beyond - 1  # type: ignore[no-any-return]
 
 
 def _iteration(context: Context) -> int | None:
-    """The current step by Megatron's arguments, from 1; None without a script."""
     before = context.arg("curr_iteration", None)
     return before + 1 if isinstance(before, int) else None
 
 
 def _is_last(context: Context, step: int) -> bool:
-    """Whether Megatron's arguments say that training ends after this step."""
     every = context.arg("exit_interval", None)
     return step == context.arg("train_iters", None) or bool(every and step % every == 0)
 

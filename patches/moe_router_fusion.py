@@ -1,9 +1,8 @@
 """`--moe-router-fusion`: the router's scores, top-k and probabilities in one operator.
 
-Reaches the functions that the router calls in their fused form: `topk_routing_with_score_function`,
-`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Choices equal Megatron's, ties included.
-Leaves unfused calls alone. Falls back for replayed or given routing, and before 0.18 for 16-bit logits, whose scores
-that release rounds before it chooses.
+Reaches the fused forms of `topk_routing_with_score_function`, `compute_routing_scores_for_aux_loss` and
+`switch_load_balancing_loss_func`. Choices equal Megatron's, ties included. Falls back for replayed or given routing,
+and before 0.18 for 16-bit logits, whose scores that release rounds before top-k.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ _CHOSEN = "the experts are chosen or recorded outside the router, which Megatron
 def _route(
     session: Session, plain: Callable[..., Any], fused: bool, why_not: str, logits: Any, topk: int, how: Any
 ) -> Any:
-    """Route by the operator if the fused form is requested and served, else by `plain`."""
     if fused and not why_not:
         if session.verifier is not None:
             functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
@@ -44,7 +42,7 @@ def _route(
 
 
 def _rounded(logits: Any, rounds: bool) -> str:
-    """The reason for 16-bit logits in a release that `rounds` scores to the logits' dtype."""
+    """Reason for 16-bit logits in a release that `rounds` scores to their dtype."""
     return _ROUNDED if rounds and logits.dtype in (torch.bfloat16, torch.float16) else ""
 
 
@@ -97,7 +95,7 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
         routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
         if padding_mask is None:
             return routing_map, scores
-        # True is a token that counts for nothing.
+        # True is a padding token.
         counts = (~padding_mask).unsqueeze(-1)
         return routing_map * counts, scores * counts
 
@@ -119,7 +117,7 @@ def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
         if not fused:
             return wrapped(probs, *given, fused, padding_mask)
         if padding_mask is not None:
-            # Here True is a token that counts.
+            # True is a token that counts.
             probs = probs * padding_mask.unsqueeze(-1)
         if session.verifier is not None:
             functions = (lambda x: ops.load_balancing_loss(x, *given), lambda x: wrapped(x, *given))

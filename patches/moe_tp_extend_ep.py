@@ -1,8 +1,7 @@
 """`--moe-tp-extend-ep`: tensor-parallel ranks hold whole experts (MindSpeed's flag).
 
-`--expert-model-parallel-size` EP becomes EP x TP, so each rank holds whole experts: larger products, no gather inside
-an expert. Sets Megatron's `expert_tensor_parallel_size` and `expert_model_parallel_size` before validation and changes
-no code.
+Expert parallelism becomes EP x TP: larger GEMMs and no gather inside an expert. Sets Megatron's
+`expert_tensor_parallel_size` and `expert_model_parallel_size` before validation; changes no code.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """`--moe-wgrad-side-stream`: compute weight gradients of experts on a side stream.
 
-They overlap with activation, permutation, router, norms and the dispatcher's messages. `auto` alternates steps with and
-without and keeps the faster.
-
-Reaches the weight gradients that `--moe-grouped-gemm` adds to main gradients; `start_grad_sync`, their first reader,
-which waits; `DistributedDataParallel.__init__`, where a model gets main gradients; and `zero_grad_buffer`, where a step
-begins. Leaves other layers alone, because sequence parallel layers reuse the buffer they read. Falls back on CPU, with
-CUDA graphs, the combined expert schedule, and without gradient accumulation fusion.
+`auto` alternates steps with and without and keeps the faster. Reaches weight gradients of `--moe-grouped-gemm`;
+`start_grad_sync`, which waits; `DistributedDataParallel.__init__`, where main gradients are made; and
+`zero_grad_buffer`, where a step begins. Leaves other layers alone: sequence parallel ones reuse the buffer they read.
+Falls back on CPU, with CUDA graphs, the combined expert schedule, and without gradient accumulation fusion.
 """
 
 from __future__ import annotations
@@ -37,8 +34,6 @@ CONFLICTING_ARGS = {
 
 
 class _SideStreamState:
-    """The side stream that all chunks of a model share."""
-
     def __init__(self, session: Session, executor: DeviceStream) -> None:
         self.side = SideStream(executor)
         self._ab_test: StepABTest | None = None
@@ -56,7 +51,6 @@ class _SideStreamState:
         return self._ab_test is None or self._ab_test.on
 
     def begin_step(self, chunk: Any) -> None:
-        """Called for each chunk of the model; a step begins with the first one."""
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(chunk)
         if self._ab_test is not None and self._leader() is chunk:
@@ -64,7 +58,7 @@ class _SideStreamState:
 
 
 def put(session: Session, config: Any, compute: Callable[[], None]) -> bool:
-    """Submit a weight gradient of a layer of `config` to the side stream; False if there is none."""
+    """Submit an expert layer's weight gradient; False if it is not served."""
     state = session.find(NAME)
     # One model may fall back while another does not.
     if state is None or not state.on or config_reasons(CONFLICTING_ARGS, config):

@@ -1,12 +1,12 @@
 """`--moe-zero-memory`: release expert inputs and activations, recompute them in backward.
 
-level0 releases the experts' input rows and the activation's output; the backward pass permutes and exchanges tokens
-again, overlapped with the experts' backward, and reruns the activation. level1 also releases the activation's input and
-reruns the first layer. `--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
+level0 releases the experts' input rows and the activation's output; backward exchanges tokens again, overlapped with
+the experts' backward. level1 also releases the activation's input and reruns the first layer.
+`--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
 
-Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher, which know
-tokens and counts; `TransformerLayer.__init__`, which chooses layers; and `SharedExpertMLP`. Needs `--moe-grouped-gemm`.
-Falls back for other dispatchers and for layers recomputed as a whole.
+Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher,
+`TransformerLayer.__init__`, and `SharedExpertMLP`. Needs `--moe-grouped-gemm`. Falls back for other dispatchers and
+fully recomputed layers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NUMBER = "moe_zero_memory_num_layers"
 FLAG = "--moe-zero-memory"
 _SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
 OFF, LEVEL0, LEVEL1 = "disable", "level0", "level1"
-# Dispatchers and shared experts -> recompute index of their layer, None if they keep everything. Kept while they live,
-# so that the feature can be turned off and on again.
+# Dispatchers and shared experts -> recompute index of their layer, None if they keep everything. Survives turning the
+# feature off and on.
 _BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
@@ -48,7 +48,7 @@ class ReleasedExperts:
         self._again: Callable[[], torch.Tensor] | None = None
 
     def release(self, x: torch.Tensor, middle: torch.Tensor, out: torch.Tensor, again: Callable[[], Any]) -> None:
-        """Release the rows x, and at level1 `middle`, which `again()` recomputes, until `out` has a gradient."""
+        """Release rows x, and at level1 `middle`, which `again()` recomputes, until `out` has a gradient."""
         self._rows.release(x)
         if self.level == LEVEL1:
             self._middle, self._again = ReleasedTensor(middle), again
@@ -57,7 +57,7 @@ class ReleasedExperts:
             out.register_hook(lambda _: run())  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Send the rows: the backward pass can overlap with it."""
+        """Start sending the rows."""
         self._rows.leave()
 
     def arrive(self) -> None:
@@ -74,7 +74,7 @@ class ReleasedExperts:
                 middle.fill(again())
 
     def before_the_gradient(self) -> None:
-        """Called when the gradient of the combined output is about to be sent."""
+        """Called just before the gradient of the combined output is sent."""
         self.begin()
         messages = self._session.find(expert_messages.ALLTOALL)
         if messages is not None:
@@ -82,13 +82,10 @@ class ReleasedExperts:
 
 
 class _State:
-    """Tokens and level by dispatcher within a dispatch, and the rows that experts get next."""
-
     def __init__(self) -> None:
         self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
         self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
-        # First layer's calls of shared experts that run in two steps.
         self.shared: weakref.WeakKeyDictionary[Any, LinearCall] = weakref.WeakKeyDictionary()
 
 
@@ -97,7 +94,7 @@ def _state(session: Session) -> _State:
 
 
 def released_of(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
-    """The release of experts with these rows; None if they keep everything."""
+    """The release for these rows; None if the experts keep everything."""
     state = session.find(NAME)
     if state is None or state.given is None:
         return None
@@ -120,13 +117,11 @@ def _prepare(layer: Any, session: Session, index: int | None) -> None:
     _BUILT[dispatcher] = index if serves else None
     shared = getattr(layer.mlp, "shared_experts", None)
     if shared is not None:
-        # One that is computed again as a whole keeps nothing.
         is_whole = getattr(layer.mlp, "shared_experts_recompute", False)
         _BUILT[shared] = index if serves and not is_whole else None
 
 
 def _level(session: Session, built: Any) -> str | None:
-    """The level of a dispatcher's or shared expert's layer; None if it keeps everything."""
     if recompute.is_checkpointed(NAME, session):
         return None
     index, level = _BUILT.get(built), session.settings[NAME]
@@ -141,7 +136,6 @@ def _level(session: Session, built: Any) -> str | None:
 def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         tokens = _state(session).tokens
-        # Left by a pass that has failed.
         tokens.pop(self, None)
         if torch.is_grad_enabled() and (level := _level(session, self)):
             tokens[self] = hidden_states.detach(), level
@@ -157,7 +151,7 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
         if kept is None:
             return wrapped(self, global_input_tokens, global_probs)
         tokens, level = kept
-        # A copy: the next micro-batch overwrites the counts.
+        # The next micro-batch overwrites the counts.
         counts = copy.copy(self)
         counts.shared_experts = counts.probs = None
         found = wrapped(self, global_input_tokens, global_probs)
@@ -169,7 +163,7 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
-    """The rows that a dispatcher with these counts makes of tokens [s, b, hidden]."""
+    """Rows that the dispatcher makes of tokens [s, b, hidden]."""
     from megatron.core.transformer.moe import moe_utils
 
     def permute() -> torch.Tensor:
@@ -207,16 +201,16 @@ def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _is_deterministic(layer: Any) -> bool:
-    """Whether a linear layer gives the same output again; adapters may have dropout, hooks may change it."""
+    """Whether a linear layer is repeatable; adapters may have dropout."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     return type(layer) is ColumnParallelLinear and not layer._forward_hooks
 
 
 def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: bool) -> None:
-    """Release the activation's output until the gradient of the second layer's output is there; rerun it then.
+    """Release the activation's output until the second layer's gradient; rerun it then.
 
-    with_input: release the activation's input too, and rerun the first layer.
+    with_input: also release the activation's input and rerun the first layer.
     """
     from megatron.core.transformer.mlp import MLP
 
@@ -244,7 +238,6 @@ def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: boo
 
 
 def _shared_level(session: Session, shared: Any) -> str | None:
-    """The level of a shared expert; None if it keeps everything or is recomputed otherwise."""
     if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared, session):
         return None
     return _level(session, shared)
@@ -262,8 +255,6 @@ def _release_shared(session: Session, shared: Any, first: LinearCall, second: Li
 
 
 def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A shared expert that runs in one step."""
-
     def forward(self: Any, hidden_states: Any) -> Any:
         with seen(self.linear_fc1) as first, seen(self.linear_fc2) as second:
             found = wrapped(self, hidden_states)
@@ -274,8 +265,6 @@ def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The first step of one that overlaps with messages."""
-
     def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
         with seen(self.linear_fc1) as first:
             found = wrapped(self, *args, **kwargs)
@@ -298,7 +287,6 @@ def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..
 
 
 def _layer_reasons(value_of: Callable[[str], Any]) -> list[str]:
-    """Arguments that leave nothing to release, or give experts other rows."""
     reasons = []
     if value_of("recompute_granularity") == "selective" and "moe" in (value_of("recompute_modules") or ()):
         reasons.append("--recompute-modules moe computes the layer of experts again as a whole")

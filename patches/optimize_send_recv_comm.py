@@ -1,9 +1,8 @@
 """`--optimize-send-recv-comm`: a process group per direction of pipeline messages.
 
-Megatron sends activations and gradients over one group, whose communicator runs them one after the other. Here
-gradients use a second group of the same ranks. Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of
-every schedule, and `P2PCommunicator.__init__`, which all ranks call together and where the groups are made. Leaves
-shape exchange, waiting and message order alone.
+Gradients get a second group, so that they do not queue after activations. Reaches `_batched_p2p_ops` and `_p2p_ops`,
+which issue all messages, and the collective `P2PCommunicator.__init__`, where groups are made. Leaves shape exchange,
+waiting and order alone.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ def _make_second_group(session: Session, communicator: Any) -> None:
 
 
 def _second_groups(session: Session) -> dict[Any, Any]:
-    """Megatron's group -> the second one of the same ranks."""
     made: dict[Any, Any] = session.state(NAME, dict)
     return made
 
 
 def _make(group: Any, session: Session) -> None:
-    """Make the second groups of all pipelines; every rank takes part in each."""
     import torch.distributed as dist
 
     pipelines: list[Any] = [None] * dist.get_world_size()

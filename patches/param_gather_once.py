@@ -1,8 +1,8 @@
 """`--param-gather-once`: gather each parameter of a model with experts once a step.
 
-Megatron has one distributed optimizer for dense parameters and one for experts, and each gathers the whole model after
-its step. Reaches `_ParamAndGradBucketGroup.start_param_sync` during `DistributedOptimizer.step_with_ready_grads`, so
-that a step gathers only the buckets it has updated. Leaves `--overlap-param-gather` alone, which gathers once already.
+Megatron's optimizers of dense parameters and experts each gather the whole model. Reaches
+`_ParamAndGradBucketGroup.start_param_sync` during `DistributedOptimizer.step_with_ready_grads`, to gather only updated
+buckets. Leaves `--overlap-param-gather` alone, which gathers once already.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Se
 from ._shared.conditions import fsdp_reasons
 from ._shared.wrappers import within
 
-# Parameters of the optimizers that are in their step, innermost last.
+# Parameters of the optimizers being stepped, innermost last.
 _stepping: list[Any] = []
 
 
 @contextlib.contextmanager
 def _stepping_optimizer(session: Session, optimizer: Any) -> Iterator[None]:
-    # An optimizer without parameters has no map; it is left alone.
+    # An optimizer without parameters has no map.
     updated = getattr(optimizer, "model_param_gbuf_map", None)
     if updated is None:
         yield

@@ -1,10 +1,9 @@
 """`--pipeline-schedule`: the order of passes as data, generated, checked and executed.
 
-`1f1b` and `interleaved` are Megatron's orders, `zb-h1` and `zb-auto` have weight gradients as separate steps, and
-FILE.py:function is the user's own. Reaches `get_forward_backward_func`, which every training loop calls: with a
-pipeline it returns a function that executes the order with Megatron's own passes, messages and reductions. Leaves
-training without a pipeline alone. Falls back to Megatron's schedule for what an order does not describe: overlapped
-expert communication, several modules, other tensor shapes, recorded graphs.
+`1f1b` and `interleaved` are Megatron's orders, `zb-h1` and `zb-auto` split off weight gradients, FILE.py:function is
+custom. Reaches `get_forward_backward_func`, and runs Megatron's passes, messages and reductions in that order. Leaves
+training without a pipeline alone. Falls back for overlapped expert communication, several modules, other tensor shapes,
+and recorded graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
-# Of our orders, only DualPipeV supports it.
+# Only DualPipeV supports it.
 _COMBINED = {moe_fb_overlap.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
 _LEFT_TO_MEGATRON = {
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
@@ -54,7 +53,7 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
-        # A training loop may hold this function after the session has ended. Megatron refuses unknown arguments.
+        # A training loop may hold this function after the session. Megatron refuses unknown arguments.
         if not state.is_on or not given.keys() <= schedule_functions.parameters(original):
             return original(**given)
         request = state.request(session)
@@ -76,7 +75,6 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _call_reasons(given: dict[str, Any]) -> list[str]:
-    """Arguments of a step that only Megatron's schedule supports."""
     reasons = []
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")

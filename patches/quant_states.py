@@ -1,10 +1,8 @@
 """`--quant-states`: Adam's moments in 2 bytes (bf16) or 1 byte (fp8) instead of 4.
 
-The fused AdamW (`--use-fused-adamw`, turned on) computes in fp32 and writes moments back with unbiased stochastic
-rounding; fp8 shares an exponent among 128 values. Needs neither Transformer Engine nor the distributed optimizer.
-
-Reaches Megatron's optimizers after they have made main parameters (`__init__`), and their checkpoint methods
-(`_shared.optimizer_state`): checkpoints hold fp32 and load with or without the flag.
+The fused AdamW (`--use-fused-adamw`, turned on) rounds stochastically; fp8 shares an exponent among 128 values. Reaches
+Megatron's optimizers after `__init__`, and their checkpoint methods (`_shared.optimizer_state`): checkpoints hold fp32
+and load with or without the flag.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _init = patch_optimizer_init("quant_states", _use)
 
 
 def _tied(optimizer: Any) -> set[torch.Tensor]:
-    """Main parameters of weights shared between pipeline stages, which must round alike.
+    """Main parameters of weights shared between stages, which must round alike.
 
     Stages shard such a weight at different places, so fp8 blocks would differ.
     """

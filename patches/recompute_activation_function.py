@@ -1,8 +1,7 @@
 """`--recompute-activation-function`: release the MLP activation's output and recompute it.
 
-Reaches every MLP of the local implementation: dense, experts and shared experts. The output, [s, b, ffn / TP], is freed
-once the second linear layer has run; the activation reruns from its kept input when that layer's gradient arrives. No
-GEMM is repeated. Uses Megatron's `CheckpointWithoutOutput`, with the MLP's own forward in two pieces.
+Reaches every local MLP: dense, experts and shared experts. The output [s, b, ffn / TP] is freed after the second linear
+layer and recomputed in its backward by Megatron's `CheckpointWithoutOutput`, without a GEMM.
 `--recompute-activation-function-num-layers N` limits it to the first N layers of each pipeline rank.
 """
 
@@ -27,13 +26,12 @@ _OBSERVERS = "activation_observers"
 
 
 def is_recomputed(mlp: Any, session: Session) -> bool:
-    """Whether the activation of this MLP is recomputed in this pass."""
     chosen = getattr(mlp, RECOMPUTED, False) and torch.is_grad_enabled()
     return chosen and not recompute.is_checkpointed(SWITCH.feature, session)
 
 
 def observe(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `enter` and `leave` on the input and output of this MLP's activation; returns the undo."""
+    """Call `enter` and `leave` on the activation's input and output; return the undo."""
 
     def end() -> None:
         vars(mlp).pop(_OBSERVERS, None)
@@ -65,7 +63,7 @@ def prepare(layer: Any, session: Session) -> None:
 
     mlp, modules = layer.mlp, layer.config.recompute_modules or ()
     selective = layer.config.recompute_granularity == "selective"
-    # Modules that are recomputed as a whole keep nothing to release.
+    # Fully recomputed modules keep nothing to release.
     if isinstance(mlp, MLP):
         session.mark(mlp, RECOMPUTED, not (selective and "mlp" in modules))
     elif not (selective and "moe" in modules):

@@ -1,11 +1,8 @@
 """`--recompute-in-bubble`: recomputation as steps of the pipeline schedule (ripipe).
 
-A recomputation needs only its inputs, but Megatron runs it when the gradient has arrived. As a step of its own it runs
-while the rank waits. `--recompute-in-advance` does so before each backward pass of a fully recomputed model, except on
-the last stage. `--recompute-in-bubble` recomputes only the micro-batches above a bound on live activations.
-
-Reaches `tensor_parallel.checkpoint`, which gets a function whose second run has already been made. Leaves selective
-recomputation, evaluation and calls outside a schedule alone. Bitwise equal to recomputation in the backward pass.
+Recomputes while the rank waits, above a bound on live activations; `--recompute-in-advance`: before each backward pass,
+except on the last stage. Reaches `tensor_parallel.checkpoint`, which gets a function that has already rerun. Leaves
+selective recomputation, evaluation and calls outside a schedule alone. Bitwise equal.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if settings[_IN_BUBBLE] and settings[_IN_ADVANCE]:
         raise OptionError(f"{NAME}: --recompute-in-bubble and --recompute-in-advance: leave one out.")
-    # An order of the user's is checked when it is made.
+    # A custom order is checked when it is made.
     is_own = ":" in (settings.get(pipeline_orders.SCHEDULE) or "")
     if settings[_IN_BUBBLE] and pipeline_orders.delays_weight_gradients(settings) and not is_own:
         raise OptionError(

@@ -1,10 +1,9 @@
 """`--recompute-norm`: release a layer's two norms after use and recompute them.
 
-Reaches the norms before attention and MLP in each layer. Each output, [s, b, h], is freed when attention or the MLP has
-run. Megatron has this for all layers as `--recompute-modules layernorm`; this flag works layer by layer and with
-`--recompute-granularity full --recompute-method block`. Two faults of Megatron's checkpoint are corrected: it takes its
-own default for fp8 and fails without Transformer Engine, and drops gradients where the layer's input needs none.
-`--recompute-norm-num-layers N` limits it to the first N layers of each pipeline rank.
+Reaches the norms before attention and MLP, outputs [s, b, h]. Unlike Megatron's `--recompute-modules layernorm` it
+works per layer and with `--recompute-granularity full --recompute-method block`. Corrects Megatron's checkpoint, which
+needs Transformer Engine and drops gradients where the input needs none. `--recompute-norm-num-layers N` limits it to
+the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SWITCH = recompute.Switch(
 def prepare(layer: Any, session: Session) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
-    # A norm that is fused into a linear layer is an IdentityOp.
+    # A norm fused into a linear layer is an IdentityOp.
     for name, checkpoint in (
         ("input_layernorm", "input_layernorm_checkpoint"),
         ("pre_mlp_layernorm", "pre_mlp_norm_checkpoint"),

@@ -1,10 +1,9 @@
 """`--reset-bucket-group-order`: all-gather parameters in first-forward order.
 
-With `--overlap-param-gather` Megatron links buckets in registration order and starts the first gather when it is
-needed. Reaches `DistributedDataParallel.__init__`, which links the chains; `finish_param_sync`, where the first step
-shows the order of use; and `DistributedOptimizer.step_with_ready_grads`, after which the first gather starts early.
-Leaves the gathers themselves alone. Falls back for `--align-param-gather` and
-`--overlap-param-gather-with-optimizer-step`, which start gathers themselves.
+For `--overlap-param-gather`, which gathers in registration order. Reaches `DistributedDataParallel.__init__`, which
+links the chains; `finish_param_sync`, where the first step shows the order of use; and
+`DistributedOptimizer.step_with_ready_grads`, after which the first gather starts. Leaves the gathers alone. Falls back
+for `--align-param-gather` and `--overlap-param-gather-with-optimizer-step`.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _NEXT = "next_param_gather_bucket_group"
 
 
 class Order:
-    """The bucket groups of one chain, linked in order of use once that is known."""
+    """Bucket groups of one chain, linked in order of use once known."""
 
     def __init__(self, groups: Sequence[Any], session: Session) -> None:
-        # Megatron links them from the last to the first.
+        # Megatron links them from last to first.
         self._registered = list(reversed(groups))
         self._used: list[Any] = []
         self._session = session
         self.known = False
         for group in groups:
             session.mark(group, _ORDER, self)
-            # Until the order is known, each is gathered when it is needed.
+            # Until the order is known, each is gathered on demand.
             session.mark(group, _NEXT, None)
 
     def begin(self) -> None:
@@ -46,23 +45,20 @@ class Order:
             self._used[0].start_param_sync()
 
     def is_of(self, parameters: Container[Any]) -> bool:
-        """Whether the chain has any of these parameters."""
         return any(parameter in parameters for group in self._registered for parameter in group.params)
 
     def wait_for(self, group: Any) -> None:
-        """`group` is about to be waited for."""
         if group not in self._used:
             self._used.append(group)
             if len(self._used) == len(self._registered):
                 self._link()
         elif not group.param_gather_dispatched:
-            # The next step has begun; some groups are unused.
             self._link()
 
     def _link(self) -> None:
         for one, other in itertools.pairwise(self._used):
             self._session.mark(one, _NEXT, other)
-        # Unused groups stay out, because nothing would wait for their gather.
+        # Nothing would wait for the gather of unused groups.
         for group in self._registered:
             delattr(group, _ORDER)
         self.known = True
@@ -98,7 +94,7 @@ def _wait_for(session: Session, group: Any) -> None:
 def _begin_gathers(session: Session, optimizer: Any) -> None:
     for model in getattr(optimizer, "model_chunks", ()):
         for order in (session.find(NAME) or {}).get(model, ()):
-            # Dense parameters and experts have an optimizer each.
+            # Dense parameters and experts have separate optimizers.
             if order.is_of(optimizer.model_param_gbuf_map):
                 order.begin()
 

@@ -1,12 +1,8 @@
 """`--reuse-fp32-param`: store fp32 main parameters as bf16 weights plus 16 low bits.
 
-The bf16 weight is the rounded upper half of the fp32 value, so the optimizer keeps only the lower 16 bits. The fused
-AdamW (`--use-fused-adamw`, turned on) joins both in registers, updates and splits again. The bit that undoes the
-rounding is the sign of the second moment.
-
-Reaches the mixed-precision optimizers after they have made main parameters (`__init__`), and every method that reads or
-writes these outside the step, checkpoints included (`_shared.optimizer_state`). Main parameters are placeholders that
-read as NaN elsewhere.
+The fused AdamW (`--use-fused-adamw`, turned on) joins and splits them; the second moment's sign holds the bit that
+undoes rounding. Reaches mixed-precision optimizers after `__init__`, and every method that accesses main parameters
+outside the step (`_shared.optimizer_state`). Elsewhere they are placeholders that read as NaN.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ _init = patch_optimizer_init("reuse_fp32_param", _use)
 
 @contextlib.contextmanager
 def _without_update(session: Session, optimizer: Any) -> Iterator[None]:
-    """Let the step that only creates states for a checkpoint leave the weights unchanged."""
+    """Leave weights unchanged in the step that only creates states for a checkpoint."""
     groups = optimizer.optimizer.param_groups if _split_params_of(optimizer) is not None else []
     rates = [group["lr"] for group in groups]
     try:

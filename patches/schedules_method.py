@@ -1,12 +1,9 @@
 """`--schedules-method`: DualPipeV, a pipeline in a V with both ends on rank 0.
 
-Rank r of P holds stages r and 2P-1-r. Forward passes of one half fill the bubble of backward passes of the other, at
-the activation memory of 1F1B (2P+1 chunks).
-
-Reaches the functions from which Megatron's model is built: `get_transformer_layer_offset`, `is_vp_last_stage`,
-`is_pp_last_stage` and `is_pipeline_last_stage`; and `mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layers
-keep their numbers, so checkpoints interchange with other layouts. `pipeline_schedule` executes the order. The two
-passes of an overlapped pair run in sequence, or through Megatron's combined plan with `--moe-fb-overlap`.
+Rank r of P holds stages r and 2P-1-r; activation memory is 1F1B's (2P+1 chunks). Reaches
+`get_transformer_layer_offset`, `is_vp_last_stage`, `is_pp_last_stage`, `is_pipeline_last_stage`, which place layers,
+and `mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layer numbers, so checkpoints, are unchanged.
+`pipeline_schedule` executes the order; `--moe-fb-overlap` overlaps the two passes of a pair.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ _CONFLICTING_ARGS = {
 
 
 def _is_up(vp_stage: int | None) -> bool:
-    """Whether a chunk is one of those that go up the ranks."""
     return vp_stage == 1
 
 
@@ -65,7 +61,7 @@ def _vp_last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bo
 
 def _pp_last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
     def is_pp_last_stage(pp_group: Any) -> bool:
-        # The rank of the last stage, and the one that Megatron asks for the losses, which it is given.
+        # The rank of the last stage; Megatron reads the losses there.
         return wrapped(pp_group) or pp_group.rank() == 0
 
     return is_pp_last_stage
@@ -86,7 +82,7 @@ def _needs_all(wrapped: Callable[..., bool], session: Session) -> Callable[..., 
     from megatron.core import parallel_state
 
     def mtp_on_this_rank(*args: Any, **kwargs: Any) -> bool:
-        # Of a batch, such a rank is given tokens and labels; without these layers nothing else asks.
+        # Such a rank gets tokens and labels; without these layers nothing else asks.
         return wrapped(*args, **kwargs) or parallel_state.get_pipeline_model_parallel_rank() == 0
 
     return mtp_on_this_rank

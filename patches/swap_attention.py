@@ -1,11 +1,8 @@
 """`--swap-attention`: offload activations of chosen modules until the backward pass.
 
-What autograd saves within `--swap-modules` (norms and attention by default) is copied to pinned host memory while the
-next layer computes, and prefetched in the backward pass. The last layer of a pass stays on the device. Copies run on
-side streams in reused buffers; `--swap-attention-budget` limits host memory.
-
-Reaches `TransformerBlock.forward`, which keeps the order of layers per pass (so interleaved schedules work), and each
-layer when it is built, by module and saved-tensor hooks. Leaves recomputed layers and outputs alone.
+Saved tensors of `--swap-modules` go to pinned host memory during the next layer, and are prefetched in backward. The
+last layer stays on the device. `--swap-attention-budget` limits host memory. Reaches `TransformerBlock.forward`, which
+keeps layer order per pass, and each layer, by saved-tensor hooks. Leaves recomputed layers and outputs alone.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_eng
 from ._shared.wrappers import after, within
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
-# MindSpeed's names of modules that have other names in Megatron.
+# MindSpeed's name -> Megatron's.
 _ALSO = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layernorm"}
 CONFLICTING_ARGS = {
     "cpu_offloading": "--cpu-offloading moves activations itself",
@@ -41,7 +38,6 @@ _keys = itertools.count()
 
 
 def _names(given: str) -> tuple[str, ...]:
-    """Modules of a layer by Megatron's names, as a comma-separated list gives them."""
     names = tuple(dict.fromkeys(_ALSO.get(name, name) for name in (each.strip() for each in given.split(",")) if name))
     if not names:
         raise OptionError(f"--swap-modules: `swap_attention` wants names of a layer's modules, such as {_DEFAULT}")
@@ -57,8 +53,6 @@ def _why_not_here(device: str) -> list[str]:
 
 
 def _shared(session: Session, device: torch.device) -> Offload:
-    """The offload, with its buffers, that all chunks of a session share."""
-
     def make() -> Offload:
         budget = session.settings.swap_attention_budget
         limit = None if budget is None else int(budget * 2**30)

@@ -1,12 +1,9 @@
 """`--swap-optimizer`: offload main parameters and Adam's moments between steps.
 
-The fused AdamW (`--use-fused-adamw`, turned on) updates groups of parameters while the next group comes in from pinned
-memory and the previous one goes out. The model's own weights and split parameters (`--reuse-fp32-param`) stay; only
-their moments move.
-
-Reaches Megatron's optimizers after they have made main parameters (`__init__`), and every method that reads or writes
-them outside the step, checkpoints included (`_shared.optimizer_state`). Elsewhere they are placeholders that read as
-NaN. Leaves gradients, norms, clipping and skipped steps alone.
+The fused AdamW (`--use-fused-adamw`, turned on) updates one group while pinned-memory copies of its neighbours run.
+Model weights and split parameters (`--reuse-fp32-param`) stay. Reaches Megatron's optimizers after `__init__`, and
+every method that accesses main parameters outside the step (`_shared.optimizer_state`). Elsewhere they are placeholders
+that read as NaN. Leaves gradients, clipping and skipped steps alone.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ def _copy_engine_of(device: torch.device) -> CopyEngine:
 
 
 def _no_copy_engine(device: str) -> list[str]:
-    """Reasons why there is no second memory; empty if there is."""
     if device == "cpu":
         return ["cpu has one memory: --virtual-optimizer keeps the moments in files there"]
     return []
@@ -55,7 +51,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
         times = session.settings.swap_optimizer_times
         return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
-    # Shared by all optimizers, which step one after the other.
     placement = session.state(FEATURE.name, make)
     inner.placement = placement
     placement.register(use_fused_adamw.cast_targets(optimizer))

@@ -1,10 +1,9 @@
 """`--use-ascend-coc`: overlap tensor-parallel communication with the layer's own GEMM.
 
-Megatron overlaps only the backward collectives of a column parallel layer. Here each collective is cut into chunks that
-overlap with the GEMM. Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`.
-`--tp-comm-overlap` asks for the same and is reset, or Megatron would build Transformer Engine's buffers.
-
-Leaves experts and Transformer Engine's layers alone. Falls back for distributed weights and under autocast.
+Cuts collectives into chunks; Megatron overlaps only a column parallel layer's backward. Reaches the local
+`ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`. Resets `--tp-comm-overlap`, or Megatron
+would build Transformer Engine's buffers. Leaves experts and Transformer Engine alone. Falls back for distributed
+weights and under autocast.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ from ._shared.tp_linear import LAYERS, LayerCall
 NAME = "use_ascend_coc"
 _LAYER_NAME = "tp_comm_buffer_name"
 AUTO = "auto"
-# What is taken where a time must not decide: --deterministic-mode.
+# Chunks under --deterministic-mode, where times must not decide.
 _DETERMINISTIC = 4
 
 _log = logging.getLogger("mindspeed_lite")
 
 
 class _Choice:
-    """The number of chunks for every group of a session."""
-
     def __init__(self, number: int | None) -> None:
         self._number = number
         self._trials: dict[Any, ChunkAutotuner] = {}
@@ -82,7 +79,6 @@ def _comm_config(call: LayerCall) -> TPCommConfig:
 
 
 def _slices(call: LayerCall) -> ChunkPolicy:
-    """Megatron's own switches say which passes and layers are left in one piece."""
     config = call.layer.config
     choose = _choice(call.session).of(call.group, call.layer.training)
     off = set()

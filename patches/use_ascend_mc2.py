@@ -1,8 +1,7 @@
 """`--use-ascend-mc2`: fused collective and GEMM operators of an NPU.
 
-Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`, for sequence parallel
-layers, forward and input gradient; weight gradients are as in `--use-ascend-coc`. Leaves other layers and experts
-alone. Falls back for unsupported shapes.
+Reaches sequence parallel local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`, forward and
+input gradient. Leaves other layers and experts alone. Falls back for unsupported shapes.
 """
 
 from __future__ import annotations

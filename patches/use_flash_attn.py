@@ -1,12 +1,10 @@
 """`--use-flash-attn`: attention without the score matrix.
 
-`--attention-backend flash` and `fused` ask for it too. Reaches the local `DotProductAttention.forward`, which is the
-same in every supported release; the module around it stays Megatron's. Serves packed sequences, which the original
-refuses. Its constructor accepts the head sizes of multi-latent attention. On CUDA the first call activates an installed
-FA3 or FA4. Without document resets the data loader builds no causal mask.
-
-Leaves projections, rotary embedding and Transformer Engine's attention alone; with context parallelism
-`context_parallel_algo` serves the call. Falls back for attention biases and for what the backend lacks.
+`--attention-backend flash` and `fused` ask for it too. Reaches the local `DotProductAttention.forward`, the same in
+every release; also serves packed sequences and multi-latent head sizes. On CUDA the first call activates an installed
+FA3 or FA4. Without document resets the data loader builds no causal mask. Leaves projections, rotary embedding and
+Transformer Engine alone; `context_parallel_algo` serves context parallelism. Falls back for attention biases and for
+what the backend lacks.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        if query.device.type == "cuda":  # `is_cuda` is True on an NPU that torch_npu lets pass for CUDA
+        if query.device.type == "cuda":  # torch_npu may set `is_cuda` on an NPU tensor
             session.state("flash_kernels", lambda: choose_kernels(self))
         call = read_call(self, query, attention_mask, packed_seq_params is not None)
         spec = packing = None
@@ -102,7 +100,7 @@ def _backend(text: str) -> str:
 
 
 def _attention_backend(settings: Mapping[str, Any]) -> str:
-    """The flag's word; Megatron's parser makes it an enumeration member."""
+    """The flag's word; Megatron's parser makes it an enum member."""
     value = settings.get("attention_backend", "auto")
     return str(getattr(value, "name", value))
 

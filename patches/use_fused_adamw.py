@@ -1,12 +1,9 @@
 """`--use-fused-adamw`: Adam, clipping and the copy into the weights in one pass.
 
-Without Transformer Engine and Apex Megatron runs torch's Adam with separate passes for norm, clipping and copy. Reaches
-`MegatronOptimizer.__init__`, where torch's Adam or AdamW gets the fused step and keeps its state format;
-`clip_grad_by_total_norm_fp32` and `step_with_ready_grads`, which hand clip coefficients and copy targets to it;
-`prepare_grads`, which drops leftovers; and `local_multi_tensor_l2_norm` and `_scale`.
-
-Leaves fp16 unscaling alone. Falls back for other optimizers and options, and from deferred clipping where gradients are
-read after it.
+Reaches `MegatronOptimizer.__init__` (torch's Adam or AdamW gets the fused step, same state format);
+`clip_grad_by_total_norm_fp32` and `step_with_ready_grads` (clip coefficients, copy targets); `prepare_grads` (drops
+leftovers); `local_multi_tensor_l2_norm` and `_scale`. Leaves fp16 unscaling alone. Falls back for other optimizers and
+options, and from deferred clipping where gradients are read later.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from ._shared.conditions import fsdp_reasons
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
 from ._shared.wrappers import before, within
 
-# Optimizers that the feature has adopted, and whether Megatron counts zeros in their gradients.
+# Adopted optimizer -> whether Megatron counts zeros in its gradients.
 _adopted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -51,7 +48,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
-    """Give an optimizer the fused step until the feature ends; counts_zeros: Megatron reads clipped gradients."""
+    """Use the fused step until the feature ends; counts_zeros: Megatron reads clipped gradients."""
     fused = adopt(optimizer)
     if fused is None:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -71,7 +68,6 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
 
 
 def _drop_deferred(session: Session, optimizer: Any) -> None:
-    """Drop what a step that was skipped after its clipping has deferred."""
     if is_ours(optimizer.optimizer):
         optimizer.optimizer.step_data = StepData()
 
@@ -98,7 +94,6 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
-    """Each parameter with a gradient and its fused optimizer; None if one has none."""
     if isinstance(parameters, torch.Tensor):
         return None
     owner = {
@@ -115,7 +110,6 @@ def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tens
 
 @contextlib.contextmanager
 def _with_cast_targets(session: Session, optimizer: Any) -> Iterator[None]:
-    """Let the fused step write the model's weights."""
     inner = optimizer.optimizer
     if not is_ours(inner):
         yield
@@ -128,7 +122,7 @@ def _with_cast_targets(session: Session, optimizer: Any) -> Iterator[None]:
 
 
 def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """fp32 main parameter -> memory that Megatron would copy it to; empty where it does more than copy."""
+    """fp32 main parameter -> memory that Megatron copies it to; empty where it does more."""
     if hasattr(optimizer, "fp32_from_float16_groups"):
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
         return {main: model.data for mains, models in pairs for main, model in zip(mains, models, strict=True)}
@@ -145,7 +139,7 @@ def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
             place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             buffer, _, bucket = optimizer.model_param_gbuf_map[model]
             shard = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
-            # An fp32 parameter is usually a piece of that buffer itself.
+            # An fp32 parameter is usually a piece of that buffer.
             if shard.data_ptr() != main.data_ptr():
                 found[main] = shard
     return found
@@ -198,7 +192,6 @@ def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def _verification(verifier: Any) -> Callable[..., None]:
-    """Compares the new parameter with torch's, on copies."""
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
 
     def through(update: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., torch.Tensor]:
@@ -260,7 +253,6 @@ def _why_not(context: Context) -> Sequence[str]:
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _COPY = "_copy_main_params_to_model_params"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
-# What `cast_targets` reads, by optimizer.
 CAST_TARGET_READS = {
     FLOAT16: tuple(f"{FLOAT16}.{name}" for name in ("float16_groups", "fp32_from_float16_groups")),
     DISTRIBUTED: (
@@ -276,7 +268,7 @@ FEATURE = Feature(
     name="use_fused_adamw",
     summary="Adam, clipping and the copy into 16-bit weights in one pass",
     options=(Option("--use-fused-adamw", help="Update parameters with one fused operator."),),
-    # Main parameters that share storage with the weights, and narrow moments, are updated by this step alone.
+    # Only this step updates split main parameters and quantized moments.
     enabled=lambda settings: any(
         settings.get(name)
         for name in ("use_fused_adamw", "reuse_fp32_param", "quant_states", "swap_optimizer", "virtual_optimizer")

@@ -1,8 +1,7 @@
 """`--use-fused-cross-entropy`: the loss in one pass over the logits, gradient in place.
 
-Reaches `vocab_parallel_cross_entropy` and `fused_vocab_parallel_cross_entropy`, through which
-`LanguageModule.compute_language_model_loss` gets the loss of every model. Leaves Transformer Engine's loss alone. Falls
-back for label smoothing, which no loss of Megatron's asks for.
+Reaches `vocab_parallel_cross_entropy` and `fused_vocab_parallel_cross_entropy`, which every model's loss uses. Leaves
+Transformer Engine's loss alone. Falls back for label smoothing.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from mindspeed_lite.verify import Part
 
 UNFUSED = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
 FUSED = "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
-# Both apply functions that call its methods.
+# Both apply functions call its methods.
 LOSS = "megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy"
 
-# Elements of the logits that a verification is willing to make in a wider type.
+# Maximum logits elements for verification in a wider type.
 _WIDENED = 1 << 23
 _EVERY = slice(None)
 
@@ -41,7 +40,7 @@ def _loss(
 
 
 def _verify(session: Session, original: Callable[..., Any], logits: Any, target: Any, group: Any) -> None:
-    part = slice(0, max(1, _WIDENED // max(1, logits[0].numel())))  # rows do not depend on each other
+    part = slice(0, max(1, _WIDENED // max(1, logits[0].numel())))  # rows are independent
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
         return vocab_parallel(logits, target, group)

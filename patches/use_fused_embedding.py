@@ -1,9 +1,8 @@
 """`--use-fused-embedding`: embedding without masked assignment, row-sparse gradient.
 
-Reaches `VocabParallelEmbedding.forward`, the one place of the lookup. Megatron assigns zeros to other ranks' tokens,
-which syncs the device, and makes a dense gradient of the vocabulary's size in each micro-batch. Under sequence
-parallelism rows are looked up in the order they are sent in. Leaves collectives and gradient hooks alone. Falls back in
-deterministic mode, for sharded weights and for inference collectives; the gradient stays dense without a main gradient.
+Reaches `VocabParallelEmbedding.forward`. Megatron assigns zeros to other ranks' tokens, which syncs the device, and
+makes a dense [V, h] gradient per micro-batch. Leaves collectives and gradient hooks alone. Falls back in deterministic
+mode, for sharded weights and inference collectives; the gradient stays dense without a main gradient.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _call_reasons(layer: Any) -> list[str]:
 
 
 def _dense_because(weight: torch.Tensor) -> str:
-    """Why the gradient is not in rows, which is right where Megatron's hook adds it to the main gradient at once."""
+    """Why the gradient is dense; rows need Megatron's hook to add them to the main gradient at once."""
     if weight.device.type not in _ADDS_SPARSE:
         return f"{weight.device.type} adds no rows"
     if getattr(weight, "__fsdp_param__", False) or not isinstance(getattr(weight, "main_grad", None), torch.Tensor):

@@ -1,8 +1,7 @@
 """`--use-fused-l2norm`: the L2 norm of queries and keys as one operator.
 
-Reaches `L2Norm.forward`, which every layer specification uses for `--qk-l2-norm` and which is the same in every
-release. Megatron makes four passes and keeps fp32 copies; this is RMSNorm with a weight of ones. Leaves other norms
-alone.
+Reaches `L2Norm.forward`, which every layer specification uses for `--qk-l2-norm`. Megatron makes four passes and keeps
+fp32 copies; this is RMSNorm with unit weight. Leaves other norms alone.
 """
 
 from __future__ import annotations

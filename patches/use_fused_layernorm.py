@@ -1,8 +1,8 @@
 """`--use-fused-layernorm`: LayerNorm as one operator.
 
-Reaches `WrappedTorchNorm.__new__`, which makes every LayerNorm of the local implementation without Apex. Parameters
-have the names of `torch.nn.LayerNorm`, so checkpoints interchange. Leaves RMSNorm, L2Norm, Apex's and Transformer
-Engine's norms alone. Falls back for a memory-efficient norm, which Megatron refuses.
+Reaches `WrappedTorchNorm.__new__`, which makes every local LayerNorm without Apex. Parameters are named as in
+`torch.nn.LayerNorm`, so checkpoints interchange. Leaves other norms, Apex and Transformer Engine alone. Falls back for
+a memory-efficient norm, which Megatron refuses.
 """
 
 from __future__ import annotations

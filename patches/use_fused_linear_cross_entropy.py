@@ -1,9 +1,9 @@
 """`--use-fused-linear-cross-entropy`: output layer and loss in one, with few logits.
 
-Reaches `GPTModel._postprocess`, within which the output layer returns its operands instead of logits, and
-`compute_language_model_loss`, which multiplies them in chunks. Serves tied weights, tensor and sequence parallelism,
-gradient accumulation fusion, and multi-token prediction until 0.18. Leaves BERT, T5, Mamba and hybrid models alone.
-Falls back where other code needs the logits, replaces the loss, or delays the output layer's weight gradient.
+Reaches `GPTModel._postprocess`, where the output layer returns its operands, and `compute_language_model_loss`, which
+multiplies them in chunks. Serves tied weights, tensor and sequence parallelism, gradient accumulation fusion, and
+multi-token prediction until 0.18. Leaves other models alone. Falls back where code needs logits, replaces the loss, or
+delays the output layer's weight gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ _READS = (
     f"{CONFIG}.mtp_num_layers",
     *(f"{_OUTPUT}.{name}" for name in ("_forward_impl", "bias", "gather_output", "weight")),
 )
-# What is computed together: the output layer's product, and either loss.
 _RELIES_ON = (
     "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
     use_fused_cross_entropy.UNFUSED,
@@ -46,7 +45,7 @@ _RELIES_ON = (
     use_fused_cross_entropy.LOSS,
 )
 
-# Elements of the logits that a verification is willing to make in a wider type.
+# Maximum logits elements for verification in a wider type.
 _WIDENED = 1 << 23
 
 
@@ -62,7 +61,6 @@ class Deferred:
     group: Any
 
     def loss(self, target: torch.Tensor) -> torch.Tensor:
-        """The loss [s, b] of targets [s, b]."""
         from megatron.core.tensor_parallel import mappings
 
         hidden = self.hidden
@@ -76,8 +74,6 @@ class Deferred:
 
 
 def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
-    """Gradient accumulation fusion, which bypasses autograd."""
-
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
         wgrad_accumulation.add(main_grad[rows], dlogits, hidden)
 
@@ -127,7 +123,6 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _call_reasons(model: Any, given: Mapping[str, Any]) -> list[str]:
-    """Why this call needs its logits."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction

@@ -1,8 +1,8 @@
 """`--use-fused-rmsnorm`: RMSNorm as one operator.
 
-Reaches `WrappedTorchNorm.__new__`, which makes every RMSNorm of the local implementation. Parameters have the names of
-`torch.nn.RMSNorm`, so checkpoints interchange. Leaves LayerNorm, L2Norm and Transformer Engine's norms alone. Falls
-back for a memory-efficient norm, which Megatron refuses.
+Reaches `WrappedTorchNorm.__new__`, which makes every local RMSNorm. Parameters are named as in `torch.nn.RMSNorm`, so
+checkpoints interchange. Leaves other norms and Transformer Engine alone. Falls back for a memory-efficient norm, which
+Megatron refuses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys.
 
-Reaches `apply_rotary_pos_emb`, which every attention calls, for plain and packed sequences, YaRN and multi-latent
-attention, and the two functions of multi-latent attention's fused path. Provides what `apply_rope_fusion` imports from
-Transformer Engine. Leaves the angles, and so every long-context scaling, alone. Falls back for shapes that only
-broadcasting would fit.
+Reaches `apply_rotary_pos_emb`, which every attention calls, and the two functions of multi-latent attention's fused
+path. Provides what `apply_rope_fusion` imports from Transformer Engine. Leaves the angles, so long-context scaling,
+alone. Falls back for shapes that need broadcasting.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
             how["positions"] = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], **ranks)
 
         def unfused(t: Any) -> Any:
-            # Megatron's fused path may be ours.
+            # Megatron's fused path may be this feature's.
             changed = copy.copy(config)
             changed.apply_rope_fusion = False
             return original(t, changed)
@@ -72,7 +71,6 @@ def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _misfits(t: Any, freqs: Any, cu_seqlens: Any) -> list[str]:
-    """Shapes that Megatron computes by broadcasting, or refuses."""
     shape, angles = t.shape, freqs.shape
     if len(shape) != (4 if cu_seqlens is None else 3) or len(angles) != 4 or angles[2] != 1:
         return [f"a tensor {tuple(shape)} with angles {tuple(angles)}"]
@@ -96,7 +94,6 @@ def _turn(
     how: Mapping[str, Any],
     original: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Rotate by the operator; verify against `original`, or the definition where Megatron cannot run."""
     if session.verifier is not None:
 
         def definition(t: torch.Tensor) -> torch.Tensor:
@@ -198,7 +195,6 @@ def _why_not(context: Context) -> Sequence[str]:
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
-    """Turn Megatron's own fusion on again where its configuration allows it."""
     latent = context.arg("multi_latent_attention", False)
     refused = (
         context.host_args is None

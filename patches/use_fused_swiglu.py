@@ -1,9 +1,9 @@
 """`--use-fused-swiglu`: the MLP's activation with bias and weights as one operator.
 
-Reaches the functions of `megatron.core.fusions` that MLPs call (SwiGLU, GeGLU, quick GeGLU, GELU with bias, squared
-ReLU) and `TransformerConfig.__post_init__`, which turns `bias_activation_fusion` on for SwiGLU. Keeps only their input
-for the backward pass. Leaves activations that torch computes in one operator alone. Falls back for fp8 input storage,
-Transformer Engine's activation offloading, and a clamp with a bias.
+Reaches `megatron.core.fusions` (SwiGLU, GeGLU, quick GeGLU, GELU with bias, squared ReLU) and
+`TransformerConfig.__post_init__`, which turns `bias_activation_fusion` on for SwiGLU. Saves only inputs. Leaves
+activations that are one torch operator alone. Falls back for fp8 input storage, Transformer Engine's offloading, and a
+clamp with a bias.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def _run(
     weights: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The operator on Megatron's tensors; `wrapped` is Megatron's function of x and those of the others there are."""
     if weights is not None:
-        # Megatron hands over one weight per row of x with its leading dimensions flattened.
+        # Megatron passes one weight per row, leading dimensions flattened.
         weights = weights.reshape(*x.shape[:-1], 1)
     if session.verifier is not None:
         given = {"x": x, "bias": bias, "weights": weights}
@@ -115,10 +114,10 @@ def _weighted_bias_quick_geglu(wrapped: Callable[..., Any], session: Session) ->
 
 
 def _bias_gelu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    # The target is the `apply` of an autograd function, and this is its signature.
+    # The target is an autograd function's `apply`; this is its signature.
     def bias_gelu_impl(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 2 or kwargs:
-            return wrapped(*args, **kwargs)  # which says what is wrong
+            return wrapped(*args, **kwargs)  # raises Megatron's own error
         return _run(session, wrapped, "gelu", *args)
 
     return bias_gelu_impl

@@ -1,8 +1,8 @@
 """`--virtual-optimizer`: Adam's moments in host memory that the device addresses.
 
-The fused AdamW (`--use-fused-adamw`, turned on) reads and writes the moments where they are, so nothing is copied. A
-budget per pipeline stage says how many, first parameters first. Reaches Megatron's optimizers after they have made main
-parameters (`__init__`). Keys, shapes and dtypes of the state are unchanged, so checkpoints are Megatron's own.
+The fused AdamW (`--use-fused-adamw`, turned on) reads and writes them in place. A budget per pipeline stage says how
+many, first parameters first. Reaches Megatron's optimizers after `__init__`. State keys, shapes and dtypes are
+unchanged, so checkpoints are Megatron's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _ALL = "all"
 
 
 def _amount(text: str) -> str | float:
-    """`all`, or a number of GiB."""
     if text == _ALL:
         return _ALL
     try:
@@ -34,7 +33,6 @@ def _amount(text: str) -> str | float:
 
 
 def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None:
-    """Bytes for this pipeline stage; None for as many as there are."""
     if len(given) not in (1, stages):
         raise OptionError(
             f"--virtual-optimizer: `virtual_optimizer` takes one budget or one for each of {stages} pipeline stages, "
@@ -47,8 +45,6 @@ def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None
 
 
 def _shared(session: Session) -> HostMappedMoments:
-    """The placement and budget that all optimizers of a session share."""
-
     def make() -> HostMappedMoments:
         from megatron.core import parallel_state
 

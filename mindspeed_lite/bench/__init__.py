@@ -1,4 +1,1 @@
-"""Patches on against off in training, operators against plain PyTorch, memory predicted against measured.
-
-Nothing but the commands imports this.
-"""
+"""Benchmarks of training, operators and memory; imported only by commands."""

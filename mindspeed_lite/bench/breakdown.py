@@ -1,7 +1,6 @@
 """Breakdown of a training step by category, from torch's profiler.
 
-On the CPU, each operator's self time counts, so that the categories of the training thread add up to the step. On an
-accelerator, each kernel counts for the operator that launched it; time without a kernel is `other`.
+CPU: self time of operators. Accelerator: kernels count for the launching operator; idle time is `other`.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ CATEGORIES: tuple[str, ...] = (
 )
 REDUCTION, COMMUNICATION, COPIES, OTHER = CATEGORIES[9:]
 
-# The probes open ranges named PREFIX + category.
 PREFIX = "mindspeed_lite::"
 STEP = PREFIX + "step"
 
 _NODE = "autograd::engine::evaluate_function: "
 _COLLECTIVE = re.compile(r"c10d::|_?c10d_functional|gloo:|nccl|hccl|hcom_|record_param_comms", re.IGNORECASE)
-# Grouped GEMMs of experts, which no linear layer's module covers.
 _GROUPED = re.compile(r"_GroupedMatmul(Backward)?$")
 _LAUNCH = re.compile(r"(cuda|cu|hip|acl|aclrt)[A-Z]")
 _PRODUCTS = "linear|matmul|mm|bmm|mv|addmm|addmv|baddbmm|einsum|_grouped_mm|_scaled_mm|mkldnn_linear"
@@ -58,10 +55,8 @@ _BY_NAME: tuple[tuple[str, re.Pattern[str]], ...] = (
 class Event:
     """A profiler event, in nanoseconds.
 
-    sequence: number of the autograd node that an operator creates or a backward operator runs.
-    forward_thread: thread that created the node; 0 outside the backward pass.
-    is_async: on no thread's stack.
-    id, linked: a kernel's launch has its `id`; `linked` is the operator that launched it.
+    sequence: autograd node number. forward_thread: thread that created the node, 0 outside backward. id, linked: a
+    kernel's launch has `id`; `linked` is the launching operator.
     """
 
     name: str
@@ -77,8 +72,6 @@ class Event:
 
 
 class _Decision(NamedTuple):
-    """A category, and whether it comes from a scope or only an operator's name."""
-
     category: str
     scoped: bool
 
@@ -95,7 +88,6 @@ class _Placed(NamedTuple):
 
 @functools.cache
 def _of_name(name: str) -> _Decision:
-    """Category by name."""
     if name.startswith(PREFIX):
         category = name[len(PREFIX) :]
         return _Decision(category, True) if category in CATEGORIES else _UNKNOWN
@@ -111,8 +103,7 @@ def _of_name(name: str) -> _Decision:
 class _Forward:
     """Decision under which each autograd node was created, by thread and sequence number.
 
-    An operator records the number of the next node, and a thread's numbers only grow: the last operator up to a number
-    created its node.
+    An operator records the next node's number: the last operator up to a number created its node.
     """
 
     def __init__(self) -> None:
@@ -136,12 +127,11 @@ def _decide(event: Event, outer: _Decision, forward: _Forward) -> _Decision:
         made = forward.find(event)
         if made.scoped:
             return made
-    # Without a scope the outermost known name counts: a copy within a GEMM belongs to it.
+    # Without a scope the outermost known name counts, such as a GEMM around a copy.
     return outer if outer.scoped or outer.category != OTHER else said
 
 
 def _place(events: Iterable[Event]) -> list[_Placed]:
-    """Host events with their decision and self time, by start."""
     placed: list[_Placed] = []
     stacks: dict[int, list[_Placed]] = {}
     forward = _Forward()
@@ -162,7 +152,6 @@ def _place(events: Iterable[Event]) -> list[_Placed]:
 
 
 def _union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """Intervals within the window, sorted and merged."""
     found: list[Interval] = []
     for start, end in sorted((max(start, window[0]), min(end, window[1])) for start, end in intervals):
         if found and start <= found[-1][1]:
@@ -185,7 +174,6 @@ def attribute(events: Sequence[Event]) -> Breakdown:
     launches = [each for each in events if not each.is_async and not each.is_device and _LAUNCH.match(each.name)]
     apart = {id(each) for each in (*spans, *launches)}
     placed = _place(each for each in events if not each.is_device and id(each) not in apart)
-    # Host ranges appear again on the device, as spans over their kernels.
     kernels = [each for each in events if each.is_device and not each.name.startswith((PREFIX, "nccl:", "hccl:"))]
     if kernels:
         times, total = _of_kernels(step, kernels, placed, launches)
@@ -207,7 +195,6 @@ def attribute(events: Sequence[Event]) -> Breakdown:
 
 
 def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[dict[str, int], int]:
-    """Nanoseconds by category on the step's thread, and those with a collective in flight."""
     times = dict.fromkeys(CATEGORIES, 0)
     busy = [(each.start, each.end) for each in spans if _COLLECTIVE.match(each.name)]
     for event, decision, own, outer in placed:
@@ -222,10 +209,7 @@ def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[di
 def _of_kernels(
     step: Event, kernels: list[Event], placed: list[_Placed], launches: list[Event]
 ) -> tuple[dict[str, int], int]:
-    """Nanoseconds by category on the device, and those with a collective's kernel.
-
-    Overlapping kernels count for the one that began first; a collective counts only where nothing else runs.
-    """
+    """Kernel nanoseconds by category; the first of overlapping kernels counts."""
     operators = {each.event.id: each.decision for each in placed}
     launched = {each.id: each.start for each in launches}
     starts = [each.event.start for each in placed]
@@ -233,7 +217,7 @@ def _of_kernels(
     def decision(kernel: Event) -> _Decision:
         if kernel.linked and kernel.linked in operators:
             return operators[kernel.linked]
-        # No operator launched it: use a scope or autograd node open at the launch.
+        # Not launched by an operator: use a scope or node open at the launch.
         if kernel.id not in launched:
             return _UNKNOWN
         moment = launched[kernel.id]
@@ -269,7 +253,7 @@ def _of_kernels(
 
 
 def read(results: Any) -> list[Event]:
-    """Convert `kineto_results` of torch's profiler, without building its tree of events."""
+    """Convert `kineto_results` without building torch's tree of events."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     return [
@@ -290,7 +274,6 @@ def read(results: Any) -> list[Event]:
 
 
 def _accelerator() -> tuple[str | None, Callable[[], Any]]:
-    """Device whose kernels the profiler can record, and its synchronize."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -303,8 +286,8 @@ def _accelerator() -> tuple[str | None, Callable[[], Any]]:
 
 
 def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
-    """Profile one step; returns its result and breakdown. Writes the Chrome trace to `trace`, if given."""
-    # torch.profiler would import the compiler, which takes seconds and memory.
+    """Profile one step; return its result and breakdown; optionally write a Chrome trace."""
+    # torch.profiler imports the compiler, which takes seconds and memory.
     from torch.autograd import profiler
 
     device, synchronize = _accelerator()
@@ -321,7 +304,6 @@ def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
 
 
 def merge(breakdowns: Sequence[Breakdown]) -> Breakdown:
-    """Mean over processes."""
     count = sum(each["processes"] for each in breakdowns)
 
     def mean(of: Callable[[Breakdown], Any]) -> float:

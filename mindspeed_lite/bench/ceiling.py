@@ -1,9 +1,7 @@
-"""The most that plain PyTorch reaches on this device: FLOP/s of a large matmul, bytes per second of a large copy.
+"""Peak FLOP/s of a large matmul and bytes/s of a large copy in plain PyTorch.
 
-    python -m mindspeed_lite.bench.ceiling DEVICE DTYPE THREADS
-
-prints them as JSON, so that a benchmark can measure in a process of its own. A copy counts a read and a write. A tensor
-that fits in a cache can beat the copy.
+`python -m mindspeed_lite.bench.ceiling DEVICE DTYPE THREADS` prints JSON. A copy counts a read and a write; a tensor in
+cache can be faster.
 """
 
 from __future__ import annotations
@@ -22,16 +20,15 @@ from mindspeed_lite.platform import cpu_matmul
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Square matmuls of growing size, until the next would take too long.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _MATMUL_SECONDS = 1.2
 _COPY_SECONDS = 0.5
-# Beyond the last-level cache of a CPU or GPU.
+# Larger than a last-level cache.
 _COPY_BYTES = {"cpu": 1 << 28}
 _COPY_BYTES_ELSEWHERE = 1 << 30
 
-# Dense peaks per second; the first whose name is in the device's counts. NVIDIA: data sheets without sparsity. Ascend:
-# cube cores x clock x 8192 from the chip's platform configuration in CANN.
+# Dense peaks per second, by device name. NVIDIA: data sheets without sparsity. Ascend: cube cores x clock x 8192 from
+# CANN's platform configuration.
 _H100 = {"16 bit": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
 _A100 = {"16 bit": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
 _KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
@@ -50,8 +47,6 @@ _KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What one process can reach at most."""
-
     flops_per_second: float
     bytes_per_second: float
     source: str
@@ -59,7 +54,6 @@ class Ceiling:
 
 @contextlib.contextmanager
 def products_of_training(device: str) -> Iterator[None]:
-    """Matrix products as the device layer has them, without the rest of it."""
     undo = cpu_matmul.install() if device == "cpu" else lambda: None
     try:
         yield
@@ -68,7 +62,6 @@ def products_of_training(device: str) -> Iterator[None]:
 
 
 def measure(device: str, dtype: torch.dtype) -> Ceiling:
-    """Measure in plain PyTorch, in about two seconds."""
     best, size = _matmul(device, dtype)
     copied = _COPY_BYTES.get(device, _COPY_BYTES_ELSEWHERE)
     name = str(dtype).removeprefix("torch.")
@@ -80,7 +73,7 @@ def measure(device: str, dtype: torch.dtype) -> Ceiling:
 
 
 def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str = "cuda") -> Ceiling:
-    """The ceiling for utilisation: the vendor's dense peak where it is known, unless the measured matmul beats it."""
+    """Ceiling for utilisation: the vendor's dense peak if known, or a higher measured rate."""
     kind = _kind(device, dtype)
     for part, peaks, title in _KNOWN:
         if part.lower() in device_name.lower():
@@ -94,7 +87,6 @@ def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str 
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """A function that waits for everything sent to the device."""
     if device == "cpu":
         return lambda: None
     module: Any = getattr(torch, device)
@@ -109,12 +101,11 @@ def _kind(device: str, dtype: torch.dtype) -> str:
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matmul."""
     best, best_size, left = 0.0, _SIZES[0], _MATMUL_SECONDS
     for size in _SIZES:
         operations = 2.0 * size**3
         if best and 2 * operations / best > left:
-            break  # a warm-up and one repetition would not fit any more
+            break  # no time for a warm-up and one repetition
         a = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
         b = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
         out = torch.empty(size, size, device=device, dtype=dtype)
@@ -127,14 +118,13 @@ def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def _copy(device: str, size: int) -> float:
-    """Bytes per second, read and written, of a copy of `size` bytes."""
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.zeros(size, device=device, dtype=torch.uint8)
     return 2 * size / _best_time(lambda: target.copy_(source), device, _COPY_SECONDS)
 
 
 def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
-    """The shortest run after a warm-up; stops at `budget` seconds or 50 runs."""
+    """Shortest run after a warm-up, within `budget` seconds or 50 runs."""
     synchronize = synchronizer(device)
     synchronize()
     deadline = time.perf_counter() + budget
@@ -153,7 +143,6 @@ def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
 
 
 def main(device: str, dtype: str, threads: str) -> None:
-    """Measure with so many threads and print one JSON object."""
     from mindspeed_lite import platform
 
     torch.set_num_threads(int(threads))

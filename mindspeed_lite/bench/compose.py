@@ -1,4 +1,4 @@
-"""The record of finished runs (docs/bench-report.md): arms with their figures, comparisons and findings."""
+"""Record of finished runs (docs/bench-report.md): arms, comparisons, findings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ def report(
     ceiling: dict[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The whole record; runs that failed are in it, with what they left."""
     by_arm: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_arm.setdefault(outcome.arm.name, []).append(outcome)
     arms = [_arm(runs, ceiling) for runs in by_arm.values()]
     comparisons = [_comparison(arm, by_arm, outcomes) for arm in arms if arm["role"] == "on"]
     first = next((outcome.run for outcome in outcomes if outcome.run), None) or {"environment": {}, "model": {}}
-    # A rounding baseline that did not run was replaced by another, or the losses are not judged.
+    # A missing rounding baseline was replaced, or losses are not judged.
     judged = [outcome for outcome in outcomes if outcome.arm.role != "rounding_baseline"]
     complete = complete and all(outcome.status == "ok" for outcome in judged)
     affinity = [each.run["environment"]["affinity"] for each in outcomes[0].processes if each.run]
@@ -62,13 +61,11 @@ def report(
 
 
 def needs_rounding_baseline(record: Mapping[str, Any]) -> bool:
-    """True where an arm promises the same mathematics and has other losses than off."""
     losses = [row["loss"] for row in record["comparisons"] if row["loss"]]
     return any(loss["class"] == "ulp" and loss["verdict"] != "identical" for loss in losses)
 
 
 def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The higher figures of two measurements, with the source of the matmul: a shared machine only lowers them."""
     if one is None or other is None:
         found = one if other is None else other
         return None if found is None else dict(found)
@@ -147,7 +144,7 @@ def _comparison(
     return row | {
         "speed": _ratio(pairs, lambda run: run.median_step or 0.0, ("faster", "slower")),
         "memory": _ratio([(on, off) for off, on in pairs], lambda run: float(max(run.peaks)), ("larger", "smaller")),
-        # The very first run fills caches: compiled code, indices of the data, the disk's.
+        # The very first run fills caches: compiled code, data indices, disk.
         "first_step": _ratio(pairs[1:] or pairs, lambda run: run.first_step or 0.0, ("faster", "slower")),
         "loss": judge.compare_losses(*steps, arm["numerics"], reference),
         "growth": judge.compare_growth(*steps, max(max(off.peaks) for off, _ in pairs)),

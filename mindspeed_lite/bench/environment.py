@@ -1,4 +1,4 @@
-"""The report's `environment`: device, versions and settings of this process."""
+"""Device, versions and settings of this process for the report."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _PREFIXES = (
     "OMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
     "ASCEND_", "MINDSPEED_LITE_",
 )  # fmt: skip
-# Prefixes and suffixes of variables that differ by run or process, or are paths.
+# Prefixes and suffixes of variables that differ by run or are paths.
 _NOT = (("TORCHELASTIC_", "MINDSPEED_LITE_BENCH"), ("_DIR", "_PATH", "_HOME"))
 
 
 def describe(device: Device) -> dict[str, Any]:
-    """Describe this process."""
     return {
         "device": device.describe(),
         "device_type": device.name,
@@ -41,7 +40,6 @@ def describe(device: Device) -> dict[str, Any]:
 
 
 def _affinity() -> str:
-    """The cores that this process may use, as Linux lists them: `0-3,8`."""
     with contextlib.suppress(OSError), open("/proc/self/status") as lines:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith("Cpus_allowed_list")), "")
     return ""

@@ -1,4 +1,4 @@
-"""Runs the user's command for one arm, watches its progress, and reads what it measured."""
+"""Runs the user's command for one arm and collects its measurements."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from mindspeed_lite.child_process import child_process, terminate
 _INJECT = Path(__file__).parent / "inject"
 _ROOT = Path(mindspeed_lite.__file__).parent.parent
 
-_POLL = 0.25  # seconds between two looks at a run
-_MOST_TO_END = 60.0  # seconds that a run may take to end after its last step
-_TAIL = 40  # lines of a log that go into the report
+_POLL = 0.25  # seconds
+_MOST_TO_END = 60.0  # seconds from the last step to the end
+_TAIL = 40
 
 
 @dataclass(frozen=True)
 class Job:
-    """The user's command and how to run it, the same for every arm; see also `Plan`.
+    """The user's command and how to run it; see also `Plan`.
 
     Attributes:
-        command: argv, unchanged.
-        folder: for logs and records.
-        timeout: seconds without a new step after which a run counts as hung.
-        environment: variables set in every run, on top of this process's.
+        timeout: seconds without a step after which a run is hung.
+        environment: added to this process's.
     """
 
     command: tuple[str, ...]
@@ -68,7 +66,7 @@ class Outcome:
 
     @property
     def run(self) -> dict[str, Any] | None:
-        """Environment, model and features of the first process that trained."""
+        """Environment, model and features of the first training process."""
         return next((process.run for process in self.processes if process.run), None)
 
     @property
@@ -85,13 +83,12 @@ class Outcome:
 
     @property
     def first_step(self) -> float | None:
-        """Seconds from the start of the processes to the end of the first step."""
+        """Seconds from process start to the end of the first step."""
         times = [process.steps[0]["time"] for process in self.processes if process.steps]
         return max(times) - self.launched if times else None
 
     @property
     def peaks(self) -> list[int]:
-        """Peak bytes of each process."""
         return [process.steps[-1]["peak_memory_bytes"] for process in self.processes if process.steps]
 
 
@@ -99,7 +96,7 @@ def run(
     job: Job, arm: Arm, repeat: int, *, profile: bool = False, trace: Path | None = None,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> Outcome:  # fmt: skip
-    """Run the command once in fresh processes; KeyboardInterrupt ends it and passes on."""
+    """Run the command once in fresh processes. KeyboardInterrupt ends it and propagates."""
     slug = "".join(letter if letter.isalnum() or letter in "+_-" else "-" for letter in arm.name)
     folder = job.folder / "runs" / f"{repeat:02d}-{slug[:80]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +157,6 @@ def _set_status(outcome: Outcome, hung: str | None, job: Job) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: Callable[[int], None]) -> str | None:
-    """Wait for the end; returns why the run had to be ended, or None."""
     seen, since = -1, time.monotonic()
     while process.poll() is None:
         found = records.read(folder)
@@ -171,7 +167,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: C
         has_ended = bool(found) and all(each.end is not None for each in found)
         limit = min(_MOST_TO_END, job.timeout) if has_ended else job.timeout
         if time.monotonic() - since > limit:
-            # Every training process writes its threads' stacks into the log.
+            # Training processes write their stacks into the log.
             for pid in records.pids(folder):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGUSR2)
@@ -183,9 +179,8 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: C
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the run with everything it started, which would disturb the next one."""
     terminate(process)
-    # Launchers may start workers in sessions of their own; their environment names the plan.
+    # Workers may have their own sessions; their environment names the plan.
     mark = f"{VARIABLE}={folder / 'plan.json'}".encode()
     for pid in records.pids(folder):
         with contextlib.suppress(OSError):
@@ -196,11 +191,10 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
     changed = {**os.environ, **job.environment, VARIABLE: str(plan)}
     changed["PYTHONPATH"] = os.pathsep.join([str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Otherwise buffered output would follow the error that ended a run.
+    # Buffered output would follow the error that ended a run.
     changed.setdefault("PYTHONUNBUFFERED", "1")
     if job.allocator:
         changed["MINDSPEED_LITE_ALLOCATOR"] = job.allocator
-    # For a single process without torchrun, which sets its own.
     changed.setdefault("MASTER_ADDR", "127.0.0.1")
     changed.setdefault("MASTER_PORT", str(port))
     return changed
@@ -208,7 +202,7 @@ def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A port that no other process gets meanwhile; torch's store, which reuses addresses, may listen there."""
+    """Reserve a port; torch's store can still listen there because it reuses addresses."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))

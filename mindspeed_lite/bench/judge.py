@@ -1,4 +1,4 @@
-"""Compares losses and gradient norms of two runs with the rounding baseline, and their memory growth."""
+"""Compares losses, gradient norms and memory growth of two runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ Steps = Sequence[dict[str, Any]]
 
 CLASSES = ("bitwise", "ulp", "deviation")
 
-# Two trainings that each deviate from the exact one as far as the rounding baseline are this far apart, at most.
+# Two runs that each deviate by the rounding baseline differ by at most this factor.
 ALLOWED = 2.0
-# A leak grows by more than this factor of the growth of off, plus the larger of a share of the peak and some bytes.
+# Allowed growth: this factor of off's, plus the larger of a share of the peak and some bytes.
 _GROWTH_FACTOR, _LEAK_SHARE, _LEAK_BYTES = 1.5, 0.001, 1 << 20
 
 
 def widest(classes: Sequence[str]) -> str:
-    """The numerics class of several features together."""
     return max(classes, key=CLASSES.index, default="bitwise")
 
 
 def _distance(x: float | None, y: float | None) -> float:
-    """|x - y|; infinite where one is missing or not finite and the other is not the same."""
+    """|x - y|; infinite where one is missing or not finite and the other differs."""
     if x == y or (x is not None and y is not None and math.isnan(x) and math.isnan(y)):
         return 0.0
     found = math.inf if x is None or y is None else abs(x - y)
@@ -32,7 +31,6 @@ def _distance(x: float | None, y: float | None) -> float:
 
 
 def _loss_distances(first: Steps, second: Steps) -> list[tuple[float, int]]:
-    """The largest distance of the losses of each iteration, and the iteration."""
     return [
         (
             max(
@@ -50,7 +48,6 @@ def _rms(distances: Sequence[tuple[float, int]]) -> float:
 
 
 def _norm_distances(first: Steps, second: Steps) -> list[float]:
-    """The distances of the gradient norms, relative to the first."""
     pairs = ((a["grad_norm"], b["grad_norm"]) for a, b in zip(first, second, strict=False))
     return [_distance(x, y) / (abs(x) if x and math.isfinite(x) else 1.0) for x, y in pairs if (x, y) != (None, None)]
 
@@ -62,12 +59,12 @@ def _are_identical(first: Steps, second: Steps) -> bool:
 def compare_losses(
     off: Sequence[Steps], on: Sequence[Steps], numerics: str, rounding_baseline: tuple[str, Steps] | None
 ) -> dict[str, Any]:
-    """The `loss` object of a comparison (see docs/bench-report.md).
+    """The `loss` object of a comparison (docs/bench-report.md).
 
     Args:
-        off, on: the steps of each run; the runs of one arm are repeats.
-        numerics: the class that the features promise.
-        rounding_baseline: name and steps of the third training.
+        off, on: steps of each run; runs of an arm are repeats.
+        numerics: the promised class.
+        rounding_baseline: name and steps.
     """
     pairs = list(zip(off, on, strict=False))
     distances = [_loss_distances(a, b) for a, b in pairs]
@@ -102,7 +99,6 @@ def compare_losses(
 
 
 def _verdict(found: dict[str, Any], off: Sequence[Steps]) -> tuple[str, str]:
-    """Of losses or gradient norms that differ."""
     largest, times = found["largest_difference"], found["times_rounding_baseline"]
     where = f"the losses differ by {largest:.3g} at iteration {found['step']}"
     if not math.isfinite(largest):
@@ -124,8 +120,6 @@ def _verdict(found: dict[str, Any], off: Sequence[Steps]) -> tuple[str, str]:
 
 
 def _series(off: Steps, on: Steps, rounding_baseline: Steps) -> list[dict[str, Any]]:
-    """The first loss of each iteration by arm."""
-
     def first(step: dict[str, Any]) -> float | None:
         return next(iter(step["loss"].values()), None)
 
@@ -136,17 +130,16 @@ def _series(off: Steps, on: Steps, rounding_baseline: Steps) -> list[dict[str, A
 
 
 def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> dict[str, Any] | None:
-    """The `growth` object of a comparison: memory gained with every step; None where it is not known."""
     measured = [[[step["live_bytes"] for step in run if step["measured"]] for run in arm] for arm in (off, on)]
     if any(None in run for arm in measured for run in arm):
         return None
-    # A leak is in every run of on, and exceeds what any run of off does: a heap may grow for a while by itself.
+    # A leak is in every run of on and exceeds every run of off; heaps may grow for a while.
     before, after = max(map(_slope, measured[0])), min(map(_slope, measured[1]))
     grows = after > _GROWTH_FACTOR * max(before, 0.0) + max(_LEAK_SHARE * peak, _LEAK_BYTES)
     return {"bytes_per_step_off": before, "bytes_per_step_on": after, "verdict": "grows" if grows else "steady"}
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Growth per step: the median slope of all pairs (Theil-Sen)."""
+    """Growth per step: median slope of all pairs (Theil-Sen)."""
     pairs = itertools.combinations(enumerate(values), 2)
     return statistics.median([(b - a) / (j - i) for (i, a), (j, b) in pairs] or [0.0])

@@ -1,4 +1,4 @@
-"""Runs the user's command for two steps, counts its memory, and compares it with the prediction."""
+"""Runs a command for two steps and compares its memory with the prediction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_lite.bench.plan import Arm
 from mindspeed_lite.bench.records import Process
 from mindspeed_lite.planner import Rank
 
-# A prediction of at least JUDGED bytes may be off by this share.
+# Allowed relative deviation of predictions of at least JUDGED bytes.
 TOLERANCE = 0.05
 JUDGED = 1_000_000
 
@@ -28,12 +28,12 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """The count of one process.
+    """Byte counts of one process.
 
     Attributes:
-        bytes: by category, with `host` for moments in host memory.
-        peak: of the whole process or of the device's allocator, as `peak_kind` says.
-        kept: the activations at their peak, by place in the code.
+        bytes: by category; `host`: moments in host memory.
+        peak: of process or device allocator, by `peak_kind`.
+        kept: activations at their peak, by place in the code.
     """
 
     rank: int
@@ -46,8 +46,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One category on one rank."""
-
     rank: int
     stage: int
     category: str
@@ -56,7 +54,6 @@ class Comparison:
 
     @property
     def deviation(self) -> float:
-        """Predicted over measured, minus 1."""
         if not self.measured:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.measured - 1
@@ -68,15 +65,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run."""
-
     processes: Sequence[Measured]
     world_size: int
     device: str
 
 
 def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
-    """Run the command with its own flags; two steps, since the first one makes the optimizer's states."""
     job = Job(tuple(command), folder, warmup=0, steps=2, timeout=timeout, memory=True)
     outcome = harness.run(job, Arm("memory", "given"), 1)
     if outcome.status != "ok":
@@ -91,7 +85,6 @@ def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
 
 
 def measured(process: Process) -> Measured:
-    """The count of a process's records."""
     assert process.end is not None and process.run is not None
     taken = dict(process.end["memory"])
     kept, parameters = taken.pop("kept"), taken.pop("parameters")
@@ -100,7 +93,6 @@ def measured(process: Process) -> Measured:
 
 
 def compare(predicted: Sequence[Rank], processes: Sequence[Measured]) -> list[Comparison]:
-    """Every category of every process; host memory where it is predicted or counted."""
     found = []
     for process in processes:
         rank = next(each for each in predicted if each.ranks[0] <= process.rank <= each.ranks[1])

@@ -1,4 +1,4 @@
-"""The report of `bench-ops`: a table for each operator, a row for each case, a column for each contender."""
+"""Tables of `bench-ops`: per operator, cases in rows and contenders in columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ _MARGINS = (
 
 
 def view(record: Record) -> View:
-    """The whole report."""
     title, tone = _headline(record)
     return View(
         title=record["title"],
@@ -56,7 +55,6 @@ def _ours(row: Record) -> Record | None:
 
 
 def _margin(row: Record) -> str:
-    """How ours does against all others in this row."""
     others = [each for each in row["contenders"] if each["name"] != OURS and each["ratio"] is not None]
     if not others:
         return _MARGINS[3]
@@ -66,7 +64,6 @@ def _margin(row: Record) -> str:
 
 
 def operators(record: Record) -> list[Table]:
-    """A table for each operator: a row for each case, our time, and each contender's over ours."""
     return [
         _operator(name, [row for row in record["rows"] if row["operator"] == name])
         for name in dict.fromkeys(row["operator"] for row in record["rows"])
@@ -100,7 +97,6 @@ def _failure(contender: Record) -> str:
 
 
 def _against(contender: Record) -> str:
-    """The time over ours: `2.91x`, or `1.02x (too close to tell)` where the interval contains 1."""
     if failure := _failure(contender):
         return failure
     if contender.get("ratio") is None:

@@ -1,4 +1,4 @@
-"""Writes a report's files into a folder, each completely or not at all."""
+"""Writes a report's files atomically."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ class OutputError(OSError):
 
 
 def check_writable(folder: str | Path) -> None:
-    """Make the folder and try to write into it, before hours of measuring.
-
-    Raises:
-        OutputError: that failed.
-    """
+    """Check before hours of measuring that the folder is writable. Raises OutputError."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -30,9 +26,9 @@ def check_writable(folder: str | Path) -> None:
 
 
 def write(record: dict[str, Any], folder: str | Path) -> list[str]:
-    """Write report.json, the plots, report.md and report.html; returns their names, and adds those of the plots.
+    """Write report.json, plots, report.md and report.html; return the names.
 
-    report.json is written before anything is rendered.
+    report.json comes first, before rendering.
     """
     from mindspeed_lite.bench import plots, report
 
@@ -47,12 +43,11 @@ def write(record: dict[str, Any], folder: str | Path) -> list[str]:
 
 
 def dumps(record: dict[str, Any]) -> str:
-    """The record as JSON that every reader takes: what is not finite becomes text."""
+    """Strict JSON: non-finite floats become text."""
     return json.dumps(finite(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that is not finite as "nan", "inf" or "-inf"."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -61,7 +56,7 @@ def finite(value: Any) -> Any:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Replace the file in one step: a reader sees the old one or the new one."""
+    """Replace the file atomically."""
     part = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")

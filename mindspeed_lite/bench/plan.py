@@ -1,4 +1,4 @@
-"""One run of the user's command as data: the harness writes it, the worker in each process reads it."""
+"""One run of the user's command as data, for harness and worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# The environment variable that names a plan's file to the processes of a run.
+# Environment variable with the plan file's path.
 VARIABLE = "MINDSPEED_LITE_BENCH"
 
 
@@ -16,9 +16,8 @@ class Arm:
     """One side of a comparison.
 
     Attributes:
-        choice: features that are on: `off`: none; `given`: those the command turns on itself; `all`: every one that
-            applies; `only`: those in `features`.
-        arithmetic: of a rounding baseline, float32 or another order of summation.
+        choice: features on: `off`: none; `given`: the command's; `all`: all applicable; `only`: `features`.
+        arithmetic: of a rounding baseline: float32 or other summation order.
     """
 
     name: str
@@ -38,14 +37,13 @@ class Plan:
     """One run of one arm.
 
     Attributes:
-        records: folder for what every process measures.
-        warmup: first steps that are not measured; `steps` measured ones follow.
-        profile: one step more, under the profiler.
-        trace: folder for Chrome traces of that step, or empty.
-        allocator: `keep` or `system` for processes on the CPU; empty leaves it as the command has it.
-        package_root: folder to import mindspeed_lite from where the command's Python has none.
-        memory: count bytes by what they are for, which slows steps down.
-        beside: features that are on in every arm, off too.
+        records: folder for measurements.
+        warmup: unmeasured first steps.
+        profile: one extra profiled step.
+        trace: folder for its Chrome traces, or empty.
+        allocator: `keep`, `system`, or empty for the command's.
+        package_root: import folder where the command's Python lacks mindspeed_lite.
+        beside: features that are on in every arm.
     """
 
     arm: Arm

@@ -1,4 +1,4 @@
-"""Plots of a load record: heat map of experts x layers, and imbalance over time."""
+"""Plots expert load: heat map of experts x layers, and imbalance over time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from mindspeed_lite.parallel.balance.simulation import PolicyOutcome
 from .plots import COLORS, style
 
 _WIDTH = 9.0
-# Points of a curve; more are averaged.
 _POINTS = 600
 
 
 def draw(record: LoadRecord, file: str | Path) -> None:
-    """Write heat map and imbalance as PNG. Raises ImportError without matplotlib, OSError."""
+    """Write both plots as PNG. Raises ImportError without matplotlib, OSError."""
     with style():
         _draw(record, Path(file))
 
 
 def draw_policies(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: str | Path) -> None:
-    """Write the fullest rank over time under each policy as PNG. Raises as `draw`."""
     with style():
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -79,7 +77,6 @@ def _draw(record: LoadRecord, file: Path) -> None:
 
 
 def _relative(record: LoadRecord) -> list[list[float]]:
-    """[layers][experts]: load of all steps over the layer's mean."""
     return [[each * len(row) / (sum(row) or 1) for each in row] for row in record.totals()]
 
 
@@ -89,7 +86,6 @@ def _span(steps: Sequence[LoadStep]) -> str:
 
 
 def _thinned(places: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Means of neighbouring points if there are too many."""
     size = -(-len(places) // _POINTS)
     groups = range(0, len(places), size)
     return [fmean(places[at : at + size]) for at in groups], [fmean(values[at : at + size]) for at in groups]

@@ -1,4 +1,4 @@
-"""Plots the Pareto front of a search: time and memory of layouts."""
+"""Plots the Pareto front of time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from mindspeed_lite.planner.search import Result, Search
 
 
 def front(search: Search, result: Result, path: Path) -> None:
-    """Write the plot in the format of the file's extension."""
     figure = Figure(figsize=(9.0, 5.0), layout="constrained")
     axes = figure.subplots()
     gib = float(1 << 30)

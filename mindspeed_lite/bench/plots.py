@@ -1,4 +1,4 @@
-"""The two plots of a training's report, time and loss: PNG files, and SVG for the page."""
+"""Plots of time and loss: PNG files, and SVG for the page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAPTIONS = {
     "loss.png": "Loss of every arm, and its distance from off",
 }
 
-# Okabe and Ito's first, for colour-blind readers; all visible on a light and on a dark page.
+# Okabe and Ito, for colour-blind readers and both page colours.
 COLORS = (
     "#2f86c1", "#d9662b", "#23a07a", "#cc79a7", "#b8860b", "#a04a78", "#44aa99", "#7a6bd0", "#56b4e9", "#e0b03c",
     "#c94f4f", "#98a13c", "#8a8f98",
@@ -33,7 +33,6 @@ _WIDTH = 9.0
 
 
 def draw(record: Record, folder: str | Path) -> dict[str, str]:
-    """Write a PNG for everything there is data for; returns the same pictures as `<svg>` elements by file name."""
     record = cleaned(record)
     drawn: dict[str, str] = {}
     for name, figure_of in (("time.png", _time), ("loss.png", _loss)) if record["kind"] == "bench" else ():
@@ -48,18 +47,13 @@ def draw(record: Record, folder: str | Path) -> dict[str, str]:
             )
         svg = stream.getvalue()
         svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{CAPTIONS[name]}"', 1)
-        # Text has the colour of the page's.
+        # Text follows the page's colour.
         drawn[name] = svg.replace("<svg", '<svg fill="currentColor"', 1).replace(_TEXT, "currentColor")
     return drawn
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Set up matplotlib for the plots of this package.
-
-    Raises:
-        ImportError: matplotlib is not there; the text says how to install it.
-    """
     try:
         import matplotlib
     except ImportError as error:
@@ -73,15 +67,14 @@ def style() -> Iterator[None]:
         "grid.alpha": 0.3,
         "legend.fontsize": 9,
         "legend.frameon": False,
-        "text.parse_math": False,  # a dollar in a name is no formula
-        "svg.hashsalt": "mindspeed-lite",  # equal reports give equal files
+        "text.parse_math": False,  # a dollar is no formula
+        "svg.hashsalt": "mindspeed-lite",  # deterministic files
     }
     with matplotlib.rc_context(settings):  # type: ignore[arg-type, unused-ignore]
         yield
 
 
 def _time(record: Record) -> Figure | None:
-    """Measured steps above the categories of the profiled one, a row per arm."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -133,7 +126,6 @@ def _categories(axes: Any, arms: Sequence[Record]) -> None:
 
 
 def _loss(record: Record) -> Figure | None:
-    """The losses, and their distance from off with the largest one of the rounding baseline."""
     from matplotlib.figure import Figure
 
     shown = [each for each in record["comparisons"] if each["loss"] and each["loss"]["series"]]
@@ -149,7 +141,7 @@ def _loss(record: Record) -> Figure | None:
         upper.plot(iterations, values, color=color, label=f"{label(each['arm'])} ({each['loss']['verdict']})")
         apart = [abs(one - other) or math.nan for one, other in zip(values, _curve(each, "off")[1], strict=True)]
         lower.plot(iterations, apart, "o-", color=color, markersize=2.5)
-        # A loss that is not finite: a cross at the lower edge.
+        # A non-finite loss is a cross at the lower edge.
         broken = [at for at, value in zip(iterations, values, strict=True) if not math.isfinite(value)]
         upper.plot(broken, [0.04] * len(broken), "x", color=color, transform=upper.get_xaxis_transform())
     baselines = [each["loss"]["rounding_baseline"] for each in shown]
@@ -169,13 +161,11 @@ def _loss(record: Record) -> Figure | None:
 
 
 def _curve(comparison: Record, side: str) -> tuple[list[int], list[float]]:
-    """Iterations and losses; a gap where a loss is not known."""
     points = [(point["iteration"], point[side]) for point in comparison["loss"]["series"]]
     return [at for at, _ in points], [math.nan if value is None else value for _, value in points]
 
 
 def _color(name: str, arms: Sequence[Record]) -> str:
-    """The same in both plots; neutral for arms that are not on."""
     names = [arm["name"] for arm in arms if arm["role"] == "on"]
     return COLORS[names.index(name) % len(COLORS)] if name in names else _NEUTRAL
 

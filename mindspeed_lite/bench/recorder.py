@@ -1,11 +1,7 @@
-"""In a training process: times its steps and writes each as it ends, one JSON object a line.
+"""Times training steps in a process and writes JSON lines.
 
-The lines of `rank<R>-<pid>.jsonl` are of these kinds:
-
-    run        before the first step: what is trained, where, with which features
-    step       time, losses, gradient norm and memory
-    breakdown  of the profiled step
-    end        after the last step: calls that features left to Megatron, and memory by category if it was counted
+Lines of `rank<R>-<pid>.jsonl`: `run` (model, device, features), `step` (time, losses, gradient norm, memory),
+`breakdown` (profiled step), `end` (fallbacks, counted memory).
 """
 
 from __future__ import annotations
@@ -29,14 +25,12 @@ from mindspeed_lite.bench.probes.memory import MemoryProbe
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
 from mindspeed_lite.platform import process_memory
 
-# Bytes of one of Python's small objects, about.
+# Approximate bytes of a small Python object.
 _OBJECT = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Recorder:
-    """Runs and records the training steps of one process."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.memory = MemoryProbe() if plan.memory else None
@@ -54,7 +48,7 @@ class Recorder:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     def arguments_are_final(self, precision: str, given: list[str]) -> None:
-        """The model is about to be built: on the CPU, memory counts from here."""
+        """CPU memory counts from here."""
         self._given = given
         if _is_cpu():
             process_memory.reset_peak()
@@ -63,7 +57,6 @@ class Recorder:
             self._building.enter_context(SampleRandomInDtype(_DTYPES[precision]))
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """Run one training step and record it."""
         if self._number == 0:
             self._begin()
         self._number += 1
@@ -146,9 +139,9 @@ def _peak() -> int:
 
 
 def _live(base: int | None, memory: int) -> int | None:
-    """Bytes in use, of which a leak is a growing part; None where another allocator has most of them.
+    """Bytes in use, for leak detection; None under another allocator.
 
-    Resident memory also grows without a leak for some steps, until the heap has room for all temporaries.
+    Resident memory also grows until the heap fits all temporaries.
     """
     if not _is_cpu():
         return memory
@@ -157,6 +150,6 @@ def _live(base: int | None, memory: int) -> int | None:
 
 
 def _held() -> int | None:
-    """What malloc has handed out, Python's small objects, and shared memory."""
+    """Bytes of malloc, Python's small objects, and shared memory."""
     found = process_memory.handed_out()
     return None if found is None else found + _OBJECT * sys.getallocatedblocks() + process_memory.shared()

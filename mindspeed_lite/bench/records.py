@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Process:
-    """The records of one process, by kind; see `recorder`. Several processes may have the rank of one that trains."""
+    """Records of one process by kind (see `recorder`); ranks may repeat."""
 
     rank: int
     run: dict[str, Any] | None = None
@@ -20,7 +20,6 @@ class Process:
 
 
 def read(folder: Path) -> list[Process]:
-    """The training processes of a run by rank; before the first step those that have started."""
     chosen: dict[int, Process] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         process = _process(path)
@@ -32,7 +31,6 @@ def read(folder: Path) -> list[Process]:
 
 
 def pids(folder: Path) -> list[int]:
-    """Every process that has started, helpers included."""
     return [int(path.stem.partition("-")[2]) for path in folder.glob("rank*.jsonl")]
 
 
@@ -41,7 +39,7 @@ def _process(path: Path) -> Process:
     for line in path.read_text().splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # the process is writing it, or died while it did
+        except json.JSONDecodeError:  # unfinished line
             continue
         kind = entry.pop("kind")
         if kind == "step":
@@ -52,7 +50,7 @@ def _process(path: Path) -> Process:
 
 
 def merged_steps(processes: list[Process]) -> list[dict[str, Any]]:
-    """The steps that every process finished: the slowest time, and losses of the last rank that has them."""
+    """Steps that every process finished: slowest time, losses of the last rank that has them."""
     merged = []
     for rows in zip(*(process.steps for process in processes), strict=False):
         live = [row["live_bytes"] for row in rows]
@@ -60,7 +58,6 @@ def merged_steps(processes: list[Process]) -> list[dict[str, Any]]:
             {
                 **{name: rows[0][name] for name in ("iteration", "measured")},
                 "seconds": max(row["seconds"] for row in rows),
-                # Of a pipeline only the last stage computes the loss.
                 "loss": next((row["loss"] for row in reversed(rows) if row["loss"]), {}),
                 "grad_norm": next((row["grad_norm"] for row in reversed(rows) if row["grad_norm"] is not None), None),
                 "live_bytes": None if None in live else max(live),

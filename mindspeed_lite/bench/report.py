@@ -1,4 +1,4 @@
-"""Renders a record for a terminal, as Markdown and as an HTML page, all from the same tables."""
+"""Renders a record for a terminal, as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .wording import cleaned
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What Markdown would read as markup. An underscore inside a word is none.
+# Markdown markup; an underscore inside a word is none.
 _MARKUP = re.compile(r"[\\`*\[\]|~$#!]|(?<!\w)_|_(?!\w)")
 _STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
 _LOG_LINES = 5
@@ -23,18 +23,15 @@ _INDENT = (0, 0, 0, 2)
 
 
 def view(record: Record) -> View:
-    """What all forms show."""
     record = cleaned(record)
     return operator_tables.view(record) if record["kind"] == "bench-ops" else training_tables.view(record)
 
 
 def markdown(record: Record, plots: Mapping[str, str]) -> str:
-    """GitHub-flavoured Markdown; `plots`: file names and captions."""
     return _render(record, plots, html=False)
 
 
 def html(record: Record, plots: Mapping[str, str]) -> str:
-    """One self-contained page; `plots`: `<svg>` elements by name."""
     return _render(record, plots, html=True)
 
 
@@ -50,7 +47,6 @@ def _render(record: Record, plots: Mapping[str, str], html: bool) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Text without a meaning in Markdown, also in a cell of a table."""
     from markupsafe import Markup
 
     if isinstance(value, Markup):
@@ -60,7 +56,6 @@ def _escaped(value: Any) -> Any:
 
 
 def text(record: Record, columns: int, color: bool) -> str:
-    """Lines of at most `columns` for a terminal; ANSI colours only where `color`."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

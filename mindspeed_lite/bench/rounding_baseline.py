@@ -1,7 +1,6 @@
-"""The same training in other arithmetic, to judge a difference of losses by: what rounding alone changes.
+"""Same training in other arithmetic: measures what rounding alone changes.
 
-float32       for a training in 16 bits: how far its own rounding takes it
-other order   for one in float32: matrix products sum their inner dimension from the other end
+float32 for a 16-bit training; for float32 matmuls that sum the inner dimension in reverse.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-# Operator -> index of its first factor among the arguments; the second one follows.
+# Operator -> index of its first factor; the second follows.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.bmm.default: 0,
@@ -25,7 +24,7 @@ _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
 
 
 class ReversedReductionOrder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Within the block matrix products, forward and backward, sum their inner dimension from the other end."""
+    """Context in which matmuls, forward and backward, sum in reverse order."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -39,7 +38,7 @@ class ReversedReductionOrder(TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 class SampleRandomInDtype(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Within the block float32 tensors are initialised with the values that torch draws for `dtype`, which differ."""
+    """Context in which float32 tensors are initialised with torch's draws for `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]

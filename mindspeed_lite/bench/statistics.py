@@ -1,4 +1,4 @@
-"""Ratios of paired measurements, with their confidence interval."""
+"""Ratios of paired measurements, with confidence interval."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 TOO_FEW = "too few runs to tell"
-# The widest interval around 1 that still counts as noise, as a factor.
+# Widest interval around 1 that counts as noise, as a factor.
 _WIDEST = 1.5
 
-# Student's t, 97.5 %, by degrees of freedom from 1.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -21,7 +20,7 @@ _T = (
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio with its 95 % interval; without one where there is a single pair."""
+    """A ratio with its 95 % interval; None for a single pair."""
 
     ratio: float
     low: float | None
@@ -50,7 +49,7 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio | None:
-    """The geometric mean of the pairs' ratios, its interval by Student's t on their logarithms; None without pairs."""
+    """Geometric mean with Student's t interval on logarithms; None without pairs."""
     pairs = tuple(a / b for a, b in zip(numerators, denominators, strict=False) if a > 0 and b > 0)
     if not pairs:
         return None
@@ -64,7 +63,6 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """The value below which `fraction` of the values lie, interpolated."""
     ordered = sorted(values)
     place = fraction * (len(ordered) - 1)
     low = math.floor(place)

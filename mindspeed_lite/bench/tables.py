@@ -1,4 +1,4 @@
-"""The content of a report in every form: a headline, tables of text, and preformatted blocks."""
+"""Content of a report in every form: headline, tables, preformatted blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 SEVERITIES = ("failure", "warning", "note")
 
-# The last word of a cell -> its colour.
+# Last word of a cell -> colour.
 _TONES = {
     **dict.fromkeys(("faster", "smaller", "identical", "agrees", "steady"), "good"),
     **dict.fromkeys(("slower", "larger", "differs", "grows", "regression", "failure", "crashed", "hung"), "bad"),
@@ -23,7 +23,7 @@ _TONES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headers; without a title it continues what precedes it."""
+    """Cells under headers; without a title it continues the previous table."""
 
     title: str
     headers: Sequence[str]
@@ -32,27 +32,17 @@ class Table:
 
     @property
     def figures(self) -> list[bool]:
-        """For each column whether it holds figures, which are aligned right."""
         return [all(map(_is_figure, column)) for column in zip(*self.rows, strict=True)]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Preformatted lines, such as the end of a log."""
-
     title: str
     lines: Sequence[str]
 
 
 @dataclass(frozen=True)
 class View:
-    """What a reader sees of a record.
-
-    Attributes:
-        tone: of the headline, `good`, `bad` or empty.
-        summary, details: tables before and after the plots.
-    """
-
     title: str
     headline: str
     tone: str
@@ -62,7 +52,7 @@ class View:
 
 
 def tone(cell: str) -> str:
-    """`good`, `bad`, `warn` or empty, by the verdict at the end of a cell."""
+    """`good`, `bad`, `warn` or empty, by the cell's last word."""
     return _TONES.get(cell.rpartition(" ")[2], "")
 
 
@@ -71,19 +61,16 @@ def _is_figure(cell: str) -> bool:
 
 
 def filled(*tables: Table) -> list[Table]:
-    """Those that have rows."""
     return [table for table in tables if table.rows]
 
 
 def findings(record: Record) -> Table:
-    """Findings, the gravest first."""
     rows = [[each["severity"], ": ".join(filter(None, (each["arm"], each["text"])))] for each in record["findings"]]
     rows.sort(key=lambda row: SEVERITIES.index(row[0]))
     return Table("Findings", ("severity", "finding"), rows)
 
 
 def conditions(record: Record) -> Table:
-    """Device, versions, model and settings, as far as they are known."""
     ceiling, model = record["ceiling"] or {}, record.get("model", {})
     rates = (rate(ceiling.get("flops_per_second"), "FLOP"), rate(ceiling.get("bytes_per_second"), "B"))
     found = {
@@ -100,12 +87,10 @@ def conditions(record: Record) -> Table:
 
 
 def command(record: Record) -> list[Block]:
-    """The user's command as a shell would take it."""
     return [Block("Command", [shlex.join(record["command"])])] if record.get("command") else []
 
 
 def _text(value: Any) -> str:
-    """A value of any shape; empty for what is not known."""
     if isinstance(value, Mapping):
         found = ((key if key.isupper() else key.replace("_", " "), _text(each)) for key, each in value.items())
         return ", ".join(f"{name} {text}" for name, text in found if text)

@@ -1,7 +1,6 @@
-"""Times functions in turns (A B C, A B C, ...), so that a disturbance of the machine hits all of them.
+"""Times functions interleaved (A B C, A B C, ...), so that disturbances hit all of them.
 
-A sample is a loop of calls: by the clock on a CPU, by device events elsewhere. Two functions are compared by the ratios
-of their samples of one round, in which the slowdown of a whole round cancels out.
+A sample is a loop of calls, by clock on a CPU, else by device events. Functions are compared by ratios within a round.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from mindspeed_lite.bench.statistics import quantile
 CONFIDENCE = 0.95
 
 _MAX_CALLS = 100_000
-_MAX_QUEUED_CALLS = 16  # a device's queue of launches is finite
-_SPIN_CYCLES = 2_000_000  # for each queued call
+_MAX_QUEUED_CALLS = 16  # launch queues are finite
+_SPIN_CYCLES = 2_000_000
 
 Call = Callable[[], object]
 
@@ -31,8 +30,8 @@ Call = Callable[[], object]
 class Effort:
     """How long to measure.
 
-    sample_seconds: least duration of a sample. rounds: least and most; between them until `seconds` have passed.
-    warmup: calls of each function before anything counts.
+    sample_seconds: minimum per sample. rounds: minimum and maximum; stops between after `seconds`. warmup: uncounted
+    calls.
     """
 
     sample_seconds: float = 0.01
@@ -45,7 +44,7 @@ QUICK = Effort(sample_seconds=0.002, rounds=(5, 10), seconds=0.2, warmup=1)
 
 
 class Sample(NamedTuple):
-    """Seconds of a call on the device and on the host; waits: the call synchronizes with the device."""
+    """Seconds per call on device and host; waits: the call synchronizes."""
 
     device: float
     host: float
@@ -54,8 +53,6 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a call, back to back: median, 10 % and 90 % quantile; and the samples by round."""
-
     seconds: float
     low: float
     high: float
@@ -63,12 +60,10 @@ class Timing:
 
     @property
     def device(self) -> float:
-        """Median of the device's time alone."""
         return statistics.median(each.device for each in self.samples)
 
     @property
     def host(self) -> float:
-        """Median of the time to issue a call."""
         return statistics.median(each.host for each in self.samples)
 
 
@@ -86,13 +81,12 @@ def time_interleaved(
     device: str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """The timing of each function, and the error of each that raised; the others go on."""
     errors: dict[str, str] = {}
     calls: dict[str, int] = {}
     for name, run in contenders.items():
         try:
             calls[name] = _calls(run, effort, device, clock)
-        except Exception as error:  # a library's own
+        except Exception as error:
             errors[name] = format_error(error)
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     start = clock()
@@ -110,26 +104,22 @@ def time_interleaved(
 
 
 def timing(samples: Sequence[Sample]) -> Timing:
-    """The summary of samples in the order of their rounds."""
     ordered = sorted(max(each.device, each.host) for each in samples)
     return Timing(statistics.median(ordered), quantile(ordered, 0.1), quantile(ordered, 0.9), tuple(samples))
 
 
 def ratio(of: Timing, over: Timing) -> Ratio:
-    """How many times as long `of` takes as `over`, from pairs of one round."""
     pairs = sorted(max(a[:2]) / max(b[:2]) for a, b in zip(of.samples, over.samples, strict=True))
     skip = _outside(len(pairs))
     return Ratio(statistics.median(pairs), pairs[skip], pairs[-1 - skip])
 
 
 def format_error(error: BaseException) -> str:
-    """An exception as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:400].rstrip(": ")
 
 
 def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -> int:
-    """Warms up, and returns how many calls make a sample."""
     for _ in range(effort.warmup):
         run()
     most = _MAX_CALLS if device == "cpu" else _MAX_QUEUED_CALLS
@@ -138,7 +128,7 @@ def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -
         seconds = max(_sample(run, calls, device, clock)[:2]) * calls
         if seconds >= effort.sample_seconds or calls >= most:
             return calls
-        # A little more than needed, but no leap from a reading too short to trust.
+        # Slightly more than needed, bounded for readings too short to trust.
         wanted = calls * 1.2 * effort.sample_seconds / max(seconds, 1e-9)
         calls = min(most, max(calls + 1, min(math.ceil(wanted), calls * 100)))
 
@@ -146,15 +136,15 @@ def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -
 def _sample(run: Call, calls: int, device: str, clock: Callable[[], float]) -> Sample:
     if device != "cpu":
         return _device_sample(getattr(torch, device), run, calls)
-    # Without garbage collection, as timeit has it.
+    # Without garbage collection, as in timeit.
     seconds = timeit.Timer(run, timer=clock).timeit(calls) / calls
     return Sample(seconds, seconds, False)
 
 
 def _device_sample(module: Any, run: Call, calls: int) -> Sample:
-    """Queues the calls after a kernel that spins (on CUDA), so that the device runs them without gaps.
+    """Queue calls after a spinning kernel (CUDA), so that they run without gaps.
 
-    A call that waits for the device (`.item()`) ends the spin early; its device time then includes the host's.
+    A call that synchronizes (`.item()`) ends the spin early; its device time then includes the host's.
     """
     start, end, spun = (module.Event(enable_timing=True) for _ in range(3))
     spin = getattr(module, "_sleep", None)
@@ -171,11 +161,11 @@ def _device_sample(module: Any, run: Call, calls: int) -> Sample:
 
 
 def _outside(count: int) -> int:
-    """How many sorted values lie outside the median's confidence interval on either side, by the sign test.
+    """Sorted values outside the median's confidence interval per side (sign test).
 
     Below six values the interval is the whole range.
     """
-    skip, missed = 0, 1 / 2**count  # the chance that the true median lies beyond the outermost value
+    skip, missed = 0, 1 / 2**count  # probability that the median lies beyond the outermost value
     while True:
         missed += math.comb(count, skip + 1) / 2**count
         if missed > (1 - CONFIDENCE) / 2:

@@ -1,4 +1,4 @@
-"""The benchmark of a training command: off and on in alternation, a rounding baseline if needed, the record."""
+"""Benchmarks a training command: off and on alternate, with a rounding baseline if needed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Request:
     """What the user asked for.
 
     Attributes:
-        mode: which arms are compared with off: `features`, `each`, `all` or `noise`.
-        features: names, for mode `features`; empty: what the command turns on itself, or all if it turns on none.
-        baseline: run a rounding baseline where an arm needs one.
+        mode: arms compared with off: `features`, `each`, `all` or `noise`.
+        features: for mode `features`; empty: the command's own, or all.
     """
 
     job: Job
@@ -44,10 +43,9 @@ class Request:
 
 @dataclass
 class Benchmark:
-    """A running benchmark; `report()` holds what is finished, at any time.
+    """A running benchmark; `report()` holds what is finished.
 
-    Attributes:
-        show: called with what is running, and the finished steps of it.
+    show: called with the running arm and its finished steps.
     """
 
     request: Request
@@ -59,7 +57,7 @@ class Benchmark:
     _planned: int | None = None
 
     def run(self) -> None:
-        """Run everything; after KeyboardInterrupt what is finished stays in the report.
+        """Run everything; KeyboardInterrupt keeps finished runs.
 
         Raises:
             BenchError: off does not run, or no feature applies.
@@ -81,7 +79,6 @@ class Benchmark:
         self.complete = True
 
     def report(self) -> dict[str, Any]:
-        """The record of what is finished (see docs/bench-report.md)."""
         request, job = self.request, self.request.job
         return compose.report(
             self.outcomes,
@@ -118,7 +115,6 @@ class Benchmark:
         return outcome
 
     def _arms(self, told: dict[str, Any]) -> list[Arm]:
-        """The arms to compare with off, by what the first process has said of itself."""
         mode, features, given = self.request.mode, self.request.features, told["given"]
         if mode == "noise":
             return [Arm("off again", "off")]
@@ -136,7 +132,6 @@ class Benchmark:
         return [*(Arm(name, "only", (name,)) for name in applicable), *together]
 
     def _run_rounding_baseline(self, dtype: str) -> None:
-        """Off in float32 for a training in 16 bits; otherwise or if that fails in another order."""
         if dtype != "fp32":
             outcome = self._run(Arm("rounding baseline, float32", "off", arithmetic="float32"), 1)
             if outcome.status == "ok":
@@ -144,7 +139,6 @@ class Benchmark:
         self._run(Arm("rounding baseline, other order", "off", arithmetic="other order"), 1)
 
     def _measure_ceiling(self, told: dict[str, Any]) -> dict[str, Any] | None:
-        """Measured with the job's threads in a process of its own; None if that fails."""
         self.show("measuring the ceiling", 0)
         environment = told["environment"]
         command = [
@@ -160,7 +154,7 @@ class Benchmark:
 
 
 def check_features(names: Sequence[str]) -> None:
-    """Raises BenchError where a feature does not exist; the text names the closest one."""
+    """Raise BenchError for an unknown feature; the text names the closest one."""
     from mindspeed_lite import runtime
 
     known = [feature.name for feature in runtime.catalogue()]

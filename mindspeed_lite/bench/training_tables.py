@@ -1,4 +1,4 @@
-"""The tables of a training's report."""
+"""Tables of a training's report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from .statistics import TOO_FEW
 from .tables import Block, Record, Table, View, command, conditions, filled, findings
 from .wording import UNKNOWN, difference, interval, judged, percent, rate, seconds, size, tokens
 
-# The speed verdict of the fastest arm -> the headline and its tone.
 _HEADLINES = {
     "faster": ("{arm} is {ratio} as fast as off ({certainty}).", "good"),
     "slower": ("{arm}, the fastest arm, is slower than off: {ratio} as fast ({certainty}).", "bad"),
@@ -20,14 +19,11 @@ _HEADLINES = {
 
 
 def label(arm: str) -> str:
-    """The name of an arm in tables and plots: `on` for several chosen features."""
     return "on" if "+" in arm else arm
 
 
 def view(record: Record) -> View:
-    """The whole report."""
     sound = [each for each in record["comparisons"] if each["speed"] and each["loss"]["verdict"] != "differs"]
-    # A proven gain comes first.
     fastest = max(sound, key=lambda each: (each["speed"]["verdict"] == "faster", each["speed"]["ratio"]), default=None)
     title, tone = _headline(record, fastest)
     return View(
@@ -68,7 +64,6 @@ def _facts(record: Record, fastest: Record | None) -> Table:
 
 
 def compared(record: Record) -> Table:
-    """Every arm against off, with verdicts."""
     rows = [
         [
             label(each["arm"]),
@@ -93,7 +88,6 @@ def _growth(growth: Record | None) -> str:
 
 
 def losses(record: Record) -> Table:
-    """Distances of losses and gradient norms from off."""
     found = [(label(each["arm"]), each["loss"]) for each in record["comparisons"] if each["loss"]]
     rows = [
         [
@@ -116,7 +110,6 @@ def losses(record: Record) -> Table:
 
 
 def not_applied(record: Record) -> Table:
-    """The features that were requested and skipped."""
     rows = [
         [label(arm["name"]), feature, "; ".join(reasons)]
         for arm in record["arms"]
@@ -126,7 +119,6 @@ def not_applied(record: Record) -> Table:
 
 
 def arms(record: Record) -> Table:
-    """Absolute figures of each arm."""
     rows = []
     for arm in record["arms"]:
         found = (arm["summary"] or {}).get
@@ -146,14 +138,12 @@ def arms(record: Record) -> Table:
 
 
 def _ends(runs: Sequence[Record]) -> str:
-    """How the runs of an arm ended: `3 of 3 ok`, `1 of 3 ok, 2 crashed`."""
     ends = Counter(run["status"] for run in runs)
     good = ends.pop("ok", 0)
     return ", ".join([f"{good} of {len(runs)} ok", *(f"{many} {status}" for status, many in ends.items())])
 
 
 def breakdown(record: Record) -> Table:
-    """Where a step's time goes: a row per category, a column per arm."""
     found = [arm for arm in record["arms"] if arm["breakdown"]]
     walls = [arm["breakdown"]["wall_seconds"] for arm in found]
     times = [

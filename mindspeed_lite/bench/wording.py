@@ -1,4 +1,4 @@
-"""Values of a report as text: times, sizes, rates, ratios with their intervals."""
+"""Formats values of a report as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .statistics import TOO_FEW
 
 UNKNOWN = "-"
 
-# Terminals' escape sequences, and control characters but tab and newline.
+# Escape sequences, and control characters except tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NOT_FINITE = ("nan", "inf", "-inf")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -20,7 +20,6 @@ _PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 
 
 
 def cleaned(value: Any) -> Any:
-    """A record without control characters, and with floats for "nan", "inf" and "-inf"."""
     if isinstance(value, str):
         return float(value) if value in _NOT_FINITE else _CONTROL.sub("", value)
     if isinstance(value, Mapping):
@@ -29,7 +28,7 @@ def cleaned(value: Any) -> Any:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number without exponent, to so many digits, thousands apart."""
+    """Number to so many digits, without exponent, thousands separated."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -39,7 +38,6 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def _scaled(value: float | None, units: Sequence[tuple[str, float]], digits: int, suffix: str = "") -> str:
-    """The value in the largest unit that it reaches, or in the smallest."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -51,17 +49,17 @@ def _scaled(value: float | None, units: Sequence[tuple[str, float]], digits: int
 
 
 def seconds(value: float | None) -> str:
-    """A time: `1.234 s`, `12.34 ms`."""
+    """`1.234 s`, `12.34 ms`."""
     return _scaled(value, _SECONDS, 4)
 
 
 def size(value: float | None) -> str:
-    """Bytes in decimal units: `812 MB`, `1.52 GB`."""
+    """Decimal units: `812 MB`, `1.52 GB`."""
     return _scaled(value, _BYTES, 3)
 
 
 def rate(value: float | None, unit: str) -> str:
-    """So many per second: `812 TFLOP/s`, `3.35 TB/s`."""
+    """`812 TFLOP/s`, `3.35 TB/s`."""
     return _scaled(value, _PREFIXES, 3, f"{unit}/s")
 
 
@@ -73,17 +71,17 @@ def tokens(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share of 1: `41.2 %`."""
+    """`41.2 %`."""
     return UNKNOWN if value is None else f"{significant(value * 100)} %"
 
 
 def difference(value: float | None) -> str:
-    """A difference of losses, which may be very small: `1.39e-03`."""
+    """Loss difference: `1.39e-03`."""
     return UNKNOWN if value is None else f"{value:.2e}" if value else "0"
 
 
 def between(low: float | None, high: float | None) -> str:
-    """The range of two times: `405.8 to 420.2 ms`."""
+    """`405.8 to 420.2 ms`."""
     if low is None or high is None:
         return UNKNOWN
     first, last = seconds(low), seconds(high)
@@ -92,7 +90,7 @@ def between(low: float | None, high: float | None) -> str:
 
 
 def interval(value: float | None, low: float | None = None, high: float | None = None) -> str:
-    """A ratio with its interval, if any: `1.24x (1.20 to 1.28)`; three digits near 1."""
+    """`1.24x (1.20 to 1.28)`; three digits near 1."""
     if value is None:
         return UNKNOWN
     known = [each for each in (value, low, high) if each is not None]
@@ -103,16 +101,15 @@ def interval(value: float | None, low: float | None = None, high: float | None =
 
 
 def judged(ratio: Mapping[str, Any] | None) -> str:
-    """A ratio of the record with its interval and verdict: `1.24x (1.20 to 1.28), faster`."""
+    """`1.24x (1.20 to 1.28), faster`."""
     if ratio is None:
         return UNKNOWN
     verdict = ratio["verdict"].partition(":")[0]
-    if verdict == TOO_FEW:  # its mean and interval say nothing
+    if verdict == TOO_FEW:  # mean and interval have no meaning
         low, high = min(ratio["pairs"]), max(ratio["pairs"])
         return f"{low:.2f}x to {high:.2f}x, {verdict}"
     return f"{interval(ratio['ratio'], ratio.get('low'), ratio.get('high'))}, {verdict}"
 
 
 def listed(values: Sequence[str]) -> str:
-    """`a, b and c`."""
     return " and ".join(filter(None, (", ".join(values[:-1]), *values[-1:])))

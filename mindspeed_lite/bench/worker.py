@@ -1,4 +1,4 @@
-"""In a training process: turns features off or on as the plan says, and records its steps."""
+"""Applies the plan's features in a training process and records its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_lite.bench.plan import Plan
 
 @functools.cache
 def start(path: str) -> None:
-    """Install the adaptor and the recording, before Megatron is imported; `path` is the plan's file."""
+    """Install adaptor and recorder before Megatron is imported; `path`: plan file."""
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import platform, startup
     from mindspeed_lite.bench.probes import memory, train_step
@@ -24,7 +24,6 @@ def start(path: str) -> None:
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        # The harness asks a hanging process for its stacks.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
     recorder = Recorder(plan)
 
@@ -41,7 +40,7 @@ def start(path: str) -> None:
 
 
 def choose_features(args: Any, plan: Plan) -> list[str]:
-    """Turn features off and on in the parsed arguments; returns those that the command itself turns on."""
+    """Turn features off and on; return those of the command itself."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings
 

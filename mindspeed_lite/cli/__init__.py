@@ -1,6 +1,6 @@
-"""The command `mindspeed-lite`: imports and calls the module of a subcommand, and prints its errors in one line.
+"""The command `mindspeed-lite`: dispatches subcommands and prints errors in one line.
 
-The standard library alone is imported here, so that help and usage errors are instant.
+Imports only the standard library, so that help and usage errors are instant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 PROGRAM = "mindspeed-lite"
 
-# Name -> what it does; each is a module of this package ("-" is "_" there) with `main(arguments) -> exit code`.
+# Name -> summary; each is a module here with `main(arguments) -> exit code`.
 COMMANDS = {
     "run": "run a training script with mindspeed_lite, without changing a line of it",
     "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
@@ -30,12 +30,10 @@ COMMANDS = {
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }
-# Earlier names -> what to type.
 RENAMED = {"load": "balance FILE", "balance-lengths": "balance INDEX.idx, or balance --generate-lengths"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; `arguments` are those after the program's name, by default this process's."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (given[0], given[1:]) if given else ("", [])
     if command in ("", "-h", "--help"):
@@ -64,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(PROGRAM, f"there is no {'option' if command[0] == '-' else 'command'} {command!r}; {hint}")
 
     name, program = f"{__name__}.{command.replace('-', '_')}", f"{PROGRAM} {command}"
-    if command == "run":  # whose script must not notice
+    if command == "run":  # transparent to the script
         return int(importlib.import_module(name).main(rest))
     try:
         code = int(importlib.import_module(name).main(rest))
@@ -75,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return fail(program, "interrupted", 130)
     except BrokenPipeError:
-        # The reader has left (`| head`); without this, flushing at exit would complain once more.
+        # Reader gone (`| head`): flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except SystemExit as ending:  # of a parser
+    except SystemExit as ending:
         if not isinstance(ending.code, int):
             raise
         return ending.code

@@ -1,4 +1,4 @@
-"""`mindspeed-lite balance`: how unevenly experts or sequence lengths load ranks, and what balancing them gains."""
+"""`mindspeed-lite balance`: load imbalance of experts or sequence lengths, and gains of balancing."""
 
 from __future__ import annotations
 
@@ -63,14 +63,13 @@ _LENGTH_COLUMNS = {
     "each step": "slowest rank over that of equal ranks, where ranks wait for each other at the end of a step",
     "each micro-batch": "the same where they wait in every micro-batch: --expert-model-parallel-size above 1",
 }
-# With a smaller exponent a drawn length may exceed what a float holds.
+# Smaller exponents may draw lengths beyond a float.
 _LEAST = {"drift": 0, "tail": 0.1, "seed": -math.inf}
 
 Drawn = TypeVar("Drawn", GeneratedLoad, GeneratedLengths)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the tables, and write what is asked for; returns the exit code."""
     parser, of_loads, of_lengths = _parser()
     options = parser.parse_args(list(arguments))
     if sum(each is not None for each in (options.file, options.generate, options.generate_lengths)) != 1:
@@ -92,7 +91,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
-    """Print the load of experts and what policies gain; returns everything for a file."""
     drawn = options.generate
     loads = record.read(options.file) if drawn is None else _drawn(GeneratedLoad, drawn).record()
     if options.last:
@@ -169,7 +167,6 @@ def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
-    """Print the attention cost of the slowest rank under each assignment; returns the outcomes for a file."""
     sequence, ranks, batch, seed = options.seq_length, options.ranks or 4, options.global_batch_size, options.seed
     if options.generate_lengths is None:
         documents = length_simulation.shuffled(length_simulation.read_index(options.file), seed)
@@ -197,14 +194,12 @@ def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _explained(columns: dict[str, str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, and below it what its columns are."""
     table(list(columns), rows)
     say()
     table(("", ""), [(name, meaning) for name, meaning in columns.items() if meaning])
 
 
 def _drawn(kind: type[Drawn], words: Sequence[str], **given: Any) -> Drawn:
-    """Return the made-up training whose fields the words NAME=NUMBER give."""
     kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(kind)}
     for word in words:
         name, _, value = word.partition("=")
@@ -220,7 +215,6 @@ def _drawn(kind: type[Drawn], words: Sequence[str], **given: Any) -> Drawn:
 
 
 def _parser() -> tuple[terminal.Parser, argparse._ArgumentGroup, argparse._ArgumentGroup]:
-    """Return the parser, and its options for loads of experts and for sequence lengths."""
     parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EPILOG)
     loads, lengths = map(parser.add_argument_group, ("loads of experts", "sequence lengths"))
     default, positive = BalancingOptions(), bounded(int, 1)

@@ -1,4 +1,4 @@
-"""`mindspeed-lite bench`: the user's own training command with features off and on, side by side."""
+"""`mindspeed-lite bench`: compares a training command with features off and on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ Ctrl-C or SIGTERM."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns the exit code."""
     options, command = _parser().parse_with_command(arguments)
     if reason := _why_not(options, command):
         raise CommandError(reason)
@@ -89,7 +88,6 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
-    """Run, write and print the report of what has finished; returns the exit code."""
     from mindspeed_lite.bench.training import BenchError
 
     ended: CommandError | None = None
@@ -129,7 +127,6 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[str, int], None]]:
-    """Progress on stderr: a live line on a terminal, one line a run otherwise."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -144,7 +141,7 @@ def _shown() -> Iterator[Callable[[str, int], None]]:
         yield say
         return
     began = time.monotonic()
-    # Twice a second: a live display must not take time from what it shows.
+    # A live display must not disturb measurements.
     with console.status("", refresh_per_second=2) as status:
 
         def show(what: str, steps: int) -> None:
@@ -155,7 +152,6 @@ def _shown() -> Iterator[Callable[[str, int], None]]:
 
 
 def _why_not(options: argparse.Namespace, command: Sequence[str]) -> str | None:
-    """What is wrong with the request, or None."""
     if options.trace and options.no_profile:
         return "the trace is the profiler's: leave out --no-profile or --trace"
     if shutil.which(command[0]) is None:

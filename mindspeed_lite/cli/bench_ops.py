@@ -1,4 +1,4 @@
-"""`mindspeed-lite bench-ops`: time every operator against plain PyTorch and installed peers."""
+"""`mindspeed-lite bench-ops`: time operators against plain PyTorch and installed peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROGRAM = "mindspeed-lite bench-ops"
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
-# A peer as --against takes it -> the module that shows that it is installed, and how to install it.
+# Peer as in --against -> module to test for, and how to install it.
 PEERS = {
     "liger": ("liger_kernel", "pip install 'mindspeed-lite[compare]'"),
     "flash_attn": ("flash_attn", "pip install flash-attn"),
@@ -34,14 +34,14 @@ class _UsageError(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print; 1 after a regression or where an operator did not run, 2 for bad input, 130 after Ctrl-C."""
+    """Exit code 1 after a regression or failed operator, 2 for bad input, 130 after Ctrl-C."""
     options = _parser(list(arguments)).parse_args(list(arguments))
     try:
         _check_operators(options)
         for package in ("rich", "jinja2") if options.out is not None else ("rich",):
             if importlib.util.find_spec(package) is None:
                 raise _UsageError(f"the report needs {package}: pip install 'mindspeed-lite[bench]'")
-        # From here on torch is needed, which takes seconds to import.
+        # torch takes seconds to import.
         report = _measure(options, [*PROGRAM.split(), *arguments])
     except _UsageError as error:
         return terminal.fail(PROGRAM, error)
@@ -103,7 +103,6 @@ def _parser(arguments: Sequence[str] = ()) -> terminal.Parser:
 
 
 def _shapes() -> str:
-    """How the shapes of each operator are written; importing the operators takes seconds."""
     width = max(map(len, OPERATORS))
     rows = ((name, cases(name)) for name in OPERATORS)
     return "shapes:\n" + "\n".join(
@@ -112,7 +111,6 @@ def _shapes() -> str:
 
 
 def _check_operators(options: argparse.Namespace) -> None:
-    """Turn --op and --shapes into `options.chosen`: operator to its texts, None for the default ones."""
     for name in options.op or ():
         if name not in OPERATORS:
             raise _UsageError(f"--op: {_unknown(name)}")
@@ -144,7 +142,6 @@ def _unknown(name: str) -> str:
 
 
 def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """Everything that may be wrong is asked for before anything is measured."""
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, output, timing
     from mindspeed_lite.bench.operators import earlier, run
@@ -171,7 +168,7 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
     except ValueError as error:
         raise _UsageError(error) from error
     if keep and device.name == "cpu":
-        allocator.keep_freed_memory()  # all contenders in the memory a training run would give them
+        allocator.keep_freed_memory()
     with ceiling.products_of_training(device.name), _progress() as tell:
         return run.run(
             chosen,
@@ -217,7 +214,6 @@ def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[Problem
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Shows on stderr how far it is, where that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total, what: None
         return

@@ -1,4 +1,4 @@
-"""`mindspeed-lite calibrate`: times this machine's operators and collectives, for predictions of time."""
+"""`mindspeed-lite calibrate`: times this machine for predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Nothing else should run meanwhile."""
 
 
 def default_file() -> Path | None:
-    """Where the file is unless another is named; None where there is no folder for it."""
     try:
         return cache.folder() / "calibration.json"
     except cache.NoCache:
@@ -32,7 +31,6 @@ def default_file() -> Path | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and write; returns the exit code."""
     options = _parser().parse_args(list(arguments))
     file = Path(options.out) if options.out else default_file()
     if file is None:

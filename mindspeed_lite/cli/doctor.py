@@ -1,4 +1,4 @@
-"""`mindspeed-lite doctor`: can training start here, what is missing, how to get it; and does the device compute."""
+"""`mindspeed-lite doctor`: can training start here, what is missing, does the device compute."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _STYLES = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the findings; 0 when training can start, 1 when something stands in its way.
+    """Exit code 0 if training can start, else 1.
 
-    With a self-test: 0 when every check passed, 1 when one failed, 2 when there is no such device.
+    With a self-test: 0 passed, 1 failed, 2 no such device.
     """
     parser = _parser()
     options = parser.parse_args(list(arguments))
@@ -46,7 +46,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _selftest(options: argparse.Namespace, machine: Machine) -> int:
-    """Run every operator on a device, write and print the report; returns the exit code."""
     out = options.out or "selftest.json"
     if options.out is None and (problem := terminal.why_not_writable(out)):
         raise CommandError(f"--out {out}: {problem}")

@@ -1,7 +1,7 @@
-"""The checks of doctor, in `CHECKS`.
+"""Checks of doctor, in `CHECKS`.
 
-A check yields findings: status, text, and how to get what is missing. After a "note" training starts, after a "problem"
-it does not. A check imports no Megatron and survives the absence of what it asks about.
+A check yields (status, text, fix): "note" allows training, "problem" does not. Checks import no Megatron and tolerate
+missing packages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _PYTHON = (3, 10)
 _TORCH = (2, 6)
 _VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-# Import name -> the name to install it by.
 OWN_PACKAGES = {name: name for name in ("wrapt", "packaging", "rich")}
 TRAINING_PACKAGES = {name: name for name in ("einops", "numpy", "pydantic", "regex", "six")} | {"yaml": "pyyaml"}
 
@@ -43,7 +42,7 @@ Findings = Iterator[tuple[str, ...]]
 
 
 class Row(NamedTuple):
-    """A finding of a check: "ok", "note" or "problem"; `fix` says how to get what is missing."""
+    """A finding: "ok", "note" or "problem"; `fix`: how to get what is missing."""
 
     check: str
     status: str
@@ -52,22 +51,17 @@ class Row(NamedTuple):
 
 
 class Megatron(NamedTuple):
-    """The Megatron that an import would find: version and folder of `core`, folder of `training`."""
-
     version: str
     core: Path
     training: Path | None
 
 
 class Machine:
-    """What several checks ask about, found once."""
-
     def __init__(self, npu_seconds: float = npu_probe.SECONDS) -> None:
         self._npu_seconds = npu_seconds
 
     @functools.cached_property
     def torch(self) -> Any:
-        """torch without its device extensions, or the error with which it does not import."""
         try:
             with npu_probe.without_autoload():
                 return importlib.import_module("torch")
@@ -84,7 +78,6 @@ class Machine:
 
     @functools.cached_property
     def devices(self) -> dict[str, list[str]]:
-        """Each device's reasons why it cannot be used."""
         found = {"npu": [] if self.npu.trouble is None else [str(self.npu.trouble)]}
         for name in platform.device_names():
             try:
@@ -95,7 +88,6 @@ class Machine:
 
     @functools.cached_property
     def chosen(self) -> tuple[str, str]:
-        """The device that a run would choose or "", and why there is none."""
         asked = os.environ.get(platform.DEVICE_VARIABLE) or "auto"
         usable = [name for name, reasons in self.devices.items() if asked in ("auto", name) and not reasons]
         if usable:
@@ -107,12 +99,10 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """The chosen device, or where torch cannot say, the one that is always there."""
         return (self.chosen[0] if self.has_torch else "") or "cpu"
 
     @functools.cached_property
     def megatron(self) -> Megatron | None:
-        """Megatron, read and not imported."""
         spec = importlib.util.find_spec("megatron")
         folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec is not None else []
         core, training = (
@@ -125,12 +115,10 @@ class Machine:
 
 
 def examine(machine: Machine) -> list[Row]:
-    """Return what every check finds; an error that one raises all the same is a row too."""
     rows: list[Row] = []
     for name, check in CHECKS.items():
         try:
             with warnings.catch_warnings():
-                # What a probed library warns about is in its reasons.
                 warnings.simplefilter("ignore")
                 rows += [Row(name, *finding) for finding in check(machine)]
         except Exception as error:
@@ -138,7 +126,7 @@ def examine(machine: Machine) -> list[Row]:
                 rows.append(Row(name, "note", f"cannot be told without {error.name}", "see own packages"))
             elif not machine.has_torch:
                 rows.append(Row(name, "note", "cannot be told without torch", "see torch"))
-            else:  # a library broken in an unforeseen way
+            else:
                 text = f"cannot be examined: {one_line(error)}"
                 rows.append(Row(name, "problem", text, "report this with the text"))
     return rows
@@ -149,10 +137,9 @@ def one_line(error: BaseException) -> str:
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent that is broken, or a stub without a spec
+    except (ImportError, ValueError):  # broken parent, or a stub without a spec
         return False
 
 
@@ -245,7 +232,6 @@ def _device(machine: Machine) -> Findings:
 
 
 def _torch_npu(machine: Machine) -> Findings:
-    """What torch_npu finds or what keeps it from that; nothing where it is not installed."""
     version, torch = npu_trouble.torch_npu_version(), npu_trouble.torch_version()
     if not version and not is_there("torch_npu"):
         return
@@ -263,7 +249,7 @@ def _torch_npu(machine: Machine) -> Findings:
     cann = f", CANN {facts['cann']}" if facts.get("cann") else ""
     text = f"{version or 'unknown version'} for torch {torch}{cann}"
     if trouble is not None:
-        # No problem of its own: where the NPU is asked for, the device is one; elsewhere training can start.
+        # A missing NPU is a problem of the device check, if it is required.
         yield "note", f"{text}: {trouble.what}", trouble.fix
     elif facts["transfer"]:
         fix = "install the torch_npu release that matches your torch"
@@ -274,7 +260,6 @@ def _torch_npu(machine: Machine) -> Findings:
 
 
 def _megatron_defaults(machine: Machine) -> Findings:
-    """Which of Megatron's defaults a run would switch, and for want of what."""
     from mindspeed_lite.patches._shared import megatron_defaults
 
     missing = {each.flag: each.missing(machine.device) for each in megatron_defaults.DEFAULTS}
@@ -299,7 +284,6 @@ def _compiler(machine: Machine) -> Findings:
 
 
 def _dataset_helper(machine: Machine) -> Findings:
-    """Megatron's dataset helper, which a checkout builds at every start."""
     folder = machine.megatron and machine.megatron.core / "datasets"
     if folder is not None and not (folder / "Makefile").is_file():
         text = "compiled in this wheel of megatron-core, without the makefile that megatron.training calls at every "
@@ -310,7 +294,7 @@ def _dataset_helper(machine: Machine) -> Findings:
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     is_built = folder is not None and (folder / f"helpers_cpp{suffix}").is_file()
     if missing:
-        # make itself is called in any case; with the helper built it has nothing left to do.
+        # make is always called, even with the helper built.
         is_blocked = folder is not None and (not is_built or "make" in missing)
         text = f"{', '.join(missing)} missing: a Megatron checkout makes its dataset helper at every start"
         yield "problem" if is_blocked else "note", text, "apt install make g++, pip install pybind11"
@@ -325,7 +309,7 @@ def _dataset_helper(machine: Machine) -> Findings:
 
 
 def suffix_of_python3_config() -> str:
-    # As `run` has it: the folder of this Python first.
+    # As in `run`: the folder of this Python first.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     program = shutil.which("python3-config", path=path)
     if program is None:
@@ -383,7 +367,6 @@ def _environment(machine: Machine) -> Findings:
 
 
 def _features(machine: Machine) -> Findings:
-    """Which features would apply, without a model's arguments."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Context, Settings
     from mindspeed_lite.ops import dispatch

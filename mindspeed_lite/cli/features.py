@@ -1,4 +1,4 @@
-"""`mindspeed-lite features`: every feature in a line, one in detail, or how its targets differ from verified ones."""
+"""`mindspeed-lite features`: lists features, shows one, or compares its targets with a source."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ NUMERICS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print every feature, or one in detail; 2 for a name that does not exist."""
     parser = terminal.Parser(prog=PROGRAM, description="Every feature, one line each, or one in detail.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="one feature, or its flag, with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--diff", action="store_true", help="show how its targets differ from the verified releases")
     parser.add_argument("--against", metavar="DIR", help="with --diff: the folder that holds the other `megatron`")
-    # A feature may be named by its flag, which a parser would take for one of its own.
+    # The parser would take a feature's flag for its own.
     options, flags = parser.parse_known_args(list(arguments))
     names = [*([options.name] if options.name else []), *flags]
     if len(names) > 1:
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
         with without_autoload():  # declarations need no device
             catalogue, known = runtime.catalogue(), runtime.fingerprints()
-    except Exception as error:  # what keeps a feature's module from loading is what the user has to be told
+    except Exception as error:  # report why a feature's module does not load
         raise CommandError(f"{error}; `mindspeed-lite doctor` says what is missing", 1) from error
     feature = _find(names[0], catalogue) if names else None
     if options.diff or options.against:
@@ -70,7 +69,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def describe(feature: Feature, known: Table) -> dict[str, Any]:
-    """Return everything the declaration says, as plain values."""
     from mindspeed_lite.ops import dispatch
 
     def values(each: Any, *names: str) -> dict[str, Any]:
@@ -97,7 +95,6 @@ def describe(feature: Feature, known: Table) -> dict[str, Any]:
 
 
 def verified_releases(feature: Feature, known: Table) -> list[str]:
-    """Return the releases in whose source every target that counts there has a known fingerprint."""
     from packaging.version import Version
 
     from mindspeed_lite.engine import Provide
@@ -105,7 +102,7 @@ def verified_releases(feature: Feature, known: Table) -> list[str]:
     releases = []
     for release in sorted(known.entries, key=Version):
         counting, _ = feature.patches_for(release)
-        # What is provided is not there, so it has no source to know.
+        # Provided targets have no source.
         if counting and all(isinstance(each, Provide) or each.target in known.entries[release] for each in counting):
             releases.append(release)
     return releases
@@ -122,7 +119,6 @@ def _find(name: str, catalogue: Catalogue) -> Feature:
 
 
 def _show(feature: dict[str, Any]) -> None:
-    """Print a feature's declaration, and what its module says."""
     rows: list[tuple[str, str]] = []
     for flag in feature["flags"]:
         upstream = f" Megatron's own flag in {flag['upstream']}." if flag["upstream"] else ""
@@ -149,13 +145,12 @@ def _show(feature: dict[str, Any]) -> None:
     say(f"{feature['summary']}\n")
     table(("", ""), [*rows, ("page", feature["page"])])
     for paragraph in filter(None, feature["doc"].split("\n\n")):
-        # What is indented is code or a list: its line breaks mean something.
+        # Indented text is code or a list: keep line breaks.
         indented = any(line.startswith(" ") for line in paragraph.split("\n"))
         say(f"\n{paragraph if indented else ' '.join(paragraph.split())}")
 
 
 def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str, str]]:
-    """Return how each target of the feature stands in a Megatron's source, and why it cannot be swapped or ""."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import FingerprintError
     from mindspeed_lite.engine.fingerprints import fingerprinted
@@ -172,11 +167,6 @@ def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str,
 
 
 def _show_differences(feature: Feature, against: str | None) -> int:
-    """Print which targets, and what they rely on, are not as verified, and how they differ from another Megatron.
-
-    Returns:
-        0 if none differs, 1 if some do.
-    """
     from mindspeed_lite.engine import FingerprintError
     from mindspeed_lite.engine.source import reader_of, source_text
     from mindspeed_lite.platform import megatron

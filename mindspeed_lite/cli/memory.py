@@ -1,4 +1,4 @@
-"""`mindspeed-lite memory`: what a training command takes on each rank, predicted, and on request measured."""
+"""`mindspeed-lite memory`: predicts, and optionally measures, a training command's memory per rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ prediction; 2 for bad input; 130 after Ctrl-C."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Predict, and measure where that is asked for; returns the exit code."""
     options, command = _parser().parse_with_command(arguments)
     training = training_command.read(options, command).replace(expert_load=options.expert_imbalance)
     if training.expert_load > 1 and not training.num_experts:
@@ -71,7 +70,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
-    """Run two steps of the command and return what was counted."""
     if shutil.which(command[0]) is None:
         raise CommandError(f"there is no program {command[0]!r} to run")
     try:
@@ -96,7 +94,6 @@ def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
 
 
 def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Rank]) -> None:
-    """Print what is trained, and a row for each run of stages that take the same."""
     t = training
     parameters = sum(each.parameters.dense * t.tp + each.parameters.experts * t.ep * t.etp for each in ranks)
     layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "CP": t.cp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
@@ -131,11 +128,10 @@ def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Ra
 
 
 def _show_changes(changes: Sequence[planner.Change]) -> None:
-    """Print what each feature gives or takes on the rank that takes most."""
     rows = []
     for each in changes:
         total = each.having - each.without
-        # Another rank may be the fullest then, with a little more or less of everything.
+        # Another rank may become the fullest, with small differences elsewhere.
         changed = {name: change for name, change in each.difference.items() if abs(change) > abs(total) / 100}
         parts = [f"{name} {_signed(change)}" if len(changed) > 1 else name for name, change in changed.items()]
         if not total:
@@ -148,7 +144,6 @@ def _show_changes(changes: Sequence[planner.Change]) -> None:
 
 
 def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
-    """Print predicted and measured values: of each stage and category the rank that is furthest off."""
     worst: dict[tuple[int, str], Comparison] = {}
     for each in compared:
         known = worst.setdefault((each.stage, each.category), each)
@@ -157,7 +152,7 @@ def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
     rows = [
         (
             str(each.stage), "in host memory" if each.category == "host" else each.category, size(each.predicted),
-            # Without the sign of what is rounded away.
+            # No sign for what rounds to zero.
             size(each.measured), (f"{each.deviation:+.2%}" if round(each.deviation, 4) else "0.00%")
             + (" off" if each.is_off else ""), str(each.rank),
         )
@@ -186,7 +181,6 @@ def _report(
     compared: Sequence[Comparison],
     run: Run | None,
 ) -> dict[str, Any]:
-    """Return everything, for a file."""
     return {
         "training": asdict(training),
         "stages": [

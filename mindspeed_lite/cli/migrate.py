@@ -1,4 +1,4 @@
-"""`mindspeed-lite migrate`: a MindSpeed launch script's flags by what becomes of them, and the script translated."""
+"""`mindspeed-lite migrate`: translates a MindSpeed launch script and explains each flag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ examples:
 
 exit code: 0; 1 where a flag is left that will be refused; 2 for bad input."""
 
-# Outcomes in the order in which they are shown.
 HEADINGS = {
     "refused": "refused: take them out",
     "skipped": "skipped: the training goes on without them",
@@ -40,7 +39,6 @@ HEADINGS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show and write; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(list(arguments))
     if options.shim is not None:
@@ -79,7 +77,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(script: Script, source: Path) -> None:
-    """Print counts, then the flags by outcome."""
     steps = script.translation.steps
     counts = [f"{sum(step.outcome == name for step in steps)} {name}" for name in HEADINGS]
     say(f"{source}: {len(steps)} flags of MindSpeed's table: {', '.join(counts)}")

@@ -1,6 +1,6 @@
-"""Asks torch_npu what it finds, in a process of its own, which may abort or hang.
+"""Probes torch_npu in a separate process, which may abort or hang.
 
-`ask` starts this module with the name of a file, for lines of JSON: what the process is about to do and what it found.
+The process writes JSON lines: its current action and its findings.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _TORCH = "importing torch"
 
 @dataclass(frozen=True)
 class Probe:
-    """What torch_npu finds.
+    """Findings about torch_npu.
 
-    trouble: what keeps NPUs from being used; None where nothing does. breaks_torch: whether `import torch` fails
-    with it, since torch loads torch_npu. facts, where it got so far: version, cann, count, name, transfer (why
-    transfer_to_npu does not import, or ""), hccl.
+    trouble: why NPUs cannot be used, or None. breaks_torch: torch loads torch_npu, so its import fails. facts, as far
+    as known: version, cann, count, name, transfer (why transfer_to_npu does not import, or ""), hccl.
     """
 
     trouble: NpuDiagnosis | None
@@ -44,7 +43,6 @@ class Probe:
 
 
 def ask(seconds: float = SECONDS) -> Probe:
-    """Return what torch_npu finds here; starts no process where it is not installed."""
     trouble = npu_trouble.before_import()
     if trouble is not None:
         return Probe(trouble)
@@ -52,7 +50,7 @@ def ask(seconds: float = SECONDS) -> Probe:
         found, printed = Path(folder, "found"), Path(folder, "printed")
         found.touch()
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        # What it prints goes to a file, so that no pipe is waited for.
+        # Output goes to a file, so that no pipe can block.
         with (
             printed.open("wb") as output,
             child_process([sys.executable, "-m", __name__, str(found)], stdout=output, **options) as child,
@@ -76,7 +74,6 @@ def ask(seconds: float = SECONDS) -> Probe:
             "look at `npu-smi info` for a device or driver that hangs; `doctor --timeout` waits longer",
         )
     elif code != 0 or "transfer" not in facts:
-        # The line that says what happened, among those of a stack; else the last.
         telling = [line for line in lines if re.search(r"error|what\(\)|terminate|fatal|assert", line, re.IGNORECASE)]
         ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         trouble = NpuDiagnosis(
@@ -89,7 +86,6 @@ def ask(seconds: float = SECONDS) -> Probe:
 
 @contextmanager
 def without_autoload() -> Iterator[None]:
-    """Within the block `import torch` loads no device extension."""
     before = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     try:
@@ -102,7 +98,6 @@ def without_autoload() -> Iterator[None]:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    """Yield what this process is about to do, as `doing`, and what it has found; ends after a trouble."""
     yield {"doing": _TORCH}
     try:
         torch: Any = importlib.import_module("torch")

@@ -1,4 +1,4 @@
-"""`mindspeed-lite plan`: the fastest ways to lay a training out over devices, found by prediction."""
+"""`mindspeed-lite plan`: predicts the fastest parallel layouts of a training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ exit code: 0; 1 where nothing fits; 2 for bad input; 130 after Ctrl-C."""
 
 
 def main(arguments_: Sequence[str]) -> int:
-    """Search and show; returns the exit code."""
     options, command = _parser().parse_with_command(arguments_)
     if options.plot and not Path(options.plot).suffix:
         raise CommandError(f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png")
@@ -57,7 +56,7 @@ def main(arguments_: Sequence[str]) -> int:
         )
     if sum(result.impossible.values()) == result.considered:
         reason, count = result.impossible.most_common(1)[0]
-        try:  # the first layout's, in full
+        try:
             search.training(next(iter(search.space())))
         except planner.ArgumentError as error:
             reason = str(error) if str(error).startswith(reason) else reason
@@ -91,7 +90,6 @@ def main(arguments_: Sequence[str]) -> int:
 
 
 def _search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
-    """Return the search that options and command ask for; ArgumentError if they contradict each other."""
     file = Path(options.calibration) if options.calibration else default_file()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, cores))
@@ -111,7 +109,6 @@ def _search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
 
 
 def _show(search: Search, result: Result, seconds: float) -> None:
-    """Print the best layouts as a table, and the flags of each to paste."""
     device = search.pricer.device
     source = "published figures" if isinstance(device, PublishedDevice) else "what was measured"
     say(
@@ -139,7 +136,6 @@ def _show(search: Search, result: Result, seconds: float) -> None:
 
 
 def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -> None:
-    """Print why the layouts that were asked about are not the best."""
     found, least = answer.result, answer.smallest
     say(f"\nwhy not {answer.asked}\n", "bold")
     if not found.considered:

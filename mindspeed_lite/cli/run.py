@@ -1,7 +1,6 @@
-"""`mindspeed-lite run`: a training script with mindspeed_lite, as if its first line imported the adaptor.
+"""`mindspeed-lite run`: runs a training script as if it imported the adaptor first.
 
-`sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are those of `python SCRIPT ARGS` or `python -m MODULE
-ARGS`.
+`sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are those of plain python.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ another rank."""
 
 
 class _Target(NamedTuple):
-    """What to run: a script, a module, or a folder or archive with a `__main__` (`is_program`)."""
-
     name: str
     arguments: list[str]
     is_module: bool
@@ -61,7 +58,6 @@ class _Target(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script; its exit passes through, its exception becomes exit code 1."""
     try:
         request = _parse(arguments)
         if request is None:
@@ -74,16 +70,15 @@ def main(arguments: Sequence[str]) -> int:
     except CommandError as error:
         error_exit.print_error(str(error), PROGRAM)
         return error_exit.EXIT_CODE
-    except SyntaxError as error:  # of the script: python shows it without any frame
+    except SyntaxError as error:  # python shows a script's syntax error without a frame
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     sys.argv[:] = [str(module.__file__) if target.is_module else target.name, *target.arguments]
-    # Stays: what the interpreter runs at exit may belong to it.
+    # Stays: exit handlers of the interpreter may need it.
     sys.modules["__main__"] = module
     try:
         exec(code, module.__dict__)
     except Exception as error:
-        # Without this frame.
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         error = error.with_traceback(trace)
         sys.excepthook(type(error), error, trace)
@@ -92,7 +87,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
-    """Return what to run and the allocator, None for help; everything after the script stays as it is."""
     rest = list(arguments)
     chosen: str | None = None
     is_module = False
@@ -126,18 +120,17 @@ def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
 
 
 def _prepare_process(target: _Target) -> None:
-    """Set `sys.path`, PATH and MASTER_ADDR as the script needs them."""
     program = os.path.join(os.getcwd(), target.name)
-    # A safe path has no folder in front. Python 3.10 knows only -I.
+    # A safe path has no folder in front; Python 3.10 knows only -I.
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         folder = os.getcwd() if target.is_module else os.path.dirname(os.path.realpath(target.name))
         sys.path[0] = program if target.is_program else folder
     elif target.is_program:
         sys.path.insert(0, program)
-    # torch.distributed asks a single process without a launcher where it meets itself.
+    # torch.distributed needs an address even for one process without a launcher.
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "0"))  # 0: any free port
-    # A Megatron checkout builds its dataset helper with `make`, which calls python3 from PATH.
+    # A Megatron checkout runs `make`, which calls python3 from PATH.
     binaries = os.path.dirname(sys.executable)
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if binaries and binaries not in folders:
@@ -145,10 +138,9 @@ def _prepare_process(target: _Target) -> None:
 
 
 def _import_adaptor(choice: str) -> None:
-    """Import the device layer and argument hooks; with MINDSPEED_LITE_DISABLE nothing, not even torch."""
     try:
         importlib.import_module("mindspeed_lite.megatron_adaptor")
-    except Exception as error:  # a DeviceError, or a torch whose device extension does not load
+    except Exception as error:  # DeviceError, or a device extension that does not load
         text = error_exit.describe(error)
         if text is None and not isinstance(error, (ImportError, RuntimeError)):
             raise
@@ -156,12 +148,11 @@ def _import_adaptor(choice: str) -> None:
         raise CommandError(text or f"{error}{hint}") from error
     device = platform.current()
     if choice == allocator.KEEP and device is not None and device.name == "cpu":
-        # As effective after torch's import as before it; doctor says why it cannot be done.
+        # Works before and after torch's import; doctor reports failures.
         allocator.keep_freed_memory()
 
 
 def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
-    """Return the code to run and a fresh `__main__` with python's attributes."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -192,7 +183,7 @@ def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
     except OSError as error:
         raise CommandError(f"{name!r} cannot be read: {error.strerror}") from error
     main_module.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
-    # Our own `from __future__` lines must not reach the script.
+    # Do not inherit this module's `from __future__` lines.
     return code or compile(source, absolute, "exec", dont_inherit=True), main_module
 
 
@@ -204,7 +195,7 @@ def _module_spec(name: str) -> ModuleSpec | None:
             spec = importlib.util.find_spec(name)
         return spec
     except ModuleNotFoundError as error:
-        # An import that fails inside a parent is the user's to see.
+        # Failed imports inside a parent are shown as they are.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
     except ValueError:

@@ -1,4 +1,4 @@
-"""`mindspeed-lite schedule`: the pipeline schedule of a training command, drawn and compared with other orders."""
+"""`mindspeed-lite schedule`: draws a command's pipeline schedule and compares orders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ exit code: 0; 1 where nothing fits into --memory; 2 for bad input."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the schedules, and write what is asked for; returns the exit code."""
     options, command = _parser().parse_with_command(arguments)
     flags = OrderFlags.read(command)
     training = training_command.read(options, flags.rest)
@@ -84,7 +83,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule) -> StepSeconds:
-    """Return what a micro-batch took on an average rank."""
     found = costs.from_measured(trace.median_seconds(executed, schedule), schedule.num_stages)
     forward, input_grad, weight_grad = (
         sum(each) / schedule.num_ranks for each in (found.forward, found.input_grad, found.weight_grad)
@@ -94,7 +92,6 @@ def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule
 
 
 def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float | None, has_seconds: bool) -> None:
-    """Draw the command's own schedule, and print its ranks and where there are several orders a row of each."""
     own = found[0]
     schedule, own_time = own.simulation.schedule, own.simulation.makespan
     ranks, chunks, batches = schedule.num_ranks, schedule.num_chunks, schedule.microbatches
@@ -142,7 +139,6 @@ def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float
 
 
 def _show_executed(candidate: OrderCandidate, executed: Sequence[trace.ExecutedStep]) -> None:
-    """Print what the last recorded training step took, and simulations whose steps take as long as they did."""
     schedule = trace.as_executed(candidate.simulation.schedule, executed)
     besides = trace.overheads([executed], schedule)
     alone, whole = (simulate(schedule, trace.recorded_costs(executed, *more)) for more in ((), (besides,)))

@@ -1,4 +1,4 @@
-"""Options, errors in one line and rich's tables for all commands; piped, a row of a table is one line."""
+"""Options, one-line errors and rich tables for all commands; piped, a table row is one line."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", int, float)
 
-# Columns where the output is no terminal: wide enough for a table's longest row.
+# Columns if piped: enough for the longest row.
 PIPED_WIDTH = 10_000
 
 
 class CommandError(Exception):
-    """What ends a command, in one line; `code` is its exit code."""
-
     def __init__(self, message: object, code: int = 2) -> None:
         super().__init__(" ".join(str(message).split()))
         self.code = code
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, texts as they are, and no abbreviated flags."""
+    """Parser with one-line errors, verbatim texts, and no abbreviated flags."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
@@ -40,7 +38,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def parse_with_command(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options, and the training command after the first `--`."""
         given = list(arguments)
         place = given.index("--") if "--" in given else len(given)
         options, command = self.parse_args(given[:place]), given[place + 1 :]
@@ -52,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 def option(
     parser: argparse._ActionsContainer, usage: str, help: str, type: Any = str, default: Any = None, **given: Any
 ) -> None:
-    """Add the option `--flag METAVAR`, whose help ends with its default; without METAVAR it is a switch."""
+    """Add `--flag METAVAR`, a switch without METAVAR."""
     flag, _, metavar = usage.partition(" ")
     if metavar:
         text = f"{help} (default: {default})" if default not in (None, "") else help
@@ -64,7 +61,7 @@ def option(
 def bounded(
     kind: Callable[[str], T], least: float, most: float = math.inf, *, above: bool = False
 ) -> Callable[[str], T]:
-    """Return an option's `type`: a finite number from `least` (`above`: above it) to `most`."""
+    """Option `type`: a finite number from `least` (`above`: exclusive) to `most`."""
     noun = "a whole number" if kind is int else "a number"
     bounds = f"{'above' if above else 'of at least'} {least:,.12g}"
     bounds += f" and at most {most:,.12g}" if most < math.inf else ""
@@ -80,14 +77,12 @@ def bounded(
 
 
 def output_file(name: str) -> str:
-    """An option's `type`: a file that can be written."""
     if problem := why_not_writable(name):
         raise argparse.ArgumentTypeError(f"{name}: {problem}")
     return name
 
 
 def why_not_writable(name: str) -> str | None:
-    """Return why no file can be written there, or None."""
     path = Path(name)
     if path.is_dir():
         return "it is a folder; give a file"
@@ -105,7 +100,7 @@ def why_not_writable(name: str) -> str | None:
 
 @contextlib.contextmanager
 def writing(flag: str, name: str) -> Iterator[None]:
-    """Turn what keeps a file from being written, such as a full disk, into a CommandError."""
+    """Turn write errors, such as a full disk, into CommandError."""
     try:
         yield
     except ImportError as error:
@@ -120,33 +115,28 @@ def write_json(name: str, value: Any) -> None:
 
 
 def fail(program: str, message: object, code: int = 2) -> int:
-    """Print an error in one line on stderr; returns the exit code."""
     print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
     return code
 
 
 def width() -> int:
-    """Return the terminal's columns, 100 without one; from 60 to 200."""
     return max(60, min(200, shutil.get_terminal_size((100, 24)).columns))
 
 
 def has_color() -> bool:
-    """Whether stdout is a terminal whose user has not declined colour."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def console() -> Console | None:
-    """Return rich's console on stdout, None without rich; it wraps in a terminal or where COLUMNS is set."""
     try:
         from rich.console import Console
-    except ImportError:  # in a checkout; doctor says so
+    except ImportError:
         return None
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=PIPED_WIDTH if is_piped else None, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str = "", style: str = "") -> None:
-    """Print a paragraph."""
     out = console()
     if out is None:
         print(text)
@@ -160,9 +150,8 @@ def table(
     """Print aligned columns.
 
     Args:
-        headers: all empty: no line for them.
-        title: printed above, between empty lines.
-        styles: text of a first cell -> its style.
+        headers: no header line if all are empty.
+        styles: text of a first cell -> style.
     """
     if title:
         say(f"\n{title}\n", "bold")

@@ -1,4 +1,4 @@
-"""What `memory` and `schedule` read off a training command: the training, how many ranks, for which device."""
+"""Reads a training command: training, number of ranks, device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingConfig:
-    """Return the training that a command describes, and name on stderr what looks misspelt.
-
-    Raises:
-        ArgumentError: the arguments describe none.
-    """
+    """The training of a command; warns about likely typos. Raises ArgumentError."""
     for word, meant in misspelt(words):
         print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
     device = options.device or os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
@@ -39,7 +35,6 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingC
 
 
 def world_size(command: Sequence[str]) -> int:
-    """Return the number of ranks by torchrun's flags, by the environment, or 1."""
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?")
     launcher.add_argument("--nnodes", nargs="?", default="1")

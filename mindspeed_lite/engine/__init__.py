@@ -1,14 +1,7 @@
-"""Swaps attributes of another package, the host, by declaration, and undoes every swap. The way of a flag:
+"""Swaps attributes of a host package by declaration; every swap can be undone.
 
-catalogue.py     finds the features of a package
-feature.py       what a feature declares: Feature, Option, Around, Override, Provide; the Settings read from flags
-options.py       its flags in the host's argument parser
-plan.py          settings + host -> which features apply, and why the others do not
-fingerprints.py  compares a target with the verified releases; source.py reads it
-target.py        "pkg.mod:Class.attr" -> its owner and its raw attribute
-swaps.py         applies all patches of a plan or none; removes them in any order
-session.py       what a running patch may use
-report.py        what was swapped, what not and why, as data, JSON and text
+Order: catalogue, feature (declarations), options (parser), plan, fingerprints and source (verified releases), target
+(owner and attribute), swaps (all or none), session (for running patches), report.
 """
 
 from .catalogue import Catalogue as Catalogue

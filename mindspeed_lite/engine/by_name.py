@@ -1,4 +1,4 @@
-"""Fits one replacement to the different signatures of its target across releases."""
+"""Fits one replacement to its target's signatures across releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def make_by_name(make: Callable[..., Any], wrapped: Callable[..., Any], session: Any) -> Any:
-    """The replacement `make(wrapped, session)` with the signature of `wrapped`.
+    """`make(wrapped, session)` with the signature of `wrapped`.
 
-    A parameter that only the replacement has keeps its default, and is dropped when the replacement calls `wrapped`.
-    A call that sets a parameter that only `wrapped` has falls back to `wrapped`.
+    The replacement's own parameters keep defaults and are dropped in calls to `wrapped`. Parameters that only `wrapped`
+    has cause a fallback if set.
     """
     signature = inspect.signature(wrapped)
     theirs = signature.parameters
@@ -35,7 +35,6 @@ def make_by_name(make: Callable[..., Any], wrapped: Callable[..., Any], session:
     if lost:
         raise TypeError(f"target lost parameter `{lost[0]}`")
     if not grown and list(named) == list(ours)[: len(named)]:
-        # The replacement's other parameters have defaults.
         replacement.__signature__ = signature
         return replacement
     positional = [name for name, each in theirs.items() if each.kind in _POSITIONAL]
@@ -61,7 +60,7 @@ def _named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 
 def _leading(parameters: Mapping[str, Parameter], given: dict[str, Any]) -> list[Any]:
-    """Pops the leading positional arguments from `given`: a wrapper may name the first of them differently."""
+    """Pop leading positional arguments: wrappers may name the first differently."""
     found = []
     for name, each in parameters.items():
         if each.kind not in _POSITIONAL or name not in given:

@@ -21,7 +21,6 @@ class Catalogue:
 
     @classmethod
     def load(cls, package_name: str) -> Catalogue:
-        """Import every module of a package without leading underscore, and collect its FEATURE."""
         package = importlib.import_module(package_name)
         found = []
         for info in pkgutil.iter_modules(package.__path__):

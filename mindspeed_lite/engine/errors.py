@@ -1,18 +1,18 @@
-"""Every way the engine refuses; when one of these is raised, nothing has been changed."""
+"""Errors of the engine; nothing has been changed when one is raised."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Root of all errors of the engine."""
+    """Base class of the engine's errors."""
 
 
 class OptionError(EngineError, ValueError):
-    """A flag has a value it cannot have."""
+    """A flag has an invalid value."""
 
 
 class TargetError(EngineError, ValueError):
-    """A target names no attribute that may be patched."""
+    """A target names no patchable attribute."""
 
 
 class FingerprintError(EngineError):
@@ -20,7 +20,7 @@ class FingerprintError(EngineError):
 
 
 class CatalogueError(EngineError):
-    """The declarations of features contradict each other."""
+    """Feature declarations contradict each other."""
 
 
 class PlanError(EngineError):
@@ -48,4 +48,4 @@ class FallbackError(EngineError):
 
 
 class VerifyError(EngineError):
-    """A replaced operator is further from the original than its numerics class allows, in strict mode."""
+    """A verified operator exceeds its numerics bound, in strict mode."""

@@ -1,4 +1,4 @@
-"""Declarations of features and patches: frozen data that says what a feature is, not how it is applied."""
+"""Declarations of features and patches: frozen data."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def _check_range(owner: str, specifier: str) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One flag; without a type and with False as default it is a switch.
+    """One flag; a switch if it has no type and default False.
 
-    type: a class, or a function whose ValueError says what the flag takes: "one of a, b".
-    upstream: PEP 440 range of host releases that have the flag.
-    name: dest, if the host stores something else under the flag's own name.
-    on: value that True stands for in the Python API.
+    Attributes:
+        type: class, or function whose ValueError lists valid values.
+        upstream: PEP 440 range of host releases with this flag.
+        name: dest, if the host uses the flag's.
+        on: value of True in the Python API.
     """
 
     flag: str
@@ -73,7 +74,7 @@ class Option:
         return type(self.default) if is_number else str
 
     def checked(self, value: Any) -> Any:
-        """`value` as the flag would have parsed it, the default for None; raises OptionError."""
+        """`value` as parsed by the flag, the default for None; raises OptionError."""
         if self.on is not None and isinstance(value, bool):
             value = self.on if value else None
         if value is None or (type(value) is type(self.default) and value == self.default):
@@ -109,7 +110,7 @@ class Option:
 
 
 class Settings(Mapping[str, Any]):
-    """Read-only values of the flags by dest, also as attributes; lists become tuples."""
+    """Read-only flag values by dest, also as attributes; lists become tuples."""
 
     __slots__ = ("_values",)
 
@@ -118,7 +119,7 @@ class Settings(Mapping[str, Any]):
 
     @classmethod
     def of(cls, options: Iterable[Option], source: Any) -> Settings:
-        """Read each option from a namespace or a mapping; what is missing has its default."""
+        """Read options from a namespace or mapping, with defaults."""
         values = source if isinstance(source, Mapping) else vars(source)
         return cls({option.dest: option.checked(values.get(option.dest)) for option in options})
 
@@ -139,11 +140,9 @@ class Settings(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Context:
-    """What a condition may look at.
+    """Input of conditions.
 
-    host_args: arguments of the host, a mapping or an object.
-    explicit: those that the user gave by flag.
-    replaced: by feature, their values before the feature set them.
+    host_args: mapping or object. explicit: arguments given by flag. replaced: by feature, values before it set them.
     """
 
     settings: Settings
@@ -155,7 +154,6 @@ class Context:
     _own: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, feature: str) -> Context:
-        """The context without the arguments that `feature` has set itself."""
         return replace(self, _own=self.replaced.get(feature, {}))
 
     def arg(self, name: str, default: Any = None) -> Any:
@@ -168,17 +166,18 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class _Patch:
-    """What every patch declares.
+    """Fields of every patch.
 
-    target: "package.module:Class.attribute".
-    make: returns the replacement when the patch is applied.
-    versions: PEP 440 range of host releases; patches of one feature on one target are variants.
-    reads: attributes of the host's objects that must exist: "name" (of the target's class), "Class.name" (of the
-        target's module) or "package.module:Class.name".
-    relies_on: targets that the code repeats or assumes; their bodies are verified. A release may lack one if a verified
-        release does.
-    variant_of: the former target of a moved symbol.
-    absent_in: range of host releases that lack the target and need no patch.
+    Attributes:
+        target: "package.module:Class.attribute".
+        make: creates the replacement.
+        versions: PEP 440 range; patches of a feature on one target are variants.
+        reads: host attributes that must exist: "name" (target's class), "Class.name" (target's module) or
+            "package.module:Class.name".
+        relies_on: targets the code repeats or assumes; bodies are verified, and a release may lack one if a verified
+            release does.
+        variant_of: former target of a moved symbol.
+        absent_in: range of releases without the target that need no patch.
     """
 
     target: str
@@ -209,9 +208,9 @@ class _Patch:
 
 @dataclass(frozen=True, eq=False)
 class Around(_Patch):
-    """Code before and after the target, which it always calls; bound to the target's signature.
+    """Code around the target, which it always calls; verifies the signature.
 
-    `make(wrapped, session)` returns the wrapper; a smaller `order` is closer to the original.
+    `make(wrapped, session)` returns the wrapper; smaller `order` is closer to the original.
     """
 
     order: int = 0  # type: ignore[misc]
@@ -220,10 +219,10 @@ class Around(_Patch):
 
 @dataclass(frozen=True, eq=False)
 class Override(_Patch):
-    """Code in place of the target's body, which may hand single calls back; bound to signature and body.
+    """Code in place of the target; verifies signature and body.
 
-    `make(wrapped, session)` returns the replacement: a function for a function, any value for a value.
-    by_name: match the parameters of replacement and target by name (`by_name.py`).
+    `make(wrapped, session)` returns a function for a function, else any value; it may call the original. by_name: match
+    parameters by name (`by_name.py`).
     """
 
     order: int = 0  # type: ignore[misc]
@@ -233,9 +232,9 @@ class Override(_Patch):
 
 @dataclass(frozen=True, eq=False)
 class Provide(_Patch):
-    """A symbol, or without colon a module, that the host tries to import; `make(session)` returns it.
+    """A symbol, or module without colon, that the host imports; `make(session)` returns it.
 
-    wanted_by: the module of the host that looks for it, if that is not the target's own.
+    wanted_by: the importing module, if not the target's own.
     """
 
     wanted_by: str = ""
@@ -255,17 +254,17 @@ class Relation:
 class Feature:
     """One feature that a user can turn on.
 
-    name: also the name of its module, page and test.
-    options: the first one turns it on unless `enabled` is given.
-    numerics: against the path it replaces.
-    theme: heading in lists.
-    condition: reasons why it does not apply to this model, device and layout; [] if it does.
-    conflicting_args: by argument of the host that excludes it, the reason.
-    not_auto: why auto leaves it off although it applies.
-    arguments: arguments of the host to set before validation.
-    operators: names of the operators that it calls.
-    memory: why its effect on memory is not predicted; "" if the planner reads its flags.
-    unsupported: by range of host releases, the reason.
+    Attributes:
+        name: also of module, page and test.
+        options: the first enables it unless `enabled` is given.
+        numerics: compared with the replaced path.
+        condition: reasons against this model, device and layout.
+        conflicting_args: host argument -> reason.
+        not_auto: why auto leaves it off.
+        arguments: host arguments set before validation.
+        operators: names it calls.
+        memory: why memory is not predicted; "" if the planner reads its flags.
+        unsupported: range of host releases -> reason.
     """
 
     name: str
@@ -303,17 +302,15 @@ class Feature:
 
     @property
     def flag(self) -> str:
-        """The flag of the feature's name."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def label(self) -> str:
-        """Name and flags, as a message names it."""
         flags = ", ".join(option.flag for option in self.options)
         return f"`{self.name}` ({flags or 'no flag'})"
 
     def patches_for(self, version: str) -> tuple[list[Patch], list[str]]:
-        """The patches for a host release, and the reasons why the feature does not apply to that release."""
+        """Patches for a host release, and reasons against that release."""
         reasons = [why for releases, why in self.unsupported.items() if matches(releases, version)]
         if reasons:
             return [], reasons
@@ -335,7 +332,6 @@ class Feature:
         return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]
 
     def is_enabled(self, settings: Settings) -> bool:
-        """Whether the settings ask for it: by default, whether the first option's value is truthy."""
         if self.enabled is not None:
             return bool(self.enabled(settings))
         return bool(settings.get(self.options[0].dest, self.options[0].default))

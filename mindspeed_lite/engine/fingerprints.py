@@ -1,4 +1,4 @@
-"""The table of known fingerprints by release, and how the installed host compares with it."""
+"""Known fingerprints by release, and their comparison with the installed host."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ VERIFIED = "verified"
 
 @functools.lru_cache(maxsize=1024)
 def _live(target: str, source: Source | None) -> Fingerprint:
-    """Fingerprint of a target as installed; `source` is part of the cache key, since its file may change."""
+    """Fingerprint as installed; `source` is in the cache key, since files may change."""
     return fingerprint(live_reader, target)
 
 
 def fingerprinted(patches: Iterable[Patch]) -> Iterator[tuple[Patch, str]]:
-    """Each patch with every target that a table has a fingerprint of: its own, and what it relies on."""
+    """Each patch with every fingerprinted target: its own and those it relies on."""
     for patch in patches:
         if not isinstance(patch, Provide):
             yield patch, patch.target
@@ -49,7 +49,7 @@ class Table:
         }
         Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
-    # Below, `text` is one of the targets that the patch relies on, "" for the patch's own.
+    # Below, `text` is a target that the patch relies on, "" for its own.
 
     def known(self, patch: Patch, text: str = "") -> dict[str, Fingerprint]:
         text = text or patch.target
@@ -60,14 +60,13 @@ class Table:
         }
 
     def may_lack(self, patch: Patch, text: str) -> bool:
-        """Whether a verified release that the patch is for lacks this target that the patch relies on."""
         return text in patch.relies_on and bool(self.known(patch).keys() - self.known(patch, text).keys())
 
     def judge(self, patch: Patch, raw: Any, text: str = "") -> tuple[str, str]:
-        """Compare what is loaded with the verified releases.
+        """Compare loaded code with verified releases.
 
         Returns:
-            "verified" or what differs, as a clause; and the clause again if it forbids the patch, else "".
+            "verified" or the difference as a clause; and the clause again if it forbids the patch, else "".
         """
         text = text or patch.target
         foreign = foreign_code(text, raw)
@@ -79,7 +78,6 @@ class Table:
             return "is not in the source of its module", "is not in the source of its module"
 
     def doubts(self, patch: Patch) -> Iterator[str]:
-        """What differs from the verified releases in what a patch relies on, one clause each."""
         for text in patch.relies_on:
             try:
                 objection = self.judge(patch, resolve(text).raw, text)[1]

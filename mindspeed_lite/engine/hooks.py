@@ -1,4 +1,4 @@
-"""Callbacks for the import of a module."""
+"""Import callbacks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from wrapt import register_post_import_hook
 
 
 class ImportHandle:
-    """A callback for the import of a module; `cancel()` makes it do nothing."""
-
     def __init__(self, callback: Callable[[ModuleType], object]) -> None:
         self._callback: Callable[[ModuleType], object] | None = callback
         self._module: ModuleType | None = None
@@ -19,14 +17,14 @@ class ImportHandle:
         self._callback = None
 
     def __call__(self, module: ModuleType) -> None:
-        # Some releases of wrapt notify again when a module is reloaded in place.
+        # Some wrapt releases notify again on reload in place.
         if self._callback is not None and self._module is not module:
             self._module = module
             self._callback(module)
 
 
 def when_imported(module_name: str, callback: Callable[[ModuleType], object]) -> ImportHandle:
-    """Call `callback(module)` once per module object, now or when it is imported."""
+    """Call `callback(module)` once per module object, now or on import."""
     handle = ImportHandle(callback)
     register_post_import_hook(handle, module_name)
     return handle

@@ -1,4 +1,4 @@
-"""Adds the flags of features to the host's argument parser."""
+"""Adds features' flags to the host's argument parser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARK = "_declared_by"
 
 @dataclass(frozen=True)
 class Collision:
-    """A flag that the host uses for something else; `feature` is empty for a general flag."""
+    """A flag that the host uses otherwise; `feature` is empty for a general flag."""
 
     flag: str
     feature: str
@@ -53,7 +53,7 @@ def _is_the_same(action: argparse.Action, option: Option, host_version: str) -> 
 
 
 def _keywords(option: Option) -> dict[str, Any]:
-    # argparse formats help with %; a lone one would break --help.
+    # A lone % would break argparse's --help.
     keywords: dict[str, Any] = {"dest": option.dest, "help": re.sub(r"(?<!%)%(?![%(])", "%%", option.help)}
     if option.is_switch:
         return keywords | {"action": "store_true", "default": False}
@@ -63,7 +63,6 @@ def _keywords(option: Option) -> dict[str, Any]:
 
 
 def _reading(option: Option) -> Callable[[str], Any]:
-    """The option's type for argparse; the error of a function says what it takes."""
     convert = option.convert
     if isinstance(convert, type):
         return convert

@@ -1,4 +1,4 @@
-"""Decides which features to apply, with the reasons of each that is not; changes nothing."""
+"""Decides which features apply, with reasons; changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlannedPatch:
 
 @dataclass
 class FeatureOutcome:
-    """What becomes of one feature, and why; reasons of one that is off are why auto left it off."""
+    """Outcome of one feature; reasons of an off feature are auto's."""
 
     feature: Feature
     is_requested: bool = False
@@ -72,19 +72,14 @@ def make_plan(
     without: Mapping[str, str] | None = None,
     sets_arguments: bool = True,
 ) -> Plan:
-    """Decide on every feature.
+    """Decide on every feature. Raises EngineError if the request contradicts itself or the host.
 
     Args:
-        fingerprints: of the verified releases; with None targets are not examined and the plan has no patches.
-        auto: also turn on what applies by itself; what only auto chose never raises.
+        fingerprints: of verified releases; None: do not examine targets, no patches.
+        auto: also enable applicable features; these never raise.
         strict: raise if a requested feature does not apply.
-        collisions: flags of features that mean something else to the host.
-        without: features that do not apply for another reason, which is given.
-        sets_arguments: whether the caller sets the arguments of features. If not, a feature that only sets arguments
-            does not apply unless the host has them already.
-
-    Raises:
-        EngineError: the request contradicts itself or does not fit this host.
+        without: features excluded for a given reason.
+        sets_arguments: whether the caller sets features' arguments; otherwise argument-only features need them set.
     """
     try:
         Version(host_version)
@@ -103,7 +98,7 @@ def make_plan(
     for each in requested:
         planner.judge(each)
     planner.drop_dependents()
-    # Requested ones first, so that one that only auto chose gives way.
+    # Requested ones first, so that automatic ones give way.
     settled: list[FeatureOutcome] = []
     for each in [*requested, *(each for each in outcomes.values() if not each.is_requested)]:
         if each.status == "applied":
@@ -117,7 +112,7 @@ def make_plan(
 
 
 def automatic_reasons(features: Iterable[Feature], context: Context) -> dict[str, list[str]]:
-    """By feature, why its flag alone would not turn it on, its requirements granted; [] if it would."""
+    """By feature, why its flag alone would not enable it."""
     outcomes = {each.name: FeatureOutcome(each) for each in features}
     planner = _Planner(outcomes, context, "0", None, True, (), {})
     return {
@@ -153,7 +148,6 @@ class _Planner:
         return {name for name, each in self.outcomes.items() if each.is_requested or each.status == "applied"}
 
     def choose(self) -> None:
-        """Turn on what applies by itself, starting with what requires nothing."""
         for outcome in sorted(self.outcomes.values(), key=lambda each: len(each.feature.requires)):
             if outcome.is_requested:
                 continue
@@ -171,7 +165,7 @@ class _Planner:
                 self.context = replace(self.context, settings=Settings(values))
 
     def automatic_reasons(self, feature: Feature, enabled: set[str]) -> list[str]:
-        """Why auto leaves a feature off, as far as known without looking at the host's code."""
+        """Why auto leaves a feature off, without reading host code."""
         reasons = [self.without[feature.name]] if feature.name in self.without else []
         if feature.not_auto:
             reasons.append(feature.not_auto)
@@ -197,7 +191,6 @@ class _Planner:
             return [*reasons, str(error)]
 
     def conditions(self, feature: Feature) -> list[str]:
-        """The feature's own reasons why it does not apply."""
         context = self.context.of(feature.name)
         reasons = feature.conflict_reasons(context.arg)
         if feature.condition is not None:
@@ -206,7 +199,6 @@ class _Planner:
         return reasons
 
     def refuse_contradictions(self, feature: Feature) -> None:
-        """Raise if a requested feature contradicts the host or another feature."""
         for collision in self.collisions:
             if collision.feature == feature.name:
                 raise PlanError(
@@ -227,11 +219,9 @@ class _Planner:
                 )
 
     def judge(self, outcome: FeatureOutcome) -> None:
-        """Decide whether a feature applies; a target that a requested one lacks raises TargetError."""
         feature = outcome.feature
         reasons = self.conditions(feature)
         given = self.without.get(feature.name)
-        # The condition may give the same reason.
         reasons += [given] if given is not None and given not in reasons else []
         patches, unsupported = feature.patches_for(self.host_version)
         reasons += unsupported
@@ -261,7 +251,6 @@ class _Planner:
             outcome.drop(reasons)
 
     def _examine(self, patch: Patch) -> tuple[str, list[str]]:
-        """How well the target of a patch is known, and what forbids the patch."""
         fingerprints = self.fingerprints
         assert fingerprints is not None
         doubts = list(fingerprints.doubts(patch))
@@ -282,7 +271,6 @@ class _Planner:
         return verdict, [f"{each} ({patch.kind})" for each in doubts]
 
     def _missing(self, text: str, target: str, owner: Any) -> str:
-        """Which attribute that a patch reads is gone, as a clause."""
         module, colon, path = text.rpartition(":")
         holder, _, name = path.rpartition(".")
         if colon or holder or not is_class(owner):
@@ -297,7 +285,7 @@ class _Planner:
         return ""
 
     def settle(self, outcome: FeatureOutcome, settled: list[FeatureOutcome], sets_arguments: bool) -> None:
-        """Ask a feature that applies for its arguments; refuse, or drop, one that contradicts a settled one."""
+        """Collect a feature's arguments; refuse or drop contradictions with settled ones."""
         feature = outcome.feature
         try:
             if feature.arguments is not None:

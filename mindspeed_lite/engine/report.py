@@ -1,4 +1,4 @@
-"""What was swapped, what was not and why, as data, as JSON and as text."""
+"""Report of swaps and reasons as data, JSON and text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PatchEntry:
 
 @dataclass
 class Entry:
-    """One feature and what came of it; `given`: flags that are not at their default."""
+    """Outcome of one feature; `given`: flags with non-default values."""
 
     feature: str
     status: str
@@ -64,9 +64,8 @@ class Fallback:
 class Verification:
     """Comparison of one operator with the original on one kind of call.
 
-    `output_error` and `gradient_error` are the largest relative distances from the original, None without one. `worst`
-    is the result closest to its bound; its `error` from "float64", "float32" or "original" (`measured_from`) is
-    compared with `bound`.
+    `output_error`, `gradient_error`: largest relative distances, or None. `worst`: result closest to its bound; its
+    `error` from `measured_from` ("float64", "float32" or "original") is compared with `bound`.
     """
 
     feature: str
@@ -85,7 +84,6 @@ class Verification:
     problem: str = ""
 
     def to_text(self) -> str:
-        """One line: operator, verdict, distances and bound."""
         calls = f"{self.calls} call{'' if self.calls == 1 else 's'} compared with {self.against}"
         distances = [
             f"{name} {error:.1e}"
@@ -101,7 +99,7 @@ class Verification:
 
 @dataclass
 class Report:
-    """Report of one session; it grows while the session runs."""
+    """Report of one session, updated while it runs."""
 
     versions: dict[str, str]
     device: str
@@ -134,11 +132,11 @@ class Report:
         return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]), verifications)
 
     def to_text(self, width: int = 100, color: bool = False, verbose: bool = False, details: str = "") -> str:
-        """The active features, one line each, and what the user must know.
+        """Active features, one line each, and notices.
 
         Args:
-            verbose: add targets and the reasons of features that are off.
-            details: where the rest is, for the first line.
+            verbose: add targets and reasons of features that are off.
+            details: where to find more, for the first line.
         """
 
         def paint(style: str, text: str) -> str:
@@ -239,7 +237,6 @@ def _entry(outcome: FeatureOutcome, settings: Mapping[str, Any], holders: Mappin
 
 
 def _written(value: Any) -> str:
-    """As a user writes it on the command line."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(_written, value))
     return str(getattr(value, "name", value))

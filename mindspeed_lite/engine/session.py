@@ -1,4 +1,4 @@
-"""What a running patch may use: settings, state that ends with its feature, and a log of fallbacks."""
+"""API for running patches: settings, state, fallback log."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class _Shared:
 
 
 class Session:
-    """The active features, as one of them sees them.
+    """Active features, as seen by one of them.
 
-    A feature's view ends when the feature is turned off or its flags change. After its patches, its state (`state`) and
-    marks (`mark`) are removed then and its callbacks (`on_end`) called.
+    A view ends when its feature is disabled or its flags change: patches, `state` and `mark` are removed, then `on_end`
+    callbacks run.
     """
 
     def __init__(self, settings: Settings, context: Context, report: Report, *, strict: bool = False) -> None:
@@ -51,7 +51,7 @@ class Session:
         return Session.__new__(Session)._see(self._shared, feature)
 
     def renew(self, settings: Settings, context: Context, report: Report, strict: bool) -> Callable[[], None]:
-        """Continue with another set of features and the fallbacks so far; returns the undo."""
+        """Continue with other features and the fallbacks so far; return the undo."""
         shared, before = self._shared, dict(vars(self._shared))
         report.fallbacks, report.verifications = shared.report.fallbacks, shared.report.verifications
         shared.logged = {(feature, text) for feature, text in shared.logged if feature}
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def verifier(self) -> Any:
-        """Compares replaced operators with the originals; None without --mindspeed-lite-verify."""
+        """Compares operators with originals; None without --mindspeed-lite-verify."""
         return self._shared.verifier
 
     @verifier.setter
@@ -84,7 +84,7 @@ class Session:
         self._shared.verifier = verifier
 
     def state(self, key: str, factory: Callable[[], T]) -> T:
-        """This feature's object under `key`, made by the first call; gone when the feature ends."""
+        """This feature's object under `key`, made on first use; dropped at its end."""
         with self._shared.lock:
             if key not in self._kept:
                 self._kept[key] = factory()
@@ -93,15 +93,14 @@ class Session:
             return found
 
     def find(self, key: str) -> Any:
-        """Any feature's object under `key`, or None."""
         return next(reversed(self._shared.states.get(key, ())), None)
 
     def on_end(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when this feature has ended, the latest first."""
+        """Call `callback` when this feature has ended, latest first."""
         self._ends.append(callback)
 
     def mark(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a module, parameter or other object of the host until this feature ends."""
+        """Set an attribute of a host object until this feature ends."""
         space = vars(owner)
         before = space.get(name, MISSING)
         reference = weakref.ref(owner)
@@ -118,7 +117,7 @@ class Session:
         self.on_end(remove)
 
     def end(self) -> list[str]:
-        """End this feature's view; returns what failed, one line each."""
+        """End this feature's view; return failures, one line each."""
         failed = []
         while self._ends:
             try:
@@ -127,17 +126,13 @@ class Session:
                 failed.append(f"feature `{self.feature}` could not be ended whole: {type(error).__name__}: {error}")
         while self._kept:
             key, value = self._kept.popitem()
-            # A new view of the feature may have its own object there already.
             self._shared.states[key] = [each for each in self._shared.states[key] if each is not value]
         return failed
 
     def fallback(self, feature: str, reason: str, *, is_logged: bool = False) -> None:
-        """Record that `feature` leaves a call to the host's own code; logged once per reason, forbidden if strict.
-
-        is_logged: the reason has been logged already.
-        """
+        """Record a call left to the host's code; logged once per reason, an error if strict."""
         if self.verifier is not None and self.verifier.is_comparing:
-            return  # not a call of the training
+            return
         if self._is_new(feature, reason):
             self.report.fallbacks.append(Fallback(feature, reason))
             level = logging.DEBUG if is_logged else logging.WARNING
@@ -146,7 +141,7 @@ class Session:
             raise FallbackError(f"feature `{feature}` fell back, which strict mode forbids: {reason}.")
 
     def fallback_of(self, feature: str) -> Callable[[str], None]:
-        """`fallback` of one feature that does not keep the session alive and does nothing after its end."""
+        """`fallback` that does not keep the session alive and ignores calls after its end."""
         owner = weakref.ref(self._shared)
 
         def log(reason: str) -> None:
@@ -162,7 +157,7 @@ class Session:
             _log.debug("%s", text)
 
     def log_decision(self, text: str) -> None:
-        """Report what was decided during training; rank 0 also logs it, since the report has been printed."""
+        """Report a decision made during training; rank 0 also logs it."""
         self.notice(text)
         if os.environ.get("RANK", "0") == "0":
             _log.warning("%s", text)

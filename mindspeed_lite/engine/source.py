@@ -1,7 +1,7 @@
-"""Reads targets from source, and compares what is loaded with it.
+"""Reads targets from source, and compares loaded code with it.
 
-The body in a fingerprint is a hash of the normalised source of the target, of the functions of its module that it
-calls and of the autograd functions that it applies.
+A body fingerprint hashes normalised source of the target, functions it calls in its module, and autograd functions it
+applies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .swaps import original_of
 from .target import is_class, namespace, parse, render_signature, top_level, unwrap
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Annotations, comments and the Python release that parses make no difference.
+# Independent of annotations, comments and Python release.
 _IGNORED_FIELDS = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 _SETTERS = {"setattr", "register_buffer", "register_parameter", "add_module", "__setattr__"}
 
@@ -41,7 +41,7 @@ class Source:
 
 
 Reader = Callable[[str], "Source | None"]
-Found = tuple[Source, ast.AST]  # a definition and its module
+Found = tuple[Source, ast.AST]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,6 @@ class Fingerprint:
 
 
 def reader_of(root: str | Path) -> Reader:
-    """Reads modules from the folder that contains their top-level package; imports nothing."""
-
     def reader(module: str) -> Source | None:
         stem = Path(root, *module.split("."))
         for path, package in ((stem / "__init__.py", module), (stem.with_suffix(".py"), module.rpartition(".")[0])):
@@ -87,7 +85,6 @@ def _parse(path: str, module: str, package: str, _mtime: int, _size: int) -> Sou
 
 
 def fingerprint(reader: Reader, target: str) -> Fingerprint:
-    """Fingerprint of a target; raises FingerprintError if it has no definition."""
     found = definitions(reader, target)
     module, path = parse(target)
     signatures = dict.fromkeys(_signature(reader, module, path, node) for _, node in found)
@@ -100,7 +97,6 @@ def fingerprint(reader: Reader, target: str) -> Fingerprint:
 
 
 def definitions(reader: Reader, target: str) -> list[Found]:
-    """Every definition of a target, several if the module chooses between them; raises FingerprintError."""
     module, path = parse(target)
     found = list(_locate(reader, module, path, frozenset()))
     if not found:
@@ -109,7 +105,6 @@ def definitions(reader: Reader, target: str) -> list[Found]:
 
 
 def source_text(reader: Reader, target: str) -> str:
-    """The source of a target as written, with its decorators."""
     pieces = []
     for source, node in definitions(reader, target):
         lines = source.text.splitlines()[_first_line(node) - 1 : node.end_lineno]  # type: ignore[attr-defined]
@@ -126,9 +121,9 @@ def _first_line(node: Any) -> int:
 
 
 def foreign_code(target: str, raw: Any) -> str:
-    """Why the loaded object is not what its module's source defines, as a clause; "" if it is.
+    """How the loaded object differs from its module's source, as a clause; "" if it does not.
 
-    The innermost code must be a definition's compiled code, and only its decorators may wrap it.
+    The innermost code must be the definition's, wrapped only by its decorators.
     """
     raw = original_of(raw)
     function = unwrap(raw)
@@ -148,7 +143,7 @@ def foreign_code(target: str, raw: Any) -> str:
     code = layers[-1].__code__
     for source, node in found:
         if not isinstance(node, _FUNCTION):
-            # An alias or an import, whose text the fingerprint has.
+            # An alias or import, covered by the fingerprint.
             return "" if _may_be(source.module, node, raw) else f"was replaced by {_name_of(function)}"
         if (code.co_name, code.co_firstlineno) == (node.name, _first_line(node)) and code in _compiled(source.module):
             strange = [each for each in layers[:-1] if not _may_decorate(each, target)]
@@ -156,7 +151,7 @@ def foreign_code(target: str, raw: Any) -> str:
                 return f"is wrapped by {_name_of((strange or layers)[0])}"
             return ""
         if node.decorator_list and all(_may_decorate(each, target) for each in layers):
-            return ""  # a decorator that hides what it decorates
+            return ""  # opaque decorator
     return f"was replaced by {_name_of(layers[-1])}"
 
 
@@ -166,7 +161,7 @@ def _may_decorate(function: FunctionType, target: str) -> bool:
 
 
 def _may_be(module: str, node: Any, raw: Any) -> bool:
-    """Whether an assignment may assign `raw`: a name can be looked up, any other value is not evaluated."""
+    """Whether an assignment may yield `raw`: names are looked up, other values not evaluated."""
     value = getattr(node, "value", None)
     if not isinstance(value, ast.Name | ast.Attribute):
         return True
@@ -178,7 +173,6 @@ def _may_be(module: str, node: Any, raw: Any) -> bool:
 
 
 def _foreign_class_code(owner: Any) -> str:
-    """Of a class: which function of it is not one of its module's source, as a clause."""
     for value in list(namespace(owner).values()) if is_class(owner) else ():
         inner = unwrap(original_of(value))
         is_plain = isinstance(inner, FunctionType) and "__wrapped__" not in inner.__dict__
@@ -197,7 +191,6 @@ def _module_of(function: FunctionType) -> str:
 
 @functools.lru_cache(maxsize=128)
 def _compiled(module: str) -> frozenset[CodeType]:
-    """Every code object of a module's source, from its bytecode cache if that is up to date."""
     loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
     try:
         code = loader.get_code(module)  # type: ignore[union-attr]
@@ -220,14 +213,12 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def attributes(owner: type) -> set[str]:
-    """What a class itself declares, and what the source of its methods assigns to their first parameter."""
     space = namespace(owner)
     return {*space, *space.get("__annotations__", ()), *_assigned(live_reader(owner.__module__), owner.__qualname__)}
 
 
 @functools.lru_cache(maxsize=1024)
 def _assigned(source: Source | None, qualname: str) -> frozenset[str]:
-    """Attributes set by `self.x = ...`, `setattr(self, "x", ...)`, `self.register_buffer("x", ...)` and the like."""
     found = set()
     classes: list[Any] = [source.tree] if source is not None and "<locals>" not in qualname else []
     for name in qualname.split("."):
@@ -250,7 +241,7 @@ def mentions(module: str, name: str) -> bool:
     with contextlib.suppress(ImportError, TargetError):
         importlib.import_module(module)
     source = live_reader(module)
-    fields = ("id", "attr", "module", "name")  # of names, attributes, `from module import`, and what is imported
+    fields = ("id", "attr", "module", "name")
     return source is not None and any(
         name == getattr(node, field, None) for node in ast.walk(source.tree) for field in fields
     )
@@ -260,7 +251,6 @@ def mentions(module: str, name: str) -> bool:
 
 
 def _add_helpers(source: Source, node: ast.AST, found: dict[tuple[str, str], str]) -> None:
-    """Add the functions of the same module that a definition calls, and the classes of which it calls `apply`."""
     for each in ast.walk(node):
         called: ast.AST | None = each.func if isinstance(each, ast.Call) else None
         if isinstance(node, ast.Assign) and each is node.value:
@@ -276,7 +266,6 @@ def _add_helpers(source: Source, node: ast.AST, found: dict[tuple[str, str], str
 
 
 def _locate(reader: Reader, module: str, path: tuple[str, ...], seen: frozenset[Any]) -> Iterator[Found]:
-    """All definitions of a path, through imports inside the package and the bases of classes."""
     source = reader(module)
     if source is None or (module, path) in seen:
         return
@@ -312,7 +301,6 @@ def _locate_inside(
 
 
 def _bindings(body: list[Any], name: str) -> Iterator[Any]:
-    """Statements of one scope that bind `name`, inside if, try, with and loops too."""
     for node in body:
         if isinstance(node, (*_FUNCTION, ast.ClassDef)):
             if node.name == name:
@@ -357,18 +345,18 @@ def _parameters(args: ast.arguments) -> Iterator[Parameter]:
 
 
 def _canonical(node: Any, in_function: bool) -> str:
-    """One text per meaning, without docstrings, annotations and layout, the same under every Python."""
+    """Normalised text without docstrings, annotations and layout, for every Python."""
     if isinstance(node, list):
         return "[" + ",".join(filter(None, (_canonical(each, in_function) for each in node))) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return ""  # a docstring, or a string without effect
+        return ""
     if isinstance(node, ast.JoinedStr):  # Python 3.12 ends a nested format with an empty piece
         pieces = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
         node = ast.JoinedStr(pieces)
     if isinstance(node, ast.AnnAssign) and in_function:
-        # In a class an annotated name may be a dataclass field; in a function the annotation means nothing.
+        # In a class an annotated name may be a dataclass field; in a function it means nothing.
         return "" if node.value is None else _canonical(ast.Assign([node.target], node.value), in_function)
     in_function = isinstance(node, _FUNCTION) or (in_function and not isinstance(node, ast.ClassDef))
     fields = [

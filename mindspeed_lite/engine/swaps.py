@@ -1,8 +1,7 @@
-"""Applies patches, all of them or none, and removes them in any order.
+"""Applies patches, all or none, and removes them in any order.
 
-A place is composed anew from its original whenever a patch on it is added or removed. A Python function is swapped in
-place: the object stays, for by-value imports, identity and pickles, and its code calls the wrapper. Any other attribute
-is assigned, as are its by-value imports.
+Each change recomposes a place from its original. Python functions keep identity (imports by value, pickles): their code
+calls the wrapper. Other attributes, and their by-value imports, are assigned.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _SITES: dict[Any, _Site] = {}
 
 @dataclass(eq=False)
 class Swap:
-    """One patch of a feature; `holders` are other places that hold its target by value."""
+    """One patch of a feature; `holders`: by-value imports of its target."""
 
     feature: str
     patch: Patch
@@ -78,7 +77,7 @@ class Swap:
 
 
 class _Site:
-    """A place with its original and its patches; `placed` is the replacement, MISSING while the original is there."""
+    """A place, its original and patches; `placed`: replacement, or MISSING."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -86,21 +85,16 @@ class _Site:
         self.placed: Any = MISSING
 
     def compose(self, swaps: Sequence[Swap]) -> Any:
-        """The replacement with these patches, MISSING for the original."""
         raise NotImplementedError
 
     def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        """Write `value` here and to `copies`, which hold the present value."""
         raise NotImplementedError
 
     def is_foreign(self) -> bool:
-        """Whether a third party has changed the place since."""
         raise NotImplementedError
 
 
 class _Function(_Site):
-    """A Python function whose code calls the outermost wrapper while there is one."""
-
     def __init__(self, function: FunctionType, where: str, bound: bool) -> None:
         super().__init__(where)
         self.function = function
@@ -108,7 +102,7 @@ class _Function(_Site):
         self._bound = bound
         self._code = function.__code__
         self._calling = function.__code__
-        # By these torch.compile would find the function that it compiled.
+        # Through these torch.compile would find its compiled function.
         self._hidden = {name: value for name, value in function.__dict__.items() if name.startswith("_torchdynamo")}
 
     def compose(self, swaps: Sequence[Swap]) -> Any:
@@ -121,7 +115,7 @@ class _Function(_Site):
         return MISSING if current is self.original else current
 
     def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        # Another thread may call the function at any time: in this order, each in one assignment.
+        # Single assignments in this order: other threads may call the function meanwhile.
         function = self.function
         keywords = {key: each for key, each in (function.__kwdefaults__ or {}).items() if key != _SLOT}
         if value is MISSING:
@@ -145,8 +139,6 @@ class _Function(_Site):
 
 
 class _Attribute(_Site):
-    """Any other attribute: a value, a class, a provided symbol or module, what the host only imported."""
-
     def __init__(self, owner: Owner, name: str, *, shared: bool = True, bound: bool = False) -> None:
         super().__init__(describe(owner, name))
         self.owner = owner
@@ -190,16 +182,10 @@ class _Attribute(_Site):
 def change(
     *, add: Sequence[Swap] = (), remove: Collection[Swap] = (), then: Callable[[], object] | None = None
 ) -> list[str]:
-    """Remove and add patches; if anything fails change nothing and raise.
+    """Remove and add patches; on failure change nothing and raise ApplyError.
 
-    Args:
-        then: called at the end; if it fails everything is undone.
-
-    Returns:
-        What was left alone because a third party has changed it since, one line each.
-
-    Raises:
-        ApplyError: a patch could not be applied; nothing has been changed.
+    Returns what was left alone because a third party has changed it. A failure of `then`, called at the end, undoes
+    everything.
     """
     left: list[str] = []
     begun: list[_Site] = []
@@ -227,7 +213,7 @@ def change(
                     affect(found, sorted([*found.swaps, swap], key=lambda each: each.rank))
             affected = [site for site, _, _ in before.values()]
             copies = _copies(affected)
-            # Provided symbols first, one by one: later ones and overrides may read them.
+            # Provided symbols first, in sequence: later ones and overrides may read them.
             symbols = [site for site in affected if any(isinstance(swap.patch, Provide) for swap in site.swaps)]
             for site in symbols:
                 settle(site, site.compose(site.swaps))
@@ -251,7 +237,6 @@ def change(
 
 
 def _may_be_put(site: _Site, value: Any, add: Sequence[Swap], left: list[str]) -> bool:
-    """Whether the place is to be changed: it differs, and no third party has changed it."""
     if site.placed is MISSING:
         return value is not MISSING
     if not site.is_foreign():
@@ -261,7 +246,7 @@ def _may_be_put(site: _Site, value: Any, add: Sequence[Swap], left: list[str]) -
             with blame(swap):
                 raise EngineError(f"`{site.where}` was changed by another party since another feature patched it")
     left.append(f"`{site.where}` was changed by another party and stays so")
-    # By-value imports of an attribute still have ours.
+    # By-value imports of an attribute still have the replacement.
     return isinstance(site, _Attribute)
 
 
@@ -280,7 +265,6 @@ def _put(site: _Site, value: Any, copies: Sequence[Place], left: list[str]) -> N
 
 
 def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
-    """By id of the place, the by-value imports of its present value."""
     shared = [
         site
         for site in sites
@@ -305,7 +289,6 @@ def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
 
 
 def _site_of(swap: Swap) -> _Site | None:
-    """The place of a patch; None for a provided symbol that the host has."""
     patch = swap.patch
     if isinstance(patch, Provide):
         place = provided(patch.target) or vacancy(patch.target)
@@ -314,7 +297,7 @@ def _site_of(swap: Swap) -> _Site | None:
         owner, name = place
         return _SITES.setdefault(key_of(owner, name), _Attribute(owner, name))
     target = resolve(patch.target)
-    # A function of another package is not swapped in place: others use it too.
+    # Other packages use their function too, so it is not swapped in place.
     function = None if target.is_foreign else function_in(target.raw)
     key = key_of(target.owner, target.name) if function is None else id(function)
     if key not in _SITES and function is not None:
@@ -325,7 +308,6 @@ def _site_of(swap: Swap) -> _Site | None:
 
 
 def provided(text: str) -> Place | None:
-    """Where a symbol is that a patch provides already."""
     for site in _SITES.values():
         if isinstance(site, _Attribute) and any(
             isinstance(each.patch, Provide) and each.patch.target == text for each in site.swaps
@@ -335,13 +317,11 @@ def provided(text: str) -> Place | None:
 
 
 def function_in(raw: Any) -> FunctionType | None:
-    """The Python function of a raw attribute; None for anything else."""
     inner = unwrap(raw)
     return inner if type(inner) is FunctionType else None
 
 
 def original_of(raw: Any) -> Any:
-    """The raw attribute without the patches in force."""
     function = function_in(raw)
     site = _SITES.get(id(function)) if function is not None else None
     if isinstance(site, _Function):
@@ -369,9 +349,9 @@ def _copy(function: FunctionType) -> FunctionType:
 
 @functools.cache
 def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
-    """Code with the parameters and free variables of `like` that calls the wrapper in the keyword default `_SLOT`.
+    """Code with the signature of `like` that calls the wrapper in keyword default `_SLOT`.
 
-    takes_more: it takes any other keyword too, for an override that has more of them than its target.
+    takes_more: it accepts further keywords, for overrides with more than the target.
     """
     flags, names = like.co_flags, list(like.co_varnames)
     positional, keyword = names[: like.co_argcount], names[like.co_argcount :][: like.co_kwonlyargcount]
@@ -379,7 +359,7 @@ def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
     star = rest.pop(0) if flags & inspect.CO_VARARGS else ""
     stars = rest.pop(0) if flags & inspect.CO_VARKEYWORDS else "_more" if takes_more else ""
     only = like.co_posonlyargcount
-    # Defaults belong to the function, not to its code.
+    # Defaults belong to the function, not its code.
     parameters = [*positional[:only], *(["/"] if only else []), *positional[only:], f"*{star}" if star else "*"]
     parameters += [*keyword, _SLOT, *([f"**{stars}"] if stars else [])]
     call = [*positional, *([f"*{star}"] if star else []), *(f"{name}={name}" for name in keyword)]
@@ -398,7 +378,7 @@ def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
 
 @contextmanager
 def blame(swap: Swap) -> Iterator[None]:
-    """Raise what fails in the block as an ApplyError that names feature and target."""
+    """Re-raise as an ApplyError that names feature and target."""
     try:
         yield
     except ApplyError:

@@ -1,4 +1,4 @@
-"""Resolves "package.mod:Class.attr" to its owner, its raw attribute and every by-value import of it."""
+"""Resolves "package.mod:Class.attr" to owner, raw attribute and by-value imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import TargetError
 
-Owner = Any  # a module, a class, or sys.modules itself
+Owner = Any  # a module, a class, or sys.modules
 Place = tuple[Owner, str]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
@@ -26,7 +26,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorTyp
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _SYNTAX = re.compile(rf"({_NAME})(?::({_NAME}))?")
 
-# This package holds originals by value: a replacement may call what it replaced.
+# This package may hold originals by value, to call them.
 DEFAULT_SKIP = (sys.stdlib_module_names - {"__main__"}) | {__name__.partition(".")[0]}
 
 
@@ -43,7 +43,7 @@ def top_level(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """An attribute: `owner` defines `name`; `raw` is what the owner's dictionary holds, unbound."""
+    """An attribute: `owner` defines `name`; `raw`: unbound, from the owner's dictionary."""
 
     text: str
     owner: Owner
@@ -53,7 +53,7 @@ class Target:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the package only imported it; then only the named place may change."""
+        """Whether it is imported from another package; then only this place may change."""
         return top_level(self.definer_text) != top_level(self.text)
 
     @property
@@ -62,7 +62,6 @@ class Target:
 
 
 def is_class(found: Any) -> bool:
-    """Whether it is a class; unlike isinstance it asks no lazy object for its `__class__`."""
     return issubclass(type(found), type)
 
 
@@ -81,7 +80,7 @@ def read(owner: Owner, name: str) -> Any:
 
 
 def write(owner: Owner, name: str, value: Any) -> None:
-    """Set the attribute, or delete it with MISSING, without the owner's `__setattr__`."""
+    """Set the attribute, or delete it with MISSING, bypassing `__setattr__`."""
     if value is MISSING and name not in namespace(owner):
         return
     if is_class(owner):
@@ -93,7 +92,7 @@ def write(owner: Owner, name: str, value: Any) -> None:
 
 
 def key_of(owner: Owner, name: str) -> tuple[int, str]:
-    # A class's dictionary is a new proxy each time; one module dictionary may have two names in sys.modules.
+    # Class dictionaries are new proxies each time; a module may have two names in sys.modules.
     return id(owner if is_class(owner) else namespace(owner)), name
 
 
@@ -104,7 +103,7 @@ def describe(owner: Owner, name: str) -> str:
 
 
 def resolve(text: str) -> Target:
-    """Import the module and look the attribute up in raw dictionaries, so that nothing is bound or computed."""
+    """Import the module and look the attribute up without binding or computing."""
     module_name, path = parse(text)
     if not path:
         raise TargetError(f"`{text}` names a module; write `package.module:Class.attribute`.")
@@ -125,7 +124,7 @@ def resolve(text: str) -> Target:
 
 
 def vacancy(text: str) -> Place | None:
-    """Where a provided symbol or module goes; None if the host has it."""
+    """Place for a provided symbol or module; None if the host has it."""
     module_name, path = parse(text)
     if path:
         scope: Any = _import(text, module_name)
@@ -145,9 +144,9 @@ def vacancy(text: str) -> Place | None:
 def _import(text: str, module_name: str) -> ModuleType:
     try:
         module = importlib.import_module(module_name)
-        vars(module)  # loads a lazy module
+        vars(module)
         return module
-    except Exception as error:  # with an optional dependency broken, a module may fail with anything
+    except Exception as error:  # broken optional dependencies may raise anything
         problem = f"{type(error).__name__}: {error}"
         raise TargetError(f"`{text}`: importing `{module_name}` fails ({problem}).") from error
 
@@ -185,7 +184,7 @@ def unwrap(raw: Any) -> Any:
 
 
 def rewrap(like: Any, new: Any) -> Any:
-    """`new` as a descriptor of the kind of `like`, unless it is a descriptor already."""
+    """Wrap `new` in the descriptor kind of `like`."""
     if new is unwrap(like):
         return like
     if isinstance(new, staticmethod | classmethod | property):
@@ -200,9 +199,9 @@ def rewrap(like: Any, new: Any) -> Any:
 def holders(
     objects: Iterable[object], *, skip: Collection[str] = DEFAULT_SKIP, packages: Collection[str] = ()
 ) -> dict[int, list[Place]]:
-    """By id, every place that holds one of the objects, under whatever name.
+    """By id, all places that hold one of the objects.
 
-    Searches modules outside the top-level names in `skip`, and the classes of those in `packages`.
+    Searches modules outside the top-level names in `skip`, and classes of those in `packages`.
     """
     found: dict[int, list[Place]] = {id(each): [] for each in objects}
     seen: set[int] = set()
@@ -244,7 +243,7 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def render_signature(parameters: Iterable[Parameter]) -> str:
-    """One text per signature: keyword-only names sorted, defaults as `=`, names of * and ** dropped."""
+    """Normalised signature: keyword-only names sorted, defaults as `=`, names of * and ** dropped."""
     by_kind: dict[Any, list[str]] = {}
     for each in parameters:
         by_kind.setdefault(each.kind, []).append(each.name if each.default is Parameter.empty else f"{each.name}=")
@@ -264,10 +263,9 @@ def _parameters(function: Any, follow_wrapped: bool) -> list[Parameter] | None:
 
 
 def signature_difference(original: Any, wrapper: Any, *, bound: bool = False) -> str:
-    """Why `wrapper` cannot be called like `original`, as a clause; "" if it can.
+    """Why `wrapper` cannot be called like `original`; "" if it can.
 
-    With `bound` the name of the first parameter does not matter. A wrapper that takes both *args and **kwargs need not
-    name every parameter.
+    `bound`: ignore the first parameter's name. With *args and **kwargs parameters need not be named.
     """
     theirs, ours = _parameters(original, True), _parameters(wrapper, False)
     if theirs is None:
@@ -283,7 +281,7 @@ def signature_difference(original: Any, wrapper: Any, *, bound: bool = False) ->
         keyword = [each for each in theirs if each.kind is Parameter.KEYWORD_ONLY and each.name in named]
         theirs = [each for each in theirs if each.kind in _POSITIONAL][:leading] + keyword
     required = {each.name for each in theirs if each.default is Parameter.empty}
-    # Of a default only that there is one counts, and the wrapper may have more of them.
+    # Only the presence of defaults counts; the wrapper may have more.
     shown = [
         render_signature(
             each.replace(default=Parameter.empty) if each.name in required else each for each in parameters

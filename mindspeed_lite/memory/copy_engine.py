@@ -1,4 +1,4 @@
-"""Asynchronous copies between a device and pinned host buffers, ordered with compute by events."""
+"""Asynchronous copies between a device and pinned host buffers, ordered by events."""
 
 from __future__ import annotations
 
@@ -10,41 +10,37 @@ import torch
 
 from mindspeed_lite.platform.side_stream import DeviceStream, Event
 
-# A buffer may be larger than requested by this factor, so that similar sizes share buffers.
+# Similar sizes share buffers up to this ratio.
 _SLACK = 1.25
 
 
 class Buffer:
-    """Host memory, and the last copy from or to it."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.last: Event | None = None
 
 
 class CopyEngine(Protocol):
-    """Copies in both directions, each ordered after the compute that was issued before it."""
+    """Copies ordered after compute issued before."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor in pinned host memory. Raises MemoryError or RuntimeError."""
+        """Pinned uint8 tensor. Raises MemoryError or RuntimeError."""
         ...
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
-        """Copy a contiguous uint8 tensor of the device to the start of the buffer."""
+        """Copies a contiguous uint8 tensor to the buffer's start."""
         ...
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
-        """Copy the start of the buffer to a contiguous uint8 tensor of the device."""
+        """Copies the buffer's start to a contiguous uint8 tensor."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Order the compute that is issued from now on after the copy."""
+        """Makes later compute wait for the copy."""
         ...
 
 
 class StreamCopyEngine:
-    """A copy engine with one stream of a CUDA device or NPU for each direction."""
-
     def __init__(self, device: torch.device) -> None:
         self._d2h, self._h2d = DeviceStream(device), DeviceStream(device)
 
@@ -67,7 +63,7 @@ def _copy(stream: DeviceStream, source: torch.Tensor, target: torch.Tensor, buff
 
 
 class PinnedBufferPool:
-    """Reuses pinned buffers, which are slow to allocate; budget: bytes of all buffers, None for no limit."""
+    """Reuses pinned buffers; budget: total bytes, None for no limit."""
 
     def __init__(self, engine: CopyEngine, budget: int | None = None) -> None:
         self._engine = engine
@@ -76,11 +72,7 @@ class PinnedBufferPool:
         self.nbytes = 0
 
     def acquire(self, nbytes: int) -> Buffer:
-        """A buffer of at least `nbytes`.
-
-        Raises:
-            MemoryError: the budget or the host has no room.
-        """
+        """Buffer of at least `nbytes`. Raises MemoryError."""
         fitting = [each for each in self._free if nbytes <= each.tensor.numel() <= max(nbytes * _SLACK, nbytes + 4096)]
         if fitting:
             found = min(fitting, key=lambda each: each.tensor.numel())
@@ -95,11 +87,9 @@ class PinnedBufferPool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Return a buffer; its next copy waits for the last one."""
         self._free.append(buffer)
 
     def _make_room(self, nbytes: int) -> None:
-        """Free unused buffers, the largest first, until the budget has room."""
         if self._budget is None:
             return
         self._free.sort(key=lambda each: each.tensor.numel())
@@ -109,18 +99,14 @@ class PinnedBufferPool:
             raise MemoryError(f"{nbytes:,} bytes more than the budget of {self._budget:,} bytes of host memory allows")
 
 
-# Timed copies in each direction, the first of which allocates.
+# Per direction; the first allocates.
 _TIMED_COPIES = 3
 
 
 def bandwidths(
     engine: CopyEngine, device: torch.device, nbytes: int, synchronize: Callable[[], None]
 ) -> tuple[float, float]:
-    """Bytes a second to the host and back: the fastest of a few copies of `nbytes`.
-
-    Raises:
-        MemoryError, RuntimeError: the host or the device has no room.
-    """
+    """Fastest bytes per second to the host and back. Raises MemoryError or RuntimeError."""
     source, buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device), Buffer(engine.allocate(nbytes))
 
     def seconds(copy: Callable[[], Event]) -> float:
@@ -136,5 +122,4 @@ def bandwidths(
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,4 +1,4 @@
-"""Module hooks that run a forward pass within a context."""
+"""Runs a module's forward within a context, through hooks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 
 class HookedModule:
-    """Module hooks that run its forward within a context, also when it raises."""
-
     def __init__(self, module: torch.nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make = make
         self._open: list[tuple[contextlib.AbstractContextManager[Any], Any]] = []
@@ -21,7 +19,7 @@ class HookedModule:
         )
 
     def __reduce__(self) -> Any:
-        """Copies of the module do nothing, since their hooks are never removed."""
+        """Copies of the module do nothing: their hooks are never removed."""
         return _idle, ()
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:

@@ -1,7 +1,7 @@
-"""Allocates host memory that kernels of a device read and write directly.
+"""Allocates host memory that device kernels read and write directly.
 
-CPU     a mapped file with reserved blocks, unlinked at once: unused pages can leave memory, and nothing is left behind.
-CUDA    pinned memory as a tensor of the device (unified virtual addressing).
+CPU     a mapped file, unlinked at once: unused pages can leave memory.
+CUDA    pinned memory as a device tensor (unified virtual addressing).
 NPU     `torch_npu.empty_with_swapped_memory`.
 """
 
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-# The folder of files, by default the system's for temporary ones.
 FOLDER_VARIABLE = "MINDSPEED_LITE_SWAP"
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -25,7 +24,6 @@ _DONTNEED = 4  # of <sys/mman.h>
 
 
 def why_not(device: str) -> list[str]:
-    """Reasons why there is no such memory here."""
     if device == "cpu":
         folder = _folder()
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
@@ -40,11 +38,7 @@ def why_not(device: str) -> list[str]:
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialized contiguous tensor of the device in host memory.
-
-    Raises:
-        MemoryError: it cannot be allocated.
-    """
+    """Uninitialized contiguous device tensor in host memory. Raises MemoryError."""
     try:
         if device.type == "cpu":
             return _file(shape, dtype)
@@ -57,11 +51,11 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Let the pages of tensors from `empty` leave memory until they are read again; CPU only."""
+    """Lets pages of tensors from `empty` leave memory until their next read; CPU only."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            # Pages of a shared mapping come back from the file.
+            # A shared mapping reloads pages from the file.
             _madvise(storage.data_ptr(), storage.nbytes())
 
 
@@ -79,8 +73,6 @@ def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pinned:
-    """Pinned memory that presents itself as device memory."""
-
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host
         self.__cuda_array_interface__ = {
@@ -104,7 +96,7 @@ def _folder() -> str:
 
 
 def _kind_of(folder: Path) -> str:
-    """The file system type of a folder; empty if unknown."""
+    """File system type; empty if unknown."""
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:

@@ -12,18 +12,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mindspeed_lite.memory import host
 
 _NAMES = ("exp_avg", "exp_avg_sq")
-# Bytes; smaller tensors are not worth a mapping.
+# Bytes; a mapping for less does not pay off.
 _SMALLEST = 1 << 16
-# Bytes of moments of one launch, and in memory at a time.
+# Bytes of moments per launch, and in memory at a time.
 _PORTION = 1 << 28
 
 
 class HostMappedMoments:
-    """A `StatePlacement` of moments in host memory, first come first served.
+    """`StatePlacement` of moments in host memory, first come first served.
 
     Args:
-        budget: bytes, of all optimizers that share this; None for no limit.
-        on_refusal: called once with the reason when there is no more host memory within the budget.
+        budget: bytes of all optimizers that share this; None for no limit.
+        on_refusal: called once with the reason when host memory or the budget is exhausted.
     """
 
     device_addressable = True
@@ -31,17 +31,15 @@ class HostMappedMoments:
     def __init__(self, budget: int | None, on_refusal: Callable[[str], None] | None = None) -> None:
         self._budget = budget
         self._on_refusal = on_refusal
-        # Parameter -> (its state, its tensors in host memory).
+        # Parameter -> (state, host tensors).
         self._held: Any = WeakTensorKeyDictionary()
         self._refused = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory in use."""
         return sum(tensor.nbytes for _, tensors in self._held.values() for tensor in tensors)
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the moments of the parameter to host memory, unless they are small or beyond the budget."""
         _, held = self._held.get(parameter, (None, ()))
         found = tuple(state[name] for name in _NAMES)
         if held and all(each is place for each, place in zip(found, held, strict=True)):
@@ -65,7 +63,7 @@ class HostMappedMoments:
         self._held[parameter] = (state, places)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Yield the parameters in parts; pages of updated ones may leave memory until the next step."""
+        """Yields parameters in parts; updated pages may leave memory."""
         start, part = 0, []
         for place, parameter in enumerate(parameters):
             part += self._held.get(parameter, (None, ()))[1]
@@ -80,7 +78,6 @@ class HostMappedMoments:
         return nullcontext()
 
     def restore(self) -> None:
-        """Bring all moments back to the device's own memory, for good."""
         for state, places in self._held.values():
             for name, place in zip(_NAMES, places, strict=True):
                 if state.get(name) is place:

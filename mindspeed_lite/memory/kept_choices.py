@@ -1,4 +1,4 @@
-"""Files with choices of recomputed and offloaded parts of layers, for later runs of the same training."""
+"""Files of recompute and offload choices for later runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mindspeed_lite.platform import cache
 
 from .recompute_choice import gib
 
-#: Recomputed and offloaded parts of a layer.
+# : Recomputed and offloaded parts of a layer.
 Parts = tuple[frozenset[str], frozenset[str]]
-#: By pipeline stage, the parts of each layer.
+# : Pipeline stage -> parts of each layer.
 Choice = dict[int, list[Parts]]
 
 
@@ -27,14 +27,12 @@ FIELDS = json_file.fields({"layers": json_file.table(json_file.rows(_parts), r"\
 
 
 class KeptChoices:
-    """The choices of one training, a file for each budget in bytes."""
-
     def __init__(self, training: str, budget: int, log: Callable[[str], object]) -> None:
         self._training, self._log = training, log
         self.name = f"{training}-{budget}.json"
 
     def read(self, name: str = "") -> Choice | None:
-        """The choice in a file, by default of this budget; None if there is none or it is damaged, which is logged."""
+        """Stored choice; None if missing, or damaged (logged)."""
         try:
             file = cache.folder() / (name or self.name)
             if not file.is_file():
@@ -48,7 +46,6 @@ class KeptChoices:
         return {int(stage): layers for stage, layers in stages.items()}
 
     def read_other(self) -> tuple[str, Choice]:
-        """The latest choice with another budget, and its name; empty if there is none."""
         with contextlib.suppress(OSError, cache.NoCache, ValueError):
             files = [each for each in cache.folder().glob(f"{self._training}-*.json") if each.name != self.name]
             if files:
@@ -57,7 +54,7 @@ class KeptChoices:
         return "", {}
 
     def write(self, choice: Mapping[int, Sequence[Parts]]) -> None:
-        """Keep the choice of this budget. Raises OSError or NoCache."""
+        """Writes this budget's choice. Raises OSError or NoCache."""
         layers = {
             stage: [(sorted(again), sorted(swapped)) for again, swapped in each] for stage, each in choice.items()
         }

@@ -1,7 +1,7 @@
 """Records what autograd saves in each layer, and the seconds to recompute it.
 
-While recording, every layer is recomputed, so that any training that fits with full recomputation can be recorded. What
-the recomputation saves is what the layer would keep; a storage belongs to the parts of the layer that saved it.
+While recording every layer is recomputed, so whatever fits with full recomputation can be recorded. A storage belongs
+to the layer parts whose recomputation saved it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .saved_tensors import Tracker
 
-# The parts of a layer, in order, and the whole layer.
+# Parts of a layer in order, and the whole layer.
 INPUT_NORM, ATTENTION, MLP_NORM, ACTIVATION, MLP = "input_norm", "attention", "mlp_norm", "activation", "mlp"
-# In an MLP with experts: local experts, whose activation is ACTIVATION, and shared ones.
 EXPERTS, SHARED, SHARED_ACTIVATION = "experts", "shared_experts", "shared_activation"
 LAYER = "layer"
-# Part -> all parts inside of it.
+# Part -> all nested parts.
 INSIDE = {MLP: {EXPERTS, ACTIVATION, SHARED, SHARED_ACTIVATION}, EXPERTS: {ACTIVATION}, SHARED: {SHARED_ACTIVATION}}
-# Also timed: the backward pass of a layer, without recomputation.
+# Timed too: backward of a layer, without recomputation.
 BACKWARD = "backward"
 NONE = -1
 
@@ -35,9 +34,9 @@ class SavedStorage:
     """A storage that a layer saves.
 
     parts: those that saved it; "" for the layer itself. Empty for an input that only a recomputed part would keep.
-    enters: the norm, activation or experts that it is an input of, or "".
-    leaves: the norm or activation that it is the output of, or "".
-    is_shared: other layers or micro-batches save it too, such as a mask: it exists whatever this layer does.
+    enters, leaves: the norm, activation or experts it is an input of, the norm or activation it is the output of, or
+    "".
+    is_shared: also saved by other layers or micro-batches (e.g. a mask).
     """
 
     bytes: int
@@ -49,10 +48,9 @@ class SavedStorage:
 
 @dataclass
 class LayerRecord:
-    """What one layer saves in one micro-batch, and the forward seconds of its parts.
+    """Storages one layer saves per micro-batch, and forward seconds of its parts.
 
-    follower: the next layer in the same pass through a chunk; NONE for the last one.
-    is_first: the caller holds its input.
+    follower: next layer in the same pass; NONE for the last. is_first: the caller holds its input.
     """
 
     storages: list[SavedStorage] = field(default_factory=list)
@@ -65,13 +63,12 @@ class LayerRecord:
         return sum(each.bytes for each in self.storages if each.parts and not each.is_shared)
 
     def cost(self, part: str) -> float:
-        """Median seconds of a part in one micro-batch; 0 if it did not run."""
         found = self.seconds.get(part)
         return statistics.median(found) if found else 0.0
 
 
 class Instant(NamedTuple):
-    """The layer that runs, NONE for none, and for each layer the number of micro-batches that are kept."""
+    """The running layer, and kept micro-batches per layer."""
 
     layer: int
     counts: tuple[int, ...]
@@ -79,41 +76,38 @@ class Instant(NamedTuple):
 
 
 class LayerRecorder(Tracker):
-    """Records `count` layers, by number, within its `with` block."""
-
     def __init__(self, count: int, is_excluded: Callable[[int], bool], synchronize: Callable[[], None]) -> None:
         super().__init__(is_excluded)
         self.layers = [LayerRecord() for _ in range(count)]
         self._outside: dict[Instant, int] = {}
         self._synchronize = synchronize
         self._kept = [0] * count
-        #: The last layer in the running pass through a chunk, and the layer that was recomputed last, with the time.
+        # : Last layer of the running pass; last recomputed layer and its time.
         self._before: int | None = None
         self._ended: tuple[int, float] = (NONE, 0.0)
-        #: Key -> what recomputations saved of a living storage; and bytes of those that several saved.
+        # : Key -> what recomputations saved of a living storage; bytes of those saved by several.
         self._saved_by: dict[int, tuple[StorageWeakRef, list[SavedStorage]]] = {}
         self._shared: dict[int, int] = {}
         self._most_shared = 0
-        #: Whether a layer runs, and the layer that is recomputed.
+        # : Whether a layer runs; the layer being recomputed.
         self._is_inside, self._again = False, -1
-        #: Keys of storages that layers saved; other living ones are outside.
+        # : Keys of storages that layers saved.
         self._of_layers: set[int] = set()
         self._saved: dict[int, SavedStorage] = {}
         self._ends: dict[int, tuple[str, str]] = {}
         self._given: set[int] = set()
         self._parts: list[tuple[str, float]] = []
         self._sums: dict[str, float] = {}
-        #: Keeps marked tensors alive, so that their keys stay unique.
+        # : Keeps marked tensors alive, so that their keys stay unique.
         self._held: list[torch.Tensor] = []
 
     @property
     def moments(self) -> dict[Instant, int]:
-        """Moment -> the most bytes saved outside of layers or by several of them."""
+        """Moment -> maximum bytes saved outside of layers or by several of them."""
         return {moment: size + self._most_shared for moment, size in self._outside.items()}
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around a pass through the layers of a chunk."""
         before, self._before = self._before, NONE
         try:
             yield
@@ -122,7 +116,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def forward(self, layer: int) -> Iterator[None]:
-        """Around a layer's forward pass, which saves only its input."""
+        """Context of a forward pass that saves only its input."""
         self._kept[layer] += 1
         self._look(layer, is_forward=True)
         if self._before is not None:
@@ -138,7 +132,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around its recomputation on `hidden`; `given`: other inputs, which the layer does not own."""
+        """Context of a recomputation; `given`: other inputs, which the layer does not own."""
         self._time_backward(layer)
         self._look(layer)
         self._kept[layer] -= 1
@@ -175,19 +169,17 @@ class LayerRecorder(Tracker):
         for key, saved in self._saved.items():
             saved.enters, saved.leaves = self._ends.get(key, ("", ""))
         found = LayerRecord(list(self._saved.values()), record.seconds, record.follower, record.is_first)
-        # The largest of several micro-batches: a router spreads tokens unevenly.
+        # Keep the largest micro-batch: a router spreads tokens unevenly.
         if found.bytes >= record.bytes:
             self.layers[layer] = found
 
     def enter(self, part: str, *entered: torch.Tensor | None) -> None:
-        """A part of the recomputed layer begins, on these tensors."""
         if self._again >= 0:
             for each in entered:
                 self._mark(part, each, is_input=True)
             self._parts.append((part, self._now()))
 
     def leave(self, part: str, left: torch.Tensor | None = None) -> None:
-        """It ends, with this output."""
         if self._again >= 0 and self._parts and self._parts[-1][0] == part:
             _, began = self._parts.pop()
             self._sums[part] = self._sums.get(part, 0.0) + self._now() - began
@@ -230,7 +222,6 @@ class LayerRecorder(Tracker):
         return packed
 
     def _meet(self, key: int, storage: torch.UntypedStorage, saved: SavedStorage) -> None:
-        """Mark a storage as shared if another recomputation saved it and it is alive."""
         _, several = self._saved_by.setdefault(key, (StorageWeakRef(storage), []))  # type: ignore[no-untyped-call]
         if all(each is not saved for each in several):
             several.append(saved)

@@ -1,4 +1,4 @@
-"""The ways to run a layer: each part kept, recomputed or offloaded, in bytes and seconds."""
+"""Options to run a layer: each part kept, recomputed or offloaded, in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from .layer_records import (
 
 EARLY, LATE = (INPUT_NORM, ATTENTION), (MLP_NORM, ACTIVATION, EXPERTS, SHARED_ACTIVATION, SHARED, MLP)
 NORMS = {INPUT_NORM, MLP_NORM}
-# Recomputing these releases their output after its use; of other parts, what they save inside.
+# Recomputing these releases their output after use; other parts release what they save inside.
 RELEASED = {*NORMS, ACTIVATION, SHARED_ACTIVATION}
-# Parts that are offloaded as one, with everything inside of them.
+# Offloaded as a whole, with nested parts.
 MOVABLE = (INPUT_NORM, ATTENTION, MLP_NORM, MLP)
 
 
 @dataclass(frozen=True)
 class LayerOption:
-    """One way to run a layer; bytes are of a micro-batch.
+    """One way to run a layer; bytes and additional seconds per micro-batch.
 
-    again: the parts that the backward pass recomputes.
-    kept: bytes. kept_late: of these, what the MLP's half of the layer keeps.
-    back_late, back_early: bytes that are recomputed while the backward pass of that half runs.
-    seconds: additional time.
-    swapped: the parts whose activations are offloaded. moved: their bytes.
+    again: parts recomputed in backward.
+    kept_late: part of `kept` in the MLP's half of the layer.
+    back_late, back_early: bytes recomputed while the backward pass of that half runs.
+    swapped: parts with offloaded activations. moved: their bytes.
     """
 
     again: frozenset[str]
@@ -55,13 +54,11 @@ class LayerOption:
 
 @dataclass(frozen=True)
 class Transfers:
-    """How copies to and from the host overlap with layers.
+    """Host copies of a layer, overlapped with both passes of the layer after it.
 
-    A layer's copies overlap with the forward pass and with the backward pass of the layer after it.
-
-    followers: the layer after each one in the same pass, or NONE.
-    forward, backward: seconds of each layer's passes, without recomputation.
-    out, back: bytes a second.
+    followers: next layer of each in the same pass, or NONE.
+    forward, backward: seconds of each layer, without recomputation.
+    out, back: bytes per second.
     """
 
     followers: tuple[int, ...]
@@ -71,7 +68,7 @@ class Transfers:
     back: float
 
     def exposed(self, chosen: Sequence[LayerOption]) -> tuple[float, ...]:
-        """Seconds for each layer that its copies take longer than the compute they overlap with."""
+        """Seconds per layer by which copies exceed compute."""
         return tuple(
             0.0
             if follower == NONE or not option.moved
@@ -82,9 +79,8 @@ class Transfers:
 
 
 def transfers(records: Sequence[LayerRecord], out: float, back: float) -> Transfers:
-    """Copies at these rates, in bytes a second, for layers with these records."""
     forward = tuple(each.cost(LAYER) for each in records)
-    # A backward pass that was not recorded takes at least as long as the forward pass.
+    # Backward takes at least as long as forward.
     backward = tuple(each.cost(BACKWARD) or each.cost(LAYER) for each in records)
     return Transfers(tuple(each.follower for each in records), forward, backward, out, back)
 
@@ -92,17 +88,14 @@ def transfers(records: Sequence[LayerRecord], out: float, back: float) -> Transf
 def layer_options(
     record: LayerRecord, can: frozenset[str], swappable: frozenset[str] = frozenset()
 ) -> list[LayerOption]:
-    """All ways to run a layer that no other way dominates.
-
-    can: the parts that may be recomputed. swappable: the parts that may be offloaded.
-    """
+    """All non-dominated ways to run a layer; can, swappable: parts that may be recomputed, offloaded."""
     parts = [part for part in (*EARLY, *LATE) if part in can and record.cost(part) > 0]
     movable = [] if record.follower == NONE else [part for part in MOVABLE if part in swappable]
     found: dict[tuple[float, ...], LayerOption] = {}
     for again in _subsets(parts):
         if again & _inside(again):
             continue
-        # Experts that are recomputed keep their inputs on the device.
+        # Recomputed experts keep their inputs on the device.
         stay = again | ({MLP} if again & {EXPERTS, SHARED} else set())
         for swapped in _subsets([part for part in movable if part not in stay]):
             option = _option(record, again, swapped)
@@ -114,7 +107,6 @@ def layer_options(
 
 
 def _inside(parts: frozenset[str]) -> set[str]:
-    """The parts inside of these."""
     return set[str]().union(*(INSIDE.get(part, ()) for part in parts))
 
 
@@ -122,7 +114,7 @@ def _undominated(found: Mapping[tuple[float, ...], LayerOption]) -> list[LayerOp
     import numpy
 
     measures = numpy.array(list(found))
-    # No two have the same measures, so only an option itself is at least as good in all of them.
+    # Measures are unique, so only an option itself matches it in all of them.
     return [
         option
         for mine, option in zip(measures, found.values(), strict=True)
@@ -157,7 +149,7 @@ def _option(record: LayerRecord, again: frozenset[str], swapped: frozenset[str])
 
 
 def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
-    """Whether a storage need not be kept: the input of a part stays, unless it is inside a recomputed one."""
+    """True if not kept; inputs of a part stay, unless nested in a recomputed one."""
     if each.leaves in again & RELEASED:
         return True
     if each.enters in again or each.enters in NORMS or each.leaves in NORMS:
@@ -166,8 +158,8 @@ def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
 
 
 def _moves(each: SavedStorage, record: LayerRecord, again: frozenset[str], swapped: frozenset[str]) -> bool:
-    """Whether a storage is offloaded: only offloaded parts save it, and no caller holds it."""
-    # The input of a recomputed norm or activation is a leaf, which autograd itself holds.
+    """True if offloaded: only offloaded parts save it, and no caller holds it."""
+    # Autograd holds the input of a recomputed norm or activation as a leaf.
     if each.enters and (each.enters in again or (each.enters == INPUT_NORM and record.is_first)):
         return False
     return bool(each.parts) and each.parts <= swapped | _inside(swapped)

@@ -1,17 +1,15 @@
-"""Offloads activations to host memory until their backward pass, while layers compute.
+"""Offloads activations to host memory until their backward pass, overlapped with compute.
 
-In a forward pass through the layers of a model chunk, what autograd saves in one layer is a group:
+What autograd saves in one layer of a forward pass is a group; at most three are on the device in forward:
 
-forward of layer i begins    the copy of group i-1 to the host starts, and the copied group i-2 is freed: at most three
-                             groups are on the device.
+forward of layer i begins    group i-1 starts copying to the host; copied group i-2 is freed.
 forward of the last ends     all copied groups are freed. The last layer stays: its backward pass comes next.
-backward of layer i begins   the copy of group i-1 back starts. Each group knows the one before it in its own pass, so
-                             micro-batches and chunks may run in any order.
-backward of layer i needs    a tensor: compute waits for its copy alone.
+backward of layer i begins   group i-1 of the same pass starts copying back, in any order of micro-batches and chunks.
+backward of layer i needs    a tensor: compute waits for its copy only.
 
-A storage is copied once, however many views were saved. Autograd holds the records, and the last one releases the
-buffer. Not copied are storages that were emptied for recomputation, and storages that other code references: freeing
-these gains nothing. They are recognized in the next pass, by storage (masks) or by place in the layer (activations).
+A storage is copied once for all views; the last record that autograd drops releases the buffer. Not copied: storages
+emptied for recomputation, and those referenced by other code, recognized in the next pass by storage (masks) or place
+in the layer (activations).
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ SMALLEST = 1 << 20
 
 
 class _Record:
-    """One storage that autograd saved, on the device or on the host."""
+    """A saved storage, on the device or the host."""
 
     def __init__(self, storage: torch.UntypedStorage, place: Hashable, pool: PinnedBufferPool) -> None:
         self.storage: torch.UntypedStorage | None = storage
@@ -43,19 +41,17 @@ class _Record:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.buffer: Buffer | None = None
-        #: Of a copy to the device that was not waited for.
+        # : Copy to the device that compute has not waited for.
         self.pending_h2d: Event | None = None
         self._pool = pool
         self._counted: tuple[Tracker, int] | None = None
 
     def keep(self) -> None:
-        """Stay on the device, without the buffer of a copy."""
         if self.buffer is not None:
             self._pool.release(self.buffer)
             self.buffer = None
 
     def count(self, counter: Tracker | None) -> None:
-        """Count its storage as saved on the device."""
         if counter is not None and self.storage is not None and self._counted is None:
             self._counted = counter, counter.hold(self.storage, (self.nbytes,), "uint8")
 
@@ -72,8 +68,6 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor as a view of a record; autograd holds this instead of the tensor."""
-
     record: _Record
     dtype: torch.dtype
     size: torch.Size
@@ -83,22 +77,18 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A tensor that stays on the device, counted."""
-
     counter: Tracker
     packed: Any
 
 
 class _Group:
-    """What one layer saved in one pass, and the group of the layer before."""
-
     def __init__(self, layer: Hashable, before: _Group | None) -> None:
         self.layer = layer
         self.before = before
-        # Only autograd keeps records alive: what it has freed need not move.
+        # Weak: records freed by autograd need not move.
         self.records: list[weakref.ref[_Record]] = []
         self.sent: Event | None = None
-        #: How many tensors that could move.
+        # : Number of movable tensors.
         self.saved = 0
 
     def alive(self) -> list[_Record]:
@@ -106,11 +96,9 @@ class _Group:
 
 
 class _Pass:
-    """A running forward pass through the layers of a chunk."""
-
     def __init__(self) -> None:
         self.last: _Group | None = None
-        #: Address -> record of a living storage on the device.
+        # : Address -> record of a living device storage.
         self.there: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
 
 
@@ -118,12 +106,11 @@ class Offload:
     """Offloads what autograd saves within chosen modules.
 
     Args:
-        device: the kind of device ("cuda", "npu").
         budget: bytes of host memory; None for no limit.
-        on_refusal: called once with the reason when the host has no more room; the rest stays on the device.
+        on_refusal: called once with the reason when host memory is exhausted; the rest stays on the device.
 
     Attributes:
-        counter: counts what autograd saves on the device, also in chosen modules; None to count nothing.
+        counter: counts device bytes saved by autograd; None to count nothing.
     """
 
     def __init__(
@@ -140,20 +127,18 @@ class Offload:
         self.counter: Tracker | None = None
         self._pass: _Pass | None = None
         self._group: _Group | None = None
-        #: Addresses of storages that never move: the layer's parameters, and masks that all layers share.
+        # : Addresses that never move: parameters, and masks shared by all layers.
         self._own: frozenset[int] = frozenset()
         self._shared: dict[int, StorageWeakRef] = {}
-        #: (layer, number of the tensor, storage size) of activations that other code references in every pass.
+        # : (layer, tensor number, storage size) referenced by other code in every pass.
         self._held: set[Hashable] = set()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory in use."""
         return self._pool.nbytes
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around the forward pass of a chunk's layers."""
         outer, self._pass = self._pass, _Pass()
         self._shared = {address: each for address, each in self._shared.items() if not each.expired()}  # type: ignore[no-untyped-call]
         try:
@@ -165,10 +150,7 @@ class Offload:
 
     @contextlib.contextmanager
     def layer(self, layer: Hashable, parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Around the forward pass of `layer`; yields a function to be called with the layer's output.
-
-        Nothing moves outside of a pass, such as in a recomputation.
-        """
+        """Context of a layer's forward; yields a function for its output. Only moves in a pass."""
         current = self._pass
         if current is None or self._group is not None or not torch.is_grad_enabled():
             yield lambda output: None
@@ -185,7 +167,6 @@ class Offload:
             self._group = None
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a module of the layer whose saved tensors are offloaded."""
         if self._group is None:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -212,7 +193,7 @@ class Offload:
         if address in self._shared and not self._shared[address].expired():  # type: ignore[no-untyped-call]
             return tensor
         record = self._pass.there.get(address)
-        # The address of an emptied storage may belong to another one.
+        # The address of an emptied storage may be reused.
         if record is None or record.storage is None or record.storage.data_ptr() != address:
             place = (self._group.layer, self._group.saved, storage.nbytes())
             if place in self._held:
@@ -252,10 +233,9 @@ class Offload:
             group.sent = self._engine.d2h(as_bytes(record.storage), record.buffer)
 
     def _free(self, group: _Group | None) -> None:
-        """Free the device memory of a group that was copied."""
         if group is None or group.sent is None:
             return
-        # Copies are in order. Compute may write to freed memory at once, so it waits.
+        # Copies are ordered. Compute may overwrite freed memory at once, so it waits.
         self._engine.wait(group.sent)
         group.sent = None
         for record in group.alive():
@@ -268,7 +248,7 @@ class Offload:
             record.keep()
             return
         address, reference = record.storage.data_ptr(), StorageWeakRef(record.storage)  # type: ignore[no-untyped-call]
-        # A counter keeps what it counts alive.
+        # A counter keeps counted storages alive.
         record.uncount()
         record.storage = None
         # Alive only if other code references it.
@@ -296,7 +276,7 @@ class Offload:
         def fetch(gradient: torch.Tensor) -> None:
             before, group.before = group.before, None
             if before is not None:
-                # The last one saved is needed first.
+                # Last saved, first needed.
                 for record in reversed(before.alive()):
                     if record.storage is None:
                         self._fetch(record)

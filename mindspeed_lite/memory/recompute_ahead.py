@@ -1,8 +1,7 @@
 """Recomputes checkpointed functions ahead of their backward pass.
 
-A checkpoint recomputes its function when the gradient arrives, although that needs only the inputs. `recompute` runs
-what one micro-batch of a model chunk has checkpointed at any time before; the checkpoint's own recomputation then gets
-that graph. Inputs and random numbers are the same, so results are bitwise equal.
+Recomputation needs only inputs, not the gradient. `recompute` does it early for one micro-batch of a chunk; the
+checkpoint's own recomputation reuses that graph. Results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import torch
 
 Function = Callable[..., Any]
 Unit = tuple[int, int]
-# Saves the random number generators' state; the returned function restores it within a `with` block.
+# Saves the RNG state; the returned function restores it within a `with` block.
 Snapshot = Callable[[], Callable[[], AbstractContextManager[object]]]
 
 
 class AheadFunction:
-    """A function given to a checkpoint, which calls it in forward and, to recompute, in backward."""
-
     def __init__(self, function: Function, snapshot: Snapshot, paused: Callable[[], AbstractContextManager[object]]):
         self._function, self._snapshot, self._paused = function, snapshot, paused
         self._inputs: tuple[Any, ...] = ()
@@ -37,13 +34,12 @@ class AheadFunction:
         if self._outputs is None:
             return self._function(*inputs)
         is_single = isinstance(self._outputs, torch.Tensor)
-        # Weights give the outputs a graph even if no input needs a gradient.
+        # Weights need a graph even if no input needs a gradient.
         anchor = torch.empty(0, requires_grad=True)
         found = _Reattached.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
         return found[0] if is_single else found
 
     def recompute(self) -> None:
-        """Run the function again, with a graph."""
         assert self._restored is not None, "it has not run yet"
         self._inputs = tuple(
             each.detach().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
@@ -53,15 +49,12 @@ class AheadFunction:
             self._outputs = self._function(*self._inputs)
 
     def _take(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return and drop inputs and outputs."""
         outputs = (self._outputs,) if isinstance(self._outputs, torch.Tensor) else tuple(self._outputs)
         inputs, self._inputs, self._outputs = self._inputs, (), None
         return inputs, outputs
 
 
 class _Reattached(torch.autograd.Function):
-    """Attaches the outputs of a recomputation to the inputs of the checkpoint's own recomputation."""
-
     @staticmethod
     def forward(ctx: Any, ahead: AheadFunction, anchor: torch.Tensor, *inputs: Any) -> Any:
         ctx.kept, outputs = ahead._take()
@@ -91,9 +84,9 @@ class _Reattached(torch.autograd.Function):
 
 
 class RecomputedUnits:
-    """The checkpoints of each unit (chunk, micro-batch), in the order of their forward passes.
+    """Checkpoints of each unit (chunk, micro-batch).
 
-    stores_others: units that are not recomputed ahead checkpoint nothing; else they recompute in their backward pass.
+    stores_others: units not recomputed ahead checkpoint nothing.
     """
 
     def __init__(self, snapshot: Snapshot, stores_others: bool) -> None:
@@ -104,13 +97,10 @@ class RecomputedUnits:
         self._is_stored = False
 
     def begin(self, units: frozenset[Unit]) -> None:
-        """Start a training step in which `units` are recomputed ahead."""
         self._units = units
         self._recorded.clear()
 
     def recording(self, forward: Callable[[int, Any], Any], chunk: int) -> Callable[[int, Any], Any]:
-        """Wrap a chunk's forward pass (micro-batch, input) to record what it checkpoints."""
-
         def recorded(microbatch: int, received: Any) -> Any:
             if (chunk, microbatch) in self._units:
                 self._now = self._recorded[chunk, microbatch] = []
@@ -136,10 +126,10 @@ class RecomputedUnits:
             self._now = now
 
     def checkpoint(self, checkpoint: Function, function: Function, arguments: Sequence[Any], inputs: Any) -> Any:
-        """Call `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
+        """Calls `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
 
-        A checkpoint loses the gradients of weights if no input needs a gradient; with `stores_others` the function then
-        runs without one.
+        With `stores_others`, functions whose inputs need no gradient run without a checkpoint, which would lose weight
+        gradients.
         """
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         loses_gradients = bool(tensors) and not any(each.requires_grad for each in tensors)
@@ -151,6 +141,5 @@ class RecomputedUnits:
         return checkpoint(function, *arguments, *inputs)
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Recompute what a unit has checkpointed, after its forward."""
         for each in self._recorded.pop((chunk, microbatch)):
             each.recompute()

@@ -1,7 +1,6 @@
-"""Chooses what each layer keeps, recomputes and offloads: the least time within a memory budget.
+"""Chooses what each layer keeps, recomputes and offloads: least time within a memory budget.
 
-Memory is a sum over layers at every recorded moment, and a copy costs what it takes longer than the compute it overlaps
-with: an integer program, which HiGHS (`scipy.optimize.milp`) solves to optimality or to a proven gap.
+An integer program for HiGHS (`scipy.optimize.milp`), solved to optimality or a proven gap.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any
 from .layer_records import NONE, Instant, LayerRecord
 from .memory_options import LayerOption, Transfers, layer_options, transfers
 
-# Relative gap at which the search ends, and its time limit.
+# Relative gap and time limit of the search.
 GAP = 1e-3
 LIMIT_SECONDS = 20.0
-# Seconds that a second of overlapped copies weighs: of equally fast choices, the one that moves less.
+# Of equally fast choices, prefer moving less.
 HIDDEN_WEIGHT = 1e-3
 
 
 class BudgetError(ValueError):
-    """No choice is within the budget; `least`: bytes of the leanest."""
+    """No choice fits the budget; `least`: bytes of the leanest."""
 
     def __init__(self, least: int, budget: int, stage: int = 0) -> None:
         super().__init__(
@@ -33,7 +32,6 @@ class BudgetError(ValueError):
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB, or MiB if small."""
     return f"{size / (1 << 30):.3f} GiB" if size >= (1 << 30) / 100 else f"{size / (1 << 20):.2f} MiB"
 
 
@@ -41,9 +39,8 @@ def gib(size: float) -> str:
 class LayerChoice:
     """The chosen option of each layer.
 
-    peak: bytes at the fullest moment. seconds: additional time of a micro-batch.
-    gap: relative distance to the optimum at most; 0 is proven optimal, infinity is unknown.
-    exposed: seconds of a micro-batch for each layer that compute waits for its copies.
+    peak: bytes. seconds: additional time per micro-batch. gap: maximum relative distance to the optimum; infinity is
+    unknown. exposed: seconds per layer that compute waits for copies.
     """
 
     options: tuple[LayerOption, ...]
@@ -55,10 +52,10 @@ class LayerChoice:
 
 @dataclass
 class StageRecord:
-    """Records of layers from one rank, or the maximum over the ranks of a stage.
+    """Records of one rank's layers, or the maximum over a stage's ranks.
 
-    can: for each layer the parts that may be recomputed. swappable: those that may be offloaded.
-    rates: bytes a second to the host and back; None if nothing moves.
+    can, swappable: parts of each layer that may be recomputed, offloaded.
+    rates: bytes per second to the host and back; None if nothing moves.
     """
 
     can: list[frozenset[str]]
@@ -68,21 +65,18 @@ class StageRecord:
     rates: tuple[float, float] | None = None
 
     def options(self) -> list[list[LayerOption]]:
-        """The options of each layer."""
         swappable = self.swappable if self.rates else [frozenset[str]()] * len(self.can)
         return [layer_options(*each) for each in zip(self.layers, self.can, swappable, strict=True)]
 
     def everything(self) -> int:
-        """The peak if everything is kept."""
         return peak([layer_options(each, frozenset())[0] for each in self.layers], self.moments)
 
     def transfers(self) -> Transfers | None:
-        """How copies overlap with the layers."""
         return transfers(self.layers, *self.rates) if self.rates else None
 
 
 def merged(several: Sequence[StageRecord]) -> StageRecord:
-    """The maximum over ranks that run the same layers; parts that all of them may recompute or offload."""
+    """Maximum over ranks; parts that all may recompute or offload."""
     can = [frozenset.intersection(*each) for each in zip(*(one.can for one in several), strict=True)]
     swappable = [frozenset.intersection(*each) for each in zip(*(one.swappable for one in several), strict=True)]
     records = []
@@ -101,7 +95,6 @@ def merged(several: Sequence[StageRecord]) -> StageRecord:
 
 
 def peak(chosen: Sequence[LayerOption], moments: Mapping[Instant, int], transfers: Transfers | None = None) -> int:
-    """Bytes at the fullest moment."""
     found = 0
     for moment, outside in moments.items():
         kept = sum(count * option.kept for count, option in zip(moment.counts, chosen, strict=True))
@@ -119,14 +112,10 @@ def choose(
     budget: int,
     transfers: Transfers | None = None,
 ) -> LayerChoice:
-    """The fastest options within the budget.
-
-    Raises:
-        BudgetError: there are none.
-    """
+    """Fastest options. Raises BudgetError if none fits."""
     found = _solve(options, moments, budget, transfers)
     if found is None:
-        # None exists, or the search ended before it found one.
+        # Infeasible, or the search timed out.
         found = leanest(options, moments, transfers)
         if found.peak > budget:
             raise BudgetError(found.peak, budget)
@@ -136,7 +125,7 @@ def choose(
 def leanest(
     options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], transfers: Transfers | None = None
 ) -> LayerChoice:
-    """The options with the least peak; the leanest of each layer if the search finds none in time."""
+    """Least peak; the leanest per layer if the search times out."""
     found = _solve(options, moments, None, transfers)
     chosen = found.options if found else tuple(
         min(each, key=lambda option: option.kept + max(option.back_late, option.back_early)) for each in options
@@ -153,7 +142,7 @@ def _choice(
 
 
 def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
-    """Bytes of a layer at a moment besides what it keeps: recomputed, or not yet moved."""
+    """Bytes beyond what a layer keeps: recomputed, or not yet moved."""
     if moment.layer == NONE:
         return 0
     found = 0
@@ -167,7 +156,7 @@ def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfer
 
 
 def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
-    """The moments that no other of the same layer and pass dominates for every choice."""
+    """Non-dominated moments."""
     found: dict[Instant, int] = {}
     for moment, outside in sorted(moments.items(), key=lambda each: (sum(each[0].counts), each[1]), reverse=True):
         if not any(
@@ -186,7 +175,7 @@ def _solve(
     budget: int | None,
     transfers: Transfers | None,
 ) -> LayerChoice | None:
-    """The least time within a budget, or the least peak without one."""
+    """Least time; without a budget, least peak."""
     if not options:
         full = peak((), moments)
         return LayerChoice((), full, 0.0, 0.0) if budget is None or full <= budget else None
@@ -196,7 +185,7 @@ def _solve(
     places = [(layer, option) for layer, each in enumerate(options) for option in each]
     count, layers = len(places), numpy.array([layer for layer, _ in places])
     seconds, moved = (numpy.array([getattr(option, name) for _, option in places]) for name in ("seconds", "moved"))
-    # Variables: places, then seconds that compute waits for each layer's copies out and back, then the peak.
+    # Variables: places, seconds that compute waits per layer out and back, peak.
     moving = sorted({layer for layer, option in places if option.moved}) if transfers else []
     size = count + 2 * len(moving) + 1
     slow = seconds.max() or 1.0
@@ -210,7 +199,7 @@ def _solve(
         limits.append(at_most)
 
     for moment, outside in _binding(moments).items():
-        # Without copies a forward pass has the most at its end.
+        # Without copies a forward pass peaks at its end.
         if moment.is_forward and not moving:
             continue
         for half in ("late", "early") if moment.layer != NONE and not moment.is_forward else ("late",):
@@ -232,7 +221,7 @@ def _solve(
         hidden = HIDDEN_WEIGHT * (1 / transfers.out + 1 / transfers.back) if transfers else 0.0
         goal[:count], goal[count:-1] = (seconds + moved * hidden) / slow, 1.0
     is_place = numpy.arange(size) < count
-    # A stage with all weights frozen may have no such moment.
+    # Empty if all weights of a stage are frozen.
     within = [LinearConstraint(numpy.array(rows), -numpy.inf, numpy.array(limits))] if rows else []
     solved: Any = milp(
         goal,

@@ -1,4 +1,4 @@
-"""Prints what was chosen for a pipeline stage, by runs of equal layers."""
+"""Prints the choice of a pipeline stage, by runs of equal layers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def table(
     rates: tuple[float, float] | None = None,
     why_kept: str = "",
 ) -> str:
-    """The choice of one pipeline stage, several lines.
+    """Formats one stage's choice; everything: peak if everything is kept.
 
-    everything: the peak if everything is kept.
-    rates: bytes a second to the host and back; None if nothing moves, for the reason `why_kept`.
+    rates: bytes per second to the host and back; None with the reason `why_kept`.
     """
     where = f" of pipeline stage {stage}" if stages > 1 else ""
     share = ""
@@ -49,7 +48,7 @@ def table(
 
 
 def changes(before: Sequence[tuple[frozenset[str], frozenset[str]]], choice: LayerChoice, what: str, stage: int) -> str:
-    """How the choice differs from an earlier one, named `what`; before: the parts of each layer."""
+    """Differences from the earlier choice `before` (parts of each layer), named `what`."""
     pairs = [(old, (option.again, option.swapped)) for old, option in zip(before, choice.options, strict=True)]
     found = []
     for (old, new), group in itertools.groupby(enumerate(pairs), key=lambda each: each[1]):
@@ -70,7 +69,7 @@ def _named(again: frozenset[str], swapped: frozenset[str]) -> str:
 
 
 def _runs(choice: LayerChoice) -> list[tuple[int, int, LayerOption, float]]:
-    """Runs of layers with one option: first, last, the option, and mean additional seconds of a layer."""
+    """Runs of equal layers: first, last, option, mean additional seconds."""
     found = []
     longer = [option.seconds + exposed for option, exposed in zip(choice.options, choice.exposed, strict=True)]
     for _, group in itertools.groupby(

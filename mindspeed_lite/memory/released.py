@@ -1,4 +1,4 @@
-"""Frees the storage of a saved tensor and fills it again before its backward pass."""
+"""Frees the storage of a saved tensor and refills it before its backward pass."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import torch
 
 
 class ReleasedTensor:
-    """A tensor whose storage, shared by all views, is empty until `fill`."""
+    """Tensor whose storage is empty until `fill`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # `.data` has its own version counter: filling does not count as a change of a saved tensor.
+        # `.data` has its own version counter: filling does not modify a saved tensor.
         self._values = tensor.data
         self._bytes = tensor.untyped_storage().nbytes()
         tensor.untyped_storage().resize_(0)
 
     def fill(self, values: torch.Tensor) -> None:
-        """Allocate the storage again and copy `values` into it."""
         self._values.untyped_storage().resize_(self._bytes)
         self._values.copy_(values)

@@ -1,7 +1,6 @@
-"""Counts the bytes that autograd saves for the backward pass while a model trains.
+"""Counts bytes that autograd saves for the backward pass.
 
-A storage counts once for all its saved tensors while one of them is alive, with its current size: 0 if it was released
-(`resize_(0)`). The peak is evaluated when a backward pass begins to read.
+A storage counts once, with its current size. The peak is evaluated when a backward pass begins to read.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ _Hooks = torch.autograd.graph.saved_tensors_hooks
 
 @dataclass(frozen=True)
 class SavedTensorStats:
-    """What one place in the code has saved at the peak.
+    """Bytes saved at the peak by one place (calling functions, innermost first, without torch's own).
 
-    where: the calling functions, innermost first, without torch's own.
-    shape: of the first tensor that was saved of a storage.
+    shape: of the storage's first saved tensor.
     """
 
     where: tuple[str, ...]
@@ -45,7 +43,7 @@ class _Storage:
 class Tracker:
     """Counts saved storages within its `with` block.
 
-    is_excluded: whether the storage at an address is not counted, such as a parameter or gradient buffer.
+    is_excluded: True for addresses not to count, e.g. parameters and gradient buffers.
     peak: bytes.
     """
 
@@ -68,11 +66,9 @@ class Tracker:
         self.update_peak()
 
     def bytes(self) -> int:
-        """Bytes saved now."""
         return sum(each.storage.nbytes() for each in self._live.values())
 
     def update_peak(self) -> None:
-        """Compare the bytes saved now with the peak."""
         self._has_grown = False
         now = self.bytes()
         if now > self.peak:
@@ -80,7 +76,6 @@ class Tracker:
             self.at_peak = _by_place(self._live.values())
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
-        """Count a saved tensor; returns what autograd holds instead."""
         if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -91,8 +86,8 @@ class Tracker:
         return _Reference(self, key, tensor)
 
     def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
-        """Count a storage until `release` of the returned key."""
-        # The address of the storage object: that of its memory changes when it is released.
+        """Counts a storage until `release` of the returned key."""
+        # Stable, unlike its memory address.
         key: int = storage._cdata
         known = self._live.get(key)
         if known is None:
@@ -102,13 +97,11 @@ class Tracker:
         return key
 
     def unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
-        """The tensor, for the backward pass."""
         if self._has_grown:
             self.update_peak()
         return packed.tensor if isinstance(packed, _Reference) else packed
 
     def release(self, key: int) -> None:
-        """Drop one reference to a storage."""
         if self._has_grown:
             self.update_peak()
         known = self._live[key]
@@ -118,7 +111,7 @@ class Tracker:
 
 
 class _Reference:
-    """Held by autograd instead of a saved tensor, with the same lifetime."""
+    """Held by autograd instead of a saved tensor."""
 
     __slots__ = ("key", "tensor", "tracker")
 
@@ -130,7 +123,6 @@ class _Reference:
 
 
 def _place(depth: int = 4) -> tuple[str, ...]:
-    """The calling functions, without torch's own."""
     found: list[str] = []
     frame = sys._getframe(3)
     while frame is not None and len(found) < depth:

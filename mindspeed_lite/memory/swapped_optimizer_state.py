@@ -1,8 +1,7 @@
-"""Stores optimizer state in host memory and brings it to the device for the step, in groups.
+"""Stores optimizer state in host memory and copies it to the device for the step, in groups.
 
-While a group is updated, the next one is copied in and the one before out: three groups are on the device at a time.
-Between steps the tensors are placeholders with shape and dtype: reads return NaN, writes raise. Use `materialized` to
-access values.
+Three groups are on the device: one updated, one copied in, one out. Between steps tensors are placeholders: reads
+return NaN, writes raise. Use `materialized` to access values.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _SMALLEST = 1 << 16
 class _Place:
     """Host memory of one tensor.
 
-    tensor: of the optimizer's state; None for the parameter itself, which would keep itself alive.
-    on_host: whether only the buffer has its values.
-    pending_h2d: a copy to the device that compute does not wait for yet.
+    tensor: state tensor; None for the parameter itself, which a reference would keep alive.
+    on_host: only the buffer has the values. pending_h2d: copy that compute has not waited for.
     """
 
     def __init__(self, tensor: torch.Tensor | None, buffer: Buffer, nbytes: int) -> None:
@@ -41,11 +39,11 @@ class _Place:
 
 
 class SwappedOptimizerState:
-    """A `StatePlacement` of moments and fp32 main parameters in host memory between steps.
+    """`StatePlacement` of moments and fp32 main parameters in host memory between steps.
 
     Args:
-        times: groups of a step, over all optimizers that share this.
-        on_refusal: called once with the reason when there is no more host memory.
+        times: groups per step, over all optimizers that share this.
+        on_refusal: called once with the reason when host memory is exhausted.
     """
 
     device_addressable = False
@@ -55,10 +53,9 @@ class SwappedOptimizerState:
         self._times = times
         self._on_refusal = on_refusal
         self._pool = PinnedBufferPool(engine)
-        # Parameter -> name -> place; and the parameters that are offloaded themselves.
         self._held: Any = WeakTensorKeyDictionary()
         self._own: Any = WeakTensorKeyDictionary()
-        # Device memory whose copy is in flight.
+        # Device memory with a copy in flight.
         self._leaving: deque[tuple[Event, torch.Tensor]] = deque()
         self._leaving_bytes = 0
         self._placeholders: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -68,11 +65,10 @@ class SwappedOptimizerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors with a place in host memory."""
         return sum(place.nbytes for places in self._held.values() for place in places.values())
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Offload these parameters too; no other code may read or write their memory."""
+        """Offloads these parameters too; no other code may access their memory."""
         for parameter in parameters:
             if parameter.is_contiguous():
                 self._own[parameter] = True
@@ -80,7 +76,7 @@ class SwappedOptimizerState:
         self._settle()
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Offload the parameter's state, unless it is small or host memory is full; not inside `materialized`."""
+        """Offloads the parameter's state; not inside `materialized`."""
         if self._depth:
             return
         places = self._held.setdefault(parameter, {})
@@ -95,7 +91,7 @@ class SwappedOptimizerState:
                 if buffer is None:
                     continue
                 if name != _PARAMETER:
-                    # A new object: this one may belong to a checkpoint that others read.
+                    # New object: a checkpoint may share the old one.
                     tensor = state[name] = tensor.detach()
                 place = places[name] = _Place(None if name == _PARAMETER else tensor, buffer, tensor.nbytes)
             if not place.on_host:
@@ -103,20 +99,18 @@ class SwappedOptimizerState:
                 self._settle(place.nbytes)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Yield the parameters in groups, with their values on the device."""
         groups = self._groups(parameters)
         on_host = [self._on_host(parameters[group]) for group in groups]
         self._settle()
         for pairs in on_host[:1]:
             self._fetch(pairs)
         for group, pairs, following in zip(groups, on_host, [*on_host[1:], []], strict=False):
-            # Before compute waits for this group, so that the copy does not start after that.
+            # Before compute waits for this group, so that the copy starts earlier.
             self._fetch(following)
             self._ready(parameters[group])
             yield group
             for tensor, place in pairs:
                 self._offload(tensor, place)
-            # The copy of the group before had the time of this update.
             self._settle(sum(place.nbytes for _, place in pairs))
         self._settle()
 
@@ -124,7 +118,7 @@ class SwappedOptimizerState:
     def materialized(
         self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
     ) -> Iterator[None]:
-        """Inside, the parameters' state is on the device and may be read, written and replaced."""
+        """Context with the parameters' state on the device, to read, write and replace."""
         some = list(parameters)
         self._depth += 1
         try:
@@ -146,7 +140,6 @@ class SwappedOptimizerState:
                 self._settle()
 
     def restore(self) -> None:
-        """Bring everything back to the device for good."""
         self._settle()
         for parameter in list(self._held):
             self._fetch(self._on_host([parameter]))
@@ -181,7 +174,6 @@ class SwappedOptimizerState:
             place.on_host = False
 
     def _ready(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let compute wait for their copies."""
         for parameter in parameters:
             for place in self._held.get(parameter, {}).values():
                 if place.pending_h2d is not None:
@@ -192,19 +184,18 @@ class SwappedOptimizerState:
         memory = tensor.data
         self._leaving.append((self._engine.d2h(_bytes_of(memory), place.buffer), memory))
         self._leaving_bytes += place.nbytes
-        # Not a storage of size 0: reading that crashes, and the storage may be shared.
+        # Not an empty storage: reading that crashes, and the storage may be shared.
         tensor.data = self._placeholder(tensor).expand(tensor.shape)
         place.on_host, place.pending_h2d = True, None
 
     def _settle(self, keep: int = 0) -> None:
-        """Free the oldest device memory until `keep` bytes are in flight; compute waits for its copies."""
+        """Frees the oldest memory until `keep` bytes are in flight; compute waits for the copies."""
         while self._leaving_bytes > keep:
             mark, memory = self._leaving.popleft()
             self._engine.wait(mark)
             self._leaving_bytes -= memory.nbytes
 
     def _forget(self, places: dict[str, _Place], state: Mapping[str, Any]) -> None:
-        """Drop places of moments that a checkpoint has replaced."""
         for name in _MOMENTS:
             if name in places and state.get(name) is not places[name].tensor:
                 self._pool.release(places.pop(name).buffer)

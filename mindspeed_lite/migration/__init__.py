@@ -1,7 +1,4 @@
-"""Coming from MindSpeed: what becomes of each of its flags, in a command line, in a launch script and in a report.
-
-Knows the standard library only: words in, words out. The table is `flags.tsv`.
-"""
+"""Migration from MindSpeed: translates its flags by `flags.tsv`; standard library only."""
 
 from .shell import Script, read_script
 from .suggest import unrecognized

@@ -1,4 +1,4 @@
-"""The words of a command as flags and their values, by the arities of the table."""
+"""Splits a command into flags and values, by the table's arities."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ _FLAG = re.compile(r"--[A-Za-z]")
 
 
 class UnknownValue(Exception):
-    """A value that only the shell knows, as `$(nproc)`; `args[0]` is the word."""
+    """Only the shell knows the value, as `$(nproc)`; `args[0]`: the word."""
 
 
 class Refusal(Exception):
-    """A flag or a value that is not served; `args[0]` says what and what to do instead."""
+    """Unsupported flag or value; `args[0]`: what, and the alternative."""
 
 
 @dataclass(frozen=True)
 class FlagUse:
-    """A flag of the table at `words[start:stop]`."""
-
     row: FlagRow
     values: tuple[str, ...]
     start: int
@@ -34,15 +32,14 @@ class FlagUse:
 
 
 class CommandLine:
-    """The words of a command.
+    """Words of a command.
 
     Args:
-        words: as the shell gives them, or raw words of a script.
-        known: the flags of the parser that will read them; None where there is none.
-        device: the device that trains; empty if it is not known.
-        transformer_engine: whether Transformer Engine is there.
-        resolve: what a raw word of a script stands for; may leave a `$` in it.
-        ends: places after which no value may follow a flag: the end of a quoted text or of a command.
+        words: from the shell, or raw words of a script.
+        known: flags of the parser, or None.
+        device: training device, or "".
+        resolve: value of a raw word; may leave a `$`.
+        ends: places that end a flag's values: end of quotes or command.
     """
 
     def __init__(
@@ -84,25 +81,23 @@ class CommandLine:
 
     @property
     def is_mindspeed(self) -> bool:
-        """Whether a flag is MindSpeed's alone, which tells a MindSpeed command from one of Megatron's."""
+        """Whether a flag is only MindSpeed's, which identifies a MindSpeed command."""
         if self.known is not None:
             return any(use.flag not in self.known for use in self.uses)
         return any(use.row.outcome not in ("keep", "launcher") and "shared" not in use.row.idle for use in self.uses)
 
     def has(self, *flags: str) -> bool:
-        """Whether one of the flags is given."""
         return any(flag in self._given for flag in flags)
 
     def is_foreign(self, flag: str) -> bool:
-        """Whether the flag is given and is not one of the parser's."""
+        """Whether the flag is given and unknown to the parser."""
         return self.has(flag) and (flag not in self.known if self.known is not None else True)
 
     def raw(self, flag: str) -> tuple[str, ...]:
-        """The values as they are written."""
         return self._given.get(flag, ())
 
     def value(self, flag: str, default: str = "") -> str:
-        """The last value given to a flag.
+        """Last value of a flag.
 
         Raises:
             UnknownValue: only the shell knows it.
@@ -110,7 +105,7 @@ class CommandLine:
         return self.resolved(self._given[flag][0]) if self._given.get(flag) else default
 
     def number(self, flag: str, default: int) -> int:
-        """The same as a whole number.
+        """Last value as an integer.
 
         Raises:
             Refusal: it is none.
@@ -122,7 +117,6 @@ class CommandLine:
             raise Refusal(f"{flag} takes a whole number, not {text!r}") from None
 
     def values_of(self, use: FlagUse) -> list[str]:
-        """The values of a flag that takes at least one."""
         if not use.values:
             raise Refusal(f"{use.flag} needs a value")
         return [self.resolved(each) for each in use.values]

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: MindSpeed's flags for it become Megatron's layout."""
+"""Translates MindSpeed's layer placement flags to Megatron's layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from .command_line import CommandLine, FlagUse, Refusal
 
 
 def virtual_stages(line: CommandLine) -> int:
-    """Virtual pipeline stages on each rank."""
     stages = line.number("--num-virtual-stages-per-pipeline-rank", 0)
     for flag in ("--num-layers-per-virtual-pipeline-stage", "--num-layers-per-virtual-pipeline-stag"):
         if line.has(flag):
@@ -59,7 +58,7 @@ def noop_layers(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
 
 
 def layers_of_stages(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
-    """MindSpeed's table has a row for each pipeline rank, and in it the layers of each of its virtual stages."""
+    """Layers per stage; MindSpeed's table has a row per rank with its virtual stages."""
     stages, layers = line.number("--pipeline-model-parallel-size", 1), line.number("--num-layers", 0)
     if stages == 1:
         return "one stage needs no layout"
@@ -85,12 +84,11 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
 
 
 def _row(value: Any) -> list[int]:
-    """The layers of a rank's virtual stages; a number stands for a row of one."""
     return json_file.rows(json_file.whole("a number of layers"), least=1)(value if isinstance(value, list) else [value])
 
 
 def _repeated(text: str) -> str:
-    """MindSpeed's table with each number or row that stands before *N written N times."""
+    """Expand N repetitions of what precedes *N in MindSpeed's table."""
     for each in (r"\d+", r"\[[\d\s,]*\]"):
         text = re.sub(rf"({each})\s*\*\s*(\d{{1,3}})(?!\d)", lambda found: ",".join([found[1]] * int(found[2])), text)
     return text
@@ -108,7 +106,6 @@ def layers_of_virtual_stage(use: FlagUse, line: CommandLine) -> str | tuple[tupl
 
 
 def _layout(counts: list[int], line: CommandLine) -> str:
-    """Layers of each stage -> Megatron's layout string."""
     predictors = line.number("--mtp-num-layers", 0)
     parts = [f"t*{count}" if count else "" for count in counts]
     parts[0] = "E" + parts[0]

@@ -1,6 +1,6 @@
-"""Flags whose translation depends on other flags: one function for each.
+"""Flags whose translation depends on other flags, a function each.
 
-A rule returns None where the flag stays, why it is left out, or the words in its place and why.
+A rule returns None to keep the flag, a reason to drop it, or replacement words and a reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Rule = Callable[[FlagUse, CommandLine], Result]
 
 
 class Skipped(Exception):
-    """The training goes on without the flag; `args[0]` says why."""
+    """Training continues without the flag; `args[0]`: why."""
 
 
 def has_latent_attention(line: CommandLine) -> bool:
@@ -115,8 +115,6 @@ def _norm_topk_prob(use: FlagUse, line: CommandLine) -> Result:
 
 
 def _exchange(words: str, *unless: str) -> Rule:
-    """A flag of ours for experts' exchange, where no other flag says already how it is done."""
-
     def rule(use: FlagUse, line: CommandLine) -> Result:
         if "allgather" in line.raw("--moe-token-dispatcher-type"):
             return "it is for --moe-token-dispatcher-type alltoall"

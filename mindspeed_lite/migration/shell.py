@@ -1,7 +1,6 @@
-"""Launch scripts: the flags in a shell script or a Python file, and the same file with MindSpeed's flags translated.
+"""Translates MindSpeed's flags in shell scripts and Python files.
 
-Flags may stand in a command, in an array or in a quoted text. Comments, order and everything else stay. All flags of a
-file are one command line.
+All flags of a file form one command line. Everything else stays.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _IMPORT = re.compile(r"^(\s*)(import mindspeed\.|from mindspeed import )(?=megat
 
 @dataclass(frozen=True)
 class _Word:
-    """A word of a script at `text[start:stop]`; `place` is "command", "array" or "text" (inside quotes)."""
+    """Word at `text[start:stop]`; `place`: "command", "array" or "text" (in quotes)."""
 
     text: str
     start: int
@@ -34,10 +33,9 @@ class _Word:
 
 @dataclass(frozen=True)
 class Script:
-    """A script, what became of each flag, and the script that results.
+    """A script, the outcome of each flag, and the translated text.
 
-    imports: how many import lines were changed.
-    others: flags that are neither MindSpeed's nor in its table, in their order.
+    imports: number of changed import lines. others: unknown flags, in order.
     """
 
     text: str
@@ -65,7 +63,6 @@ def read_script(text: str, is_python: bool = False) -> Script:
 
 
 def _resolved(word: str, variables: dict[str, str]) -> str:
-    """`word` without its quotes, and with the variables that the script sets to a plain value."""
     text = word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
     for _ in range(4):
         text = _VARIABLE.sub(
@@ -76,7 +73,6 @@ def _resolved(word: str, variables: dict[str, str]) -> str:
 
 
 def _words(text: str, place: str = "command", start: int = 0, stop: int | None = None) -> Iterator[_Word]:
-    """The words of `text[start:stop]`; a quoted text that holds flags is read as words of its own."""
     stop = len(text) if stop is None else stop
     begin = at = start
     pending: list[_Word] = []
@@ -104,7 +100,6 @@ def _words(text: str, place: str = "command", start: int = 0, stop: int | None =
         elif char in "\"'" and place != "text":
             end = _closing(text, at, stop)
             if at == begin and _FLAG.fullmatch(text, at + 1, end) and text[end + 1 : end + 2] in _BLANK:
-                # One flag in quotes of its own, which go with it.
                 pending.append(_Word(text[at + 1 : end], at, end + 1, place, False))
                 at = begin = end + 1
                 continue
@@ -132,7 +127,6 @@ def _words(text: str, place: str = "command", start: int = 0, stop: int | None =
 
 
 def _closing(text: str, at: int, stop: int) -> int:
-    """Where the quote that opens at `at` closes."""
     end = at + 1
     while end < stop and text[end] != text[at]:
         end += 2 if text[end] == "\\" and text[at] == '"' else 1
@@ -140,7 +134,7 @@ def _closing(text: str, at: int, stop: int) -> int:
 
 
 def _after_substitution(text: str, at: int, stop: int) -> int:
-    """Behind `$(...)`, `${...}` or a text in backquotes."""
+    """Position after `$(...)`, `${...}` or backquotes."""
     if text[at] == "`":
         end = text.find("`", at + 1)
         return stop if end < 0 else end + 1
@@ -154,7 +148,6 @@ def _after_substitution(text: str, at: int, stop: int) -> int:
 
 
 def _edited(text: str, words: list[_Word], steps: tuple[TranslatedFlag, ...]) -> str:
-    """The script with what each step puts in a flag's place; from the end, so that positions hold."""
     for step in reversed(steps):
         use = step.use
         first, last = words[use.start], words[use.stop - 1]
@@ -170,13 +163,11 @@ def _edited(text: str, words: list[_Word], steps: tuple[TranslatedFlag, ...]) ->
 
 
 def _quoted(word: str, raw: tuple[str, ...], place: str) -> str:
-    """`word` as the script has to have it; words inside a quoted text are parted by the shell and not read again."""
     known = word in raw or place == "text" or word.startswith("--")
     return word if known or word == shlex.quote(word) or "$" in word else f'"{word}"'
 
 
 def _without(text: str, start: int, stop: int, place: str) -> str:
-    """`text` without a flag; its line goes too if nothing else stands in it."""
     line_start = text.rfind("\n", 0, start) + 1
     line_end = text.find("\n", stop)
     line_end = len(text) if line_end < 0 else line_end
@@ -188,6 +179,5 @@ def _without(text: str, start: int, stop: int, place: str) -> str:
                                              else after) + text[line_end:]  # fmt: skip
     head, tail = text[:line_start], text[line_end + 1 :]
     if place == "command" and after.strip() != "\\" and head.endswith("\\\n"):
-        # The command ends on the line before.
         head = head[:-2].rstrip(" \t") + "\n"
     return head + tail

@@ -1,7 +1,6 @@
-"""A package `mindspeed` that answers `import mindspeed.megatron_adaptor`, for scripts that may not be changed.
+"""A `mindspeed` package for scripts that import `mindspeed.megatron_adaptor`.
 
-Two files in a folder for PYTHONPATH. They are not written over a real MindSpeed, and importing them where one is
-installed is an error.
+Two files in a folder for PYTHONPATH; never replaces a real MindSpeed, and raises where one is installed.
 """
 
 from __future__ import annotations
@@ -54,11 +53,9 @@ class ShimError(Exception):
 
 
 def write_shim(folder: Path) -> Path:
-    """Write the stand-in into `folder`, which then belongs on PYTHONPATH; returns the package's folder.
+    """Write the package into `folder`, for PYTHONPATH; return its path.
 
-    Raises:
-        ShimError: a package `mindspeed` that is not ours stands there or is installed.
-        OSError: it cannot be written.
+    Raises ShimError if a foreign `mindspeed` exists, OSError.
     """
     package = folder / "mindspeed"
     found = importlib.machinery.PathFinder.find_spec("mindspeed", [str(folder), *sys.path])

@@ -1,4 +1,4 @@
-"""Did you mean: one line for each word that no parser knows."""
+"""Suggests corrections for words unknown to the parser."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ def _plain(flag: str) -> str:
 
 
 def closest(flag: str, known: Iterable[str]) -> str:
-    """The flag of the parser, or else of MindSpeed's, that `flag` resembles most; empty if none does."""
-    # The parser's come last and so win where two are written alike.
+    """Most similar flag of the parser, else of MindSpeed; empty if none."""
+    # The parser's come last, so they win on equal spelling.
     names = {_plain(each): each for each in (*flags(), *(each for each in known if each.startswith("--")))}
     found = difflib.get_close_matches(_plain(flag), names, n=1, cutoff=0.8)
     return names[found[0]] if found else ""
 
 
 def unrecognized(words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """One line for each flag among the words that the parser left over, and for each value that belongs to none."""
     names, lines, after_flag = tuple(known), [], False
     for word in words:
         if not word.startswith("-") or _is_number(word):

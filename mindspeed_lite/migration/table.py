@@ -1,4 +1,4 @@
-"""Every flag of MindSpeed and MindSpeed-LLM that is known, and what becomes of it: `flags.tsv` as data."""
+"""Known flags of MindSpeed and MindSpeed-LLM, and their outcomes, from `flags.tsv`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-# What a flag is.
 CLASSES = {
     "same": "ours, under the same name",
     "megatron": "served by Megatron",
@@ -19,7 +18,6 @@ CLASSES = {
     "dead": "gone from MindSpeed itself",
 }
 
-# What is done with it in a command line.
 OUTCOMES = {
     "keep": "stays as it is",
     "rename": "its value goes to another flag",
@@ -38,16 +36,16 @@ class FlagRow(NamedTuple):
     """One flag.
 
     Attributes:
-        values: how many words follow it: "0", "1" or "+" (all up to the next flag).
+        values: number of words: "0", "1" or "+" (up to the next flag).
         kind: one of CLASSES.
         outcome: one of OUTCOMES.
-        words: `rename`, `write`: what takes its place. `keep`: after "!", values that are refused, parted by "|".
-            `built-in`: the value. `choose`: "VALUE>WORDS" parted by "|"; "*>REASON" refuses the others.
-        idle: conditions under which it asks for nothing, one of which is enough: "cp=1", "pp=1", "vpp=1", "dense"
-            (no experts), "no:--other" (without that flag), "value:x". "shared": Megatron's parser or ours has a flag
-            of this name too, and only its use in a MindSpeed command is translated.
-        instead: what a user writes or does instead; empty if the note says it all.
-        note: what it is, or what becomes of it.
+        words: `rename`, `write`: replacement. `keep`: after "!", refused values, separated by "|". `built-in`: the
+            value. `choose`: "VALUE>WORDS", separated by "|"; "*>REASON" refuses others.
+        idle: conditions, any of which makes it a no-op: "cp=1", "pp=1", "vpp=1", "dense" (no experts), "no:--other"
+            (flag absent), "value:x". "shared": also a flag of Megatron or this package; translated only in MindSpeed
+            commands.
+        instead: alternative; empty if in the note.
+        note: meaning, or outcome.
     """
 
     flag: str
@@ -62,7 +60,6 @@ class FlagRow(NamedTuple):
 
 @functools.cache
 def flags() -> dict[str, FlagRow]:
-    """Return the table, by flag."""
     with (Path(__file__).parent / "flags.tsv").open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     found = {}

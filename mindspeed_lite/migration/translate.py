@@ -1,4 +1,4 @@
-"""The words of a MindSpeed command -> the words that Megatron's parser and ours understand, and what was done."""
+"""Translates a MindSpeed command for Megatron's parser, with explanations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from . import layer_rules, rules
 from .command_line import CommandLine, FlagUse, Refusal, UnknownValue
 from .table import CLASSES, FlagRow
 
-# What a row's class is called in a line for the user who gave the flag.
 _CLASS_OF_REFUSED = CLASSES | {
     "planned": "planned, not in this release",
     "another product": "not a matter of mindspeed_lite",
@@ -22,13 +21,12 @@ _CLASS_OF_REFUSED = CLASSES | {
 
 @dataclass(frozen=True)
 class TranslatedFlag:
-    """What became of one flag.
+    """Outcome of one flag.
 
     Attributes:
-        outcome: "kept", "translated", "not needed", "skipped", "refused", or "unknown value": left as it is, because
-            only the shell knows a value.
-        words: what stands in its place.
-        line: for the user; empty if it was kept.
+        outcome: "kept", "translated", "not needed", "skipped", "refused", or "unknown value" (only the shell knows it;
+            kept).
+        line: for the user; empty if kept.
     """
 
     use: FlagUse
@@ -39,10 +37,9 @@ class TranslatedFlag:
 
 @dataclass(frozen=True)
 class Translation:
-    """All of a command line.
+    """Result for a command line.
 
-    words: as it is to be read; flags that are refused stay.
-    accepted: the same without those.
+    words: to be read; refused flags stay. accepted: without those.
     """
 
     words: tuple[str, ...]
@@ -51,12 +48,10 @@ class Translation:
 
     @property
     def notices(self) -> list[str]:
-        """One line for each flag that was translated, left out or skipped."""
         return list(dict.fromkeys(each.line for each in self.steps if each.line and each.outcome != "refused"))
 
     @property
     def refusals(self) -> list[str]:
-        """One line for each flag or value that is not served."""
         return list(dict.fromkeys(each.line for each in self.steps if each.outcome == "refused"))
 
 
@@ -69,10 +64,9 @@ def translate(
     resolve: Callable[[str], str] = str,
     ends: Container[int] = (),
 ) -> Translation:
-    """Translate every flag of MindSpeed's in `words`; the rest stays as it is, and so do flags that are refused.
+    """Translate MindSpeed's flags in `words`; refused flags and the rest stay.
 
-    known: the flags of the parser that will read the result; what it knows, it reads itself. None: any. The other
-    arguments: see CommandLine.
+    known: flags of the parser that reads the result, which are kept. None: any. Others: see CommandLine.
     """
     line = CommandLine(words, known, device, transformer_engine, resolve, ends)
     steps = []
@@ -101,14 +95,13 @@ def translate(
 
 
 def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str, tuple[str, ...], str]:
-    """Return the outcome of one flag, the words in its place and the line for the user."""
     row, flag = use.row, use.flag
     is_known = line.known is not None and flag in line.known
     if row.outcome == "keep":
         if line.known is not None and not is_known:
             raise Refusal(f"{flag}: this release of Megatron-core does not have it ({row.note})")
         _check_value(use, line)
-    # The second: ours by now, or the script's own.
+    # Second case: a feature's or the script's own flag.
     if row.outcome == "keep" or (is_known and "shared" not in row.idle):
         return "kept", raw, ""
     if row.outcome == "launcher" and line.known is None:
@@ -150,7 +143,6 @@ def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str
 def _translated(
     raw: tuple[str, ...], words: tuple[str, ...], why: str, row: FlagRow, line: CommandLine
 ) -> tuple[str, tuple[str, ...], str]:
-    """Return a translation into `words`, whose flags the parser must know."""
     missing = [each for each in words if line.known is not None and each.startswith("--") and each not in line.known]
     if missing:
         raise Refusal(f"{row.flag} is {' '.join(words)}, and this release of Megatron-core has no {missing[0]}")
@@ -158,7 +150,6 @@ def _translated(
 
 
 def _chosen(use: FlagUse, line: CommandLine) -> rules.Result:
-    """What a row says of the flag's value."""
     value = line.values_of(use)[0]
     table = dict(each.split(">") for each in use.row.words.split("|"))
     if value in table and value != "*":
@@ -174,7 +165,7 @@ def _chosen(use: FlagUse, line: CommandLine) -> rules.Result:
 
 
 def _built_in(use: FlagUse, line: CommandLine) -> rules.Result:
-    """A number that latent attention has built in and that no flag changes."""
+    """A value that is fixed in latent attention."""
     value, built_in = line.values_of(use)[0], use.row.words
     if not rules.has_latent_attention(line):
         raise Refusal(f"{use.flag}: {rules.NO_YARN}")
@@ -184,7 +175,7 @@ def _built_in(use: FlagUse, line: CommandLine) -> rules.Result:
 
 
 def _check_value(use: FlagUse, line: CommandLine) -> None:
-    """Refuse values that Megatron's flag of this name does not have; -1 for all ranks only beside MindSpeed's flags."""
+    """Refuse values unknown to Megatron; -1 for all ranks needs MindSpeed's flags."""
     refused = use.row.words[1:].split("|") if use.row.words else []
     for each in use.values if refused else ():
         if line.resolved(each) in refused and (line.is_mindspeed or refused != ["-1"]):
@@ -193,7 +184,6 @@ def _check_value(use: FlagUse, line: CommandLine) -> None:
 
 
 def _idle(use: FlagUse, line: CommandLine) -> str:
-    """Return why the flag asks for nothing here, or an empty text."""
     sizes = {"cp=1": "--context-parallel-size", "pp=1": "--pipeline-model-parallel-size"}
     for condition in use.row.idle:
         name, _, value = condition.partition(":")

@@ -1,7 +1,7 @@
-"""Gives torch's Adam and AdamW the fused step of `adamw`: same groups, same state, same checkpoints.
+"""Fused step for torch's Adam and AdamW, with the same groups, state and checkpoints.
 
-`adopt` converts an existing optimizer. Three attributes choose another storage: `split_params`, `quantized_moments` and
-`placement`. Inside `materialized()` all values are fp32 on the device; `fp32_copy` returns copies.
+`split_params`, `quantized_moments` and `placement` change the storage; inside `materialized()` all is fp32 on the
+device.
 """
 
 from __future__ import annotations
@@ -26,35 +26,31 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 class StatePlacement(Protocol):
     """Where optimizer state is stored: `HostMappedMoments` or `SwappedOptimizerState`."""
 
-    #: Whether the device can always read the tensors; if not, only in a step and inside `materialized`.
+    # : False if tensors are readable only in a step and inside `materialized`.
     device_addressable: bool
 
-    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the moments of the parameter to their place, before a step."""
-        ...
+    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Yield the parameters in parts; each has been updated when the next is requested."""
+        """Yields parameters in parts, each updated when the next is requested."""
         ...
 
     def materialized(
         self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, parameters and their state may be read, written and replaced; not from a step."""
+        """Context to read, write and replace parameters and state; not from a step."""
         ...
 
-    def restore(self) -> None:
-        """Bring everything back to the device for good."""
-        ...
+    def restore(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class StepData:
-    """Input of the next step, replaced by that step's outcome.
+    """Input and outcome of the next step.
 
-    grad_scales: parameter -> factor of its gradient, such as a clip coefficient.
-    cast_targets: parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter.
-    casts_done: outcome: the last step has written the model's weights.
+    grad_scales: parameter -> gradient factor, e.g. a clip coefficient.
+    cast_targets: parameter -> tensor for its new values, e.g. the bf16 weight.
+    casts_done: the last step wrote the model's weights.
     """
 
     grad_scales: Mapping[torch.Tensor, float] = field(default_factory=lambda: _NOTHING)
@@ -63,10 +59,7 @@ class StepData:
 
 
 class _Row(NamedTuple):
-    """The tensors of one parameter's update.
-
-    first, low_or_cast: the parameter and its cast target, or its high and low halves.
-    """
+    """Tensors of one update; first, low_or_cast: parameter and cast target, or high and low halves."""
 
     first: torch.Tensor
     grad: torch.Tensor
@@ -78,23 +71,21 @@ class _Row(NamedTuple):
 
 
 class _Fused(torch.optim.Optimizer):
-    """The fused step, on top of a class of torch."""
-
-    # Class attributes: a pickled or adopted optimizer comes without a call of __init__.
+    # Class attributes: pickled or adopted optimizers skip __init__.
     step_data: StepData = StepData()
     split_params: SplitFP32Params | None = None
     quantized_moments: QuantizedMoments | None = None
     placement: StatePlacement | None = None
     decoupled: bool
-    #: Called with the reasons if a step is torch's own.
+    # : Called with the reasons if torch's own step runs.
     on_fallback: Callable[[list[str]], None] | None = None
-    #: Called with this optimizer, the group and the arguments of `adamw` before each call.
+    # : Called with this optimizer, the group and `adamw`'s arguments before each call.
     before_update: Callable[..., None] | None = None
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one step, or torch's own if there are `reasons`."""
+        """One step; torch's own if there are `reasons`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,7 +97,7 @@ class _Fused(torch.optim.Optimizer):
                 self.on_fallback(reasons)
             scale_gradients(data.grad_scales)
             with self.materialized():
-                # Without the profiler's hooks, which are around this call already.
+                # Unwrapped: the profiler's hooks already surround this call.
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
             return loss
         halves = {} if self.split_params is None else self.split_params.halves()
@@ -123,7 +114,7 @@ class _Fused(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, parameters (all by default) and their moments are fp32 and may be changed."""
+        """Context with fp32, writable parameters (default: all) and moments."""
         some = None if parameters is None else list(parameters)
         with contextlib.ExitStack() as stack:
             if self.placement is not None:
@@ -136,7 +127,7 @@ class _Fused(torch.optim.Optimizer):
             yield
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies (`param`, `exp_avg`, `exp_avg_sq`) of what is stored in another form."""
+        """fp32 copies (`param`, `exp_avg`, `exp_avg_sq`) of tensors stored in another form."""
         if self.placement is None or self.placement.device_addressable:
             return self._converted(parameter)
         with self.placement.materialized([parameter], self._state_of):
@@ -146,7 +137,6 @@ class _Fused(torch.optim.Optimizer):
             return {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
 
     def _converted(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies of the tensors that are split or quantized."""
         found = {} if self.quantized_moments is None else self.quantized_moments.fp32_copy(parameter)
         if self.split_params is not None:
             found |= self.split_params.joined(parameter, found.get("exp_avg_sq"))
@@ -157,13 +147,11 @@ class _Fused(torch.optim.Optimizer):
         return found
 
     def restore(self) -> None:
-        """Store all values as fp32 on the device, for good."""
         for form in (self.placement, self.quantized_moments, self.split_params):
             if form is not None:
                 form.restore()
 
     def reasons(self) -> list[str]:
-        """Why the next step must be torch's own."""
         found = []
         for group in self.param_groups:
             found += [f"{name} is set" for name in _UNSUPPORTED if group.get(name)]
@@ -182,11 +170,10 @@ class _Fused(torch.optim.Optimizer):
     def _update(
         self, data: StepData, halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
     ) -> set[torch.Tensor]:
-        """Update all parameters with a gradient, one call for each rule; returns them."""
+        """Updates parameters with a gradient, one call per rule; returns them."""
         updated: set[torch.Tensor] = set()
         seen_steps: set[int] = set()
         for group in self.param_groups:
-            # (device and dtypes, step, scale) -> the parameters of one call.
             batches: dict[Any, list[_Row]] = {}
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -195,7 +182,7 @@ class _Fused(torch.optim.Optimizer):
                 updated.add(parameter)
                 state = self._initialized(parameter, parameter in halves)
                 if id(state["step"]) in seen_steps:
-                    # A loader may give one tensor to all; a step would then count once for each of them.
+                    # Out of place: a loader may share one step tensor, which would count repeatedly.
                     state["step"] = state["step"] - 1
                 seen_steps.add(id(state["step"]))
                 state["step"] += 1
@@ -224,7 +211,6 @@ class _Fused(torch.optim.Optimizer):
         return updated
 
     def _initialized(self, parameter: torch.Tensor, is_split: bool) -> dict[str, Any]:
-        """The state of a parameter, with new moments at its first step."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -237,7 +223,6 @@ class _Fused(torch.optim.Optimizer):
         return state
 
     def _fp32_lists(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-        """The four lists of `adamw` in fp32, as copies of what is stored otherwise."""
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [])
         for parameter in parameters:
             assert parameter.grad is not None
@@ -249,19 +234,15 @@ class _Fused(torch.optim.Optimizer):
 
 
 class FusedAdamW(_Fused, torch.optim.AdamW):
-    """`torch.optim.AdamW` with the fused step."""
-
     decoupled = True
 
 
 class FusedAdam(_Fused, torch.optim.Adam):
-    """`torch.optim.Adam` with the fused step."""
-
     decoupled = False
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
-    """The same optimizer with the fused step, or None if it is not exactly torch's Adam or AdamW."""
+    """Converts exactly torch's Adam or AdamW in place; None for others."""
     fused = {torch.optim.AdamW: FusedAdamW, torch.optim.Adam: FusedAdam}.get(type(optimizer))  # type: ignore[call-overload]
     if fused is None:
         return None
@@ -271,21 +252,20 @@ def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
 
 
 def release(optimizer: torch.optim.Optimizer | None) -> None:
-    """Give an adopted optimizer torch's step back, after restoring its state."""
+    """Restores an adopted optimizer's state and torch's step."""
     if not isinstance(optimizer, (FusedAdam, FusedAdamW)):
         return
     optimizer.restore()
-    # Of a step that was prepared and did not come.
+    # Of a prepared step that did not run.
     scale_gradients(optimizer.step_data.grad_scales)
     for name in _Fused.__annotations__:
         vars(optimizer).pop(name, None)
     optimizer.__class__ = torch.optim.AdamW if isinstance(optimizer, FusedAdamW) else torch.optim.Adam  # type: ignore[assignment]
-    # A state that was loaded meanwhile has left the class's name in what the profiler shows.
+    # Loading a state recorded our class name for the profiler.
     optimizer._patch_step_function()  # type: ignore[attr-defined]
 
 
 def scale_gradients(scales: Mapping[torch.Tensor, float]) -> None:
-    """Multiply gradients in place."""
     by_factor: dict[float, list[torch.Tensor]] = {}
     for parameter, factor in scales.items():
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Stores the moments of an optimizer as bf16 or fp8 codes in its state, with the same keys and shapes."""
+"""Stores optimizer moments as bf16 or fp8 codes in its state, with the same keys and shapes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ _NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class QuantizedMoments:
-    """The moments `exp_avg` and `exp_avg_sq` in an optimizer's state, quantized.
-
-    dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (unchanged).
-    """
+    """Quantizes moments; dtype: parameter -> torch.bfloat16, torch.uint8 (fp8) or torch.float32."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: Callable[[torch.Tensor], torch.dtype]) -> None:
-        # Not its state, which is another dictionary after loading a checkpoint.
+        # Not its state: loading a checkpoint replaces that dictionary.
         self._optimizer = weakref.ref(optimizer)
         self._dtype = dtype
         self._blocks: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -34,7 +31,6 @@ class QuantizedMoments:
         return {} if optimizer is None else optimizer.state
 
     def zeros(self, parameter: torch.Tensor) -> None:
-        """Initialize the moments of a parameter."""
         dtype = self._dtype(parameter)
         for name in _NAMES:
             self._state[parameter][name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -42,12 +38,12 @@ class QuantizedMoments:
             self._blocks[parameter] = _exponents(parameter)
 
     def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Quantize what is fp32; returns the exponents of both moments if these are fp8 codes."""
+        """Quantizes; returns the exponents of both moments if fp8."""
         self._narrow([parameter])
         return self._blocks.get(parameter)
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies of both moments, the second with its sign; empty if they are stored as fp32."""
+        """fp32 copies, the second with its sign; empty if stored as fp32."""
         found = self._state.get(parameter, {})
         if any(name not in found for name in _NAMES) or found["exp_avg"].dtype == torch.float32:
             return {}
@@ -56,7 +52,7 @@ class QuantizedMoments:
 
     @contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, the moments (of all parameters by default) are fp32 and may be read, written and replaced."""
+        """Context with fp32, writable moments (default: of all parameters)."""
         some = None if parameters is None else list(parameters)
         self._asked.append(some)
         self._depth += 1
@@ -68,12 +64,11 @@ class QuantizedMoments:
             # The outermost context quantizes for all.
             if not self._depth:
                 asked, self._asked = self._asked, []
-                # Includes parameters that were added meanwhile.
+                # Includes parameters added meanwhile.
                 everything = any(each is None for each in asked)
                 self._narrow(list(self._state) if everything else [each for some in asked for each in some or ()])
 
     def restore(self) -> None:
-        """Store all moments as fp32 for good."""
         self._widen(list(self._state))
         self._dtype = lambda parameter: torch.float32
 
@@ -85,7 +80,7 @@ class QuantizedMoments:
                 self._blocks.pop(parameter, None)
 
     def _narrow(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Quantize fp32 moments, rounding to nearest; values that were dequantized return to their codes."""
+        """Quantizes to nearest; dequantized values return to their codes."""
         for parameter in parameters:
             found, dtype = self._state.get(parameter, {}), self._dtype(parameter)
             if dtype == torch.float32 or any(name not in found for name in _NAMES):

@@ -1,7 +1,6 @@
-"""Stores fp32 main parameters as the bf16 weights of the model and an int16 low half each.
+"""Stores fp32 main parameters as the model's bf16 weights plus int16 low halves.
 
-The parameters stay in the optimizer's groups, with shape and dtype, but are placeholders: reads return NaN, writes
-raise. Use `materialized()` to access values.
+The optimizer's parameters are placeholders: reads return NaN, writes raise. Use `materialized()` to access values.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
 
 
 class SplitFP32Params:
-    """The split parameters of an optimizer.
+    """Splits parameters; highs: returns parameter -> contiguous bf16 high half.
 
-    highs: returns parameter -> its contiguous bf16 high half, of any shape; called whenever needed, since the owner of
-        the weights may move them.
+    highs is called anew each time, since weights may move.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
-        # Not its state, which is another dictionary after loading a checkpoint.
+        # Not its state: loading a checkpoint replaces that dictionary.
         self._optimizer = weakref.ref(optimizer)
         self._highs = highs
         self._lows: dict[torch.Tensor, torch.Tensor] = {}
@@ -35,14 +33,14 @@ class SplitFP32Params:
             self._give_up(parameter, high, low)
 
     def halves(self) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Parameter -> (high, low) for all that are split now."""
+        """Parameter -> (high, low) of all split ones."""
         highs = self._highs()
         return {parameter: (highs[parameter], low) for parameter, low in self._lows.items()}
 
     def joined(self, parameter: torch.Tensor, squares: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """fp32 copies of a split parameter and its second moment; empty if it is not split.
+        """fp32 copies of a split parameter and its second moment; empty if not split.
 
-        squares: the second moment with its sign, if the state stores it otherwise.
+        squares: signed second moment, if the state stores it otherwise.
         """
         low = self._lows.get(parameter)
         if low is None:
@@ -53,7 +51,7 @@ class SplitFP32Params:
 
     @contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, the parameters (all by default) are fp32 and may be read and written."""
+        """Context with fp32, writable parameters (default: all)."""
         lows: dict[torch.Tensor, torch.Tensor] = {}
         try:
             for parameter in list(self._lows if parameters is None else parameters):
@@ -66,12 +64,11 @@ class SplitFP32Params:
                 self._give_up(parameter, highs[parameter], low)
 
     def restore(self) -> None:
-        """Store all parameters as fp32 for good."""
         for parameter in list(self._lows):
             self._restore(parameter)
 
     def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Make the parameter fp32; returns its low half."""
+        """Makes the parameter fp32; returns its low half."""
         plain, squares = self.joined(parameter), self._squares(parameter)
         if squares is not None:
             squares.abs_()

@@ -1,6 +1,6 @@
-"""Device layer: which device this process trains on, and what `torch.cuda` means there.
+"""Device layer: chooses the training device and redirects `torch.cuda` to it.
 
-The order of choice is NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
+Order: NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate
 
 DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
 
-# Integers that a launcher sets.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _log = logging.getLogger("mindspeed_lite")
@@ -27,21 +26,15 @@ _active: tuple[Device, Redirects] | None = None
 
 
 def device_names() -> tuple[str, ...]:
-    """The device kinds in order of choice."""
     return ("npu", "cuda", "cpu")
 
 
 def device(name: str) -> Device:
-    """Import the device module called `name`."""
     return cast(Device, importlib.import_module(f"{__name__}.{name}"))
 
 
 def choose(requested: str | None = None) -> Device:
-    """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device available.
-
-    Raises:
-        DeviceError: unknown name, or every reason why the requested device cannot be used.
-    """
+    """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device. Raises DeviceError."""
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
     asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
     passed_over: list[str] = []
@@ -53,7 +46,6 @@ def choose(requested: str | None = None) -> Device:
             reasons = candidate.available()
             if not reasons:
                 if passed_over:
-                    # An installed but unusable NPU is hardly intended.
                     _log.warning("%s is used, because %s", name, "; ".join(passed_over))
                 return candidate
             if name == "npu":
@@ -69,10 +61,9 @@ def choose(requested: str | None = None) -> Device:
 
 
 def activate(requested: str | None = None) -> Device:
-    """Choose a device and install it; repeated calls return the active one.
+    """Choose and install a device; repeated calls return the active one.
 
-    Raises:
-        DeviceError: as `choose`, if another device is active, or if a launcher's variable is no number.
+    Raises DeviceError as `choose`, if another is active, or if a launcher variable is no integer.
     """
     global _active
     _check_launcher()
@@ -113,7 +104,7 @@ def _check_launcher() -> None:
 
 
 def deactivate() -> None:
-    """Undo the device layer; torch_npu's own mapping stays until the process ends."""
+    """Undo the device layer, except torch_npu's own mapping."""
     global _active
     if _active is None:
         return
@@ -125,5 +116,4 @@ def deactivate() -> None:
 
 
 def current() -> Device | None:
-    """The active device, or None before `activate`."""
     return None if _active is None else _active[0]

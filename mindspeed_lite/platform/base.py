@@ -12,19 +12,13 @@ class DeviceError(RuntimeError):
 
 
 class Device(Protocol):
-    """A device kind; the modules `cpu`, `cuda` and `npu` implement it."""
+    """A device kind, implemented by modules `cpu`, `cuda` and `npu`."""
 
     name: str
     distributed_backend: str
 
-    def available(self) -> list[str]:
-        """Reasons why this device cannot be used; empty if it can."""
-        ...
+    def available(self) -> list[str]: ...
 
-    def describe(self) -> str:
-        """Name of the hardware, in one line."""
-        ...
+    def describe(self) -> str: ...
 
-    def install(self, redirects: Redirects) -> None:
-        """Make `torch.cuda` mean this device."""
-        ...
+    def install(self, redirects: Redirects) -> None: ...

@@ -1,7 +1,7 @@
 """Cache folder for compiled kernels and tuning results.
 
-`$MINDSPEED_LITE_CACHE`, else `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`, else a folder of this user among
-the temporary files. Machines may share it: the name of an entry includes all it depends on.
+`$MINDSPEED_LITE_CACHE`, else `mindspeed_lite` in `$XDG_CACHE_HOME` or `~/.cache`, else a temporary folder of this user.
+Machines may share it: entry names include all dependencies.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 class NoCache(Exception):
-    """There is no usable cache folder; the text says why."""
+    """No usable cache folder; the text says why."""
 
 
 @functools.cache
 def folder() -> Path:
-    """The first place that only this user can write to; logs why earlier ones are not used. Raises NoCache."""
+    """First place writable only by this user; logs why others are not used. Raises NoCache."""
     problems: list[str] = []
     try:
         for place in _places():
@@ -42,7 +42,6 @@ def folder() -> Path:
 
 
 def _places() -> Iterator[Path]:
-    """Candidates in order. Raises OSError without a folder for temporary files."""
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield Path(chosen) if chosen else Path(home) / "mindspeed_lite"
@@ -51,7 +50,7 @@ def _places() -> Iterator[Path]:
 
 
 def _problem(place: Path) -> str | None:
-    """Create `place` if needed; returns why it cannot be used, or None."""
+    """Create `place` if needed; return why it cannot be used, or None."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = place.stat()
@@ -62,7 +61,6 @@ def _problem(place: Path) -> str | None:
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 who = "every user" if found.st_mode & stat.S_IWOTH else "its group"
                 return f"{who} can write to it, whose code would be loaded (chmod go-w makes it usable)"
-            # Parents as written, and as links resolve.
             for each in {*place.absolute().parents, *place.resolve().parents}:
                 if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
                     return f"every user can put another in its place (chmod +t or o-w {each} makes it usable)"

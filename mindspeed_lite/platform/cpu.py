@@ -1,7 +1,7 @@
 """CPU device layer: `torch.cuda` and "cuda" tensors mean this process and gloo.
 
-One process per "device", memory figures of the process, two random streams, collectives over gloo. Code inside torch
-sees the real machine (`redirect.asked_by_machine`), because it compiles and pins memory by what it finds.
+One process per device. torch's own code sees the real machine (`redirect.asked_by_machine`), by which it compiles and
+pins memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ distributed_backend = "gloo"
 
 CPU = torch.device("cpu")
 
-# The torch functions that make a tensor on a device named by keyword.
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace "
     "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
@@ -42,7 +41,6 @@ _TYPES = "Half BFloat16 Float Double Byte Char Short Int Long Bool".split()
 
 
 def on_cpu(device: Any) -> Any:
-    """Map every way of naming a CUDA device to the CPU; returns others unchanged."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -53,12 +51,10 @@ def on_cpu(device: Any) -> Any:
 
 
 def available() -> list[str]:
-    """Why this device cannot be used; always empty."""
     return []
 
 
 def describe() -> str:
-    """Processor, number of usable cores, and the dtypes whose matmuls run in fp32."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     widened = sorted(str(dtype).removeprefix("torch.") for dtype in cpu_matmul.widened())
     return f"{_processor()}, {cores} cores" + (f", {' and '.join(widened)} products in fp32" if widened else "")
@@ -73,11 +69,11 @@ def _processor() -> str:
 
 
 def install(redirects: Redirects) -> None:
-    """Redirect `torch.cuda`, device names and collectives to this process; `redirects.undo()` restores them."""
-    # `with torch.device(...)` collects its constructors on first use and must collect torch's own.
+    """Redirect `torch.cuda`, device names and collectives; `redirects.undo()` restores them."""
+    # Cached on first use of `with torch.device(...)`; must be torch's own constructors.
     _device_constructors()
 
-    # Megatron refuses tensor parallelism on pre-Blackwell devices unless this is set; nothing on a CPU reads it.
+    # Megatron requires it for tensor parallelism; unused on a CPU.
     redirects.default_environment("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     redirects.default_environment(*NO_CUDA_EXTENSION)
 
@@ -90,7 +86,6 @@ def install(redirects: Redirects) -> None:
 
 
 def _redirect_device(redirects: Redirects) -> None:
-    """Redirect queries, streams and memory of `torch.cuda`."""
     cuda, none = torch.cuda, _constant(None)
     _answer(redirects, (cuda, cuda.memory), {
         "is_available": _constant(True),
@@ -99,7 +94,7 @@ def _redirect_device(redirects: Redirects) -> None:
         "is_current_stream_capturing": _constant(False),
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "current_device": lambda: CPU,
-        # Ampere's: bfloat16 exists, fp8 and grouped tensor-core kernels are not promised.
+        # Ampere: has bfloat16, promises neither fp8 nor grouped tensor-core kernels.
         "get_device_capability": _constant((8, 0)),
         "get_device_name": lambda *_: _processor(),
         "get_device_properties": _properties,
@@ -136,7 +131,6 @@ def _redirect_device(redirects: Redirects) -> None:
 
 
 def _answer(redirects: Redirects, owners: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Redirect names of each owner to these answers, except for torch's own code."""
     for function, answer in answers.items():
         chosen: Any = None
         for owner in owners:
@@ -190,7 +184,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
     @functools.wraps(own_shuffle)
     def shuffle(self: Any) -> Any:
         if self.generator is None:
-            # On a GPU run the host draws it, at the first batch.
+            # The host draws it on a GPU run, at the first batch.
             with host.drawing():
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
             self = copy.copy(self)
@@ -203,7 +197,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
 
     @functools.wraps(loader_iter)
     def iterate(self: Any) -> Any:
-        # The loader draws its workers' base seed here, on a GPU run from the host's generator.
+        # The loader's base seed comes from the host's generator on a GPU run.
         with host.drawing(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*pin_memory.*")
             return loader_iter(self)
@@ -223,7 +217,7 @@ def _redirect_tensors(redirects: Redirects) -> None:
     def enter_device(self: Any, device: Any) -> None:
         own_context(self, on_cpu(device))
 
-    # `with torch.device("cuda")` and `torch.set_default_device` both come through here.
+    # Shared by `with torch.device("cuda")` and `torch.set_default_device`.
     redirects.set(DeviceContext, "__init__", enter_device)
     tensor = torch.Tensor
     for function in _TENSOR_FACTORIES:
@@ -284,21 +278,16 @@ def _location(target: Any) -> Any:
 
 
 class _Autocast(torch.amp.autocast_mode.autocast):
-    """`torch.autocast` in which "cuda" means the CPU."""
-
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
 class _CudaAutocast(_Autocast):
-    """`torch.cuda.amp.autocast` on the CPU."""
-
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
-    """The fields of `torch.cuda.get_device_properties` that have a meaning on a CPU."""
     return SimpleNamespace(
         name=_processor(),
         major=8,

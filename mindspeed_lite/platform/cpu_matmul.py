@@ -1,11 +1,9 @@
 """Runs 16-bit matmuls in fp32 on CPUs without 16-bit matmul instructions.
 
-Without AVX-512 oneDNN has no bf16 matmul, and without AVX-512 FP16 none for fp16. PyTorch's own loop is 6 to 300 times
-slower than fp32: a 1024 x 5632 by 5632 x 1024 gradient takes 20 s on two AVX2 cores and 0.07 s this way. `install`
-overrides the CPU kernels of `mm`, `addmm`, `bmm`, `baddbmm`, in-place and `out` forms included, at about 3 µs a call.
-Sums are in fp32 and rounded once. Inputs are widened for the call; the fp32 result is made in parts of at most 64 MB.
-
-    MINDSPEED_LITE_CPU_MATMUL=torch    keeps PyTorch's matmuls (default: fp32)
+oneDNN needs AVX-512 for bf16 and AVX-512 FP16 for fp16; PyTorch's own loop is 6 to 300 times slower than fp32.
+`install` overrides CPU kernels of `mm`, `addmm`, `bmm`, `baddbmm`, in-place and `out` forms included, at about 3 µs a
+call. Results are rounded once; the fp32 result is made in parts of at most 64 MB. `MINDSPEED_LITE_CPU_MATMUL=torch`
+keeps PyTorch's matmuls (default: fp32).
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ TORCH = "torch"
 
 _log = logging.getLogger("mindspeed_lite")
 
-# Elements of an fp32 result made at once.
 _PART = 1 << 24
 
 _widened: frozenset[torch.dtype] = frozenset()
@@ -36,7 +33,6 @@ _library: Any = None
 
 @functools.cache
 def has_bf16() -> bool:
-    """Whether the processor has bf16 matmul instructions."""
     known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if known is not None:
         return bool(known())
@@ -45,13 +41,12 @@ def has_bf16() -> bool:
 
 @functools.cache
 def has_fp16() -> bool:
-    """Whether the processor has fp16 matmul instructions."""
     known = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     return bool(known()) if known is not None else False
 
 
 def wanted() -> str:
-    """Return MINDSPEED_LITE_CPU_MATMUL, `fp32` or `torch`. Raises DeviceError."""
+    """MINDSPEED_LITE_CPU_MATMUL: `fp32` or `torch`. Raises DeviceError."""
     value = os.environ.get(CPU_MATMUL_VARIABLE) or FP32
     if value not in (FP32, TORCH):
         raise DeviceError(f"{CPU_MATMUL_VARIABLE}={value} is unknown; choose {FP32} or {TORCH}")
@@ -59,12 +54,11 @@ def wanted() -> str:
 
 
 def widened() -> frozenset[torch.dtype]:
-    """The dtypes whose matmuls run in fp32."""
     return _widened
 
 
 def install() -> Callable[[], None]:
-    """Run matmuls of unsupported 16-bit dtypes in fp32; returns an undo callable."""
+    """Run unsupported 16-bit matmuls in fp32; return an undo callable."""
     global _widened, _library
     slow = frozenset(dtype for dtype, has in ((torch.bfloat16, has_bf16), (torch.float16, has_fp16)) if not has())
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
@@ -79,7 +73,6 @@ def install() -> Callable[[], None]:
         multiply, original = (get_kernel(f"aten::{name}", "CPU") for name in (each.multiply, each.overload))
         overrides[each.overload] = _override(each, slow, multiply, original)
     with warnings.catch_warnings():
-        # PyTorch warns about overridden kernels.
         warnings.simplefilter("ignore")
         for overload, run in overrides.items():
             _library.impl(overload, run, "CPU", with_keyset=True, allow_override=True)
@@ -94,7 +87,7 @@ def install() -> Callable[[], None]:
 
 
 class _Operator(NamedTuple):
-    """An overload with `terms` arguments before its two matrices, and its plain matmul."""
+    """Overload with `terms` arguments before its matrices, and its plain matmul."""
 
     overload: str
     multiply: str
@@ -127,7 +120,7 @@ def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, 
             out = a.new_empty((*a.shape[:-1], b.shape[-1]))
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         added = args[0].expand(out.shape) if terms and beta != 0 else None
-        # Parts of a batch, or rows of one matmul, whose second matrix is widened once.
+        # Parts of a batch, or rows of a matmul whose second matrix is widened once.
         batched, wide = out.dim() == 3, b if out.dim() == 3 else b.float()
         for part in _parts(out):
             result = multiply.call_boxed(keys, a[part].float(), wide[part].float() if batched else wide)
@@ -142,7 +135,6 @@ def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, 
 
 
 def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether shapes and dtypes fit; PyTorch runs or refuses the rest."""
     if a.dtype != b.dtype or a.dim() != b.dim() or a.dim() < 2:
         return False
     if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
@@ -151,7 +143,6 @@ def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
 
 
 def _parts(out: torch.Tensor) -> Iterator[slice]:
-    """Slices of the first dimension with at most _PART elements, or one index."""
     count = out.shape[0]
     step = max(1, _PART * count // max(out.numel(), 1))
     return (slice(start, start + step) for start in range(0, count, step))

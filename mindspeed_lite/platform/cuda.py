@@ -1,4 +1,4 @@
-"""CUDA device: Megatron is written for it, so nothing is changed."""
+"""CUDA device: Megatron's native device, so nothing is changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ distributed_backend = "nccl"
 
 
 def available() -> list[str]:
-    """Why CUDA cannot be used here."""
     if torch.version.cuda is None and torch.version.hip is None:
         return [f"torch {torch.__version__} is built without CUDA"]
     if not torch.cuda.is_available():
@@ -20,7 +19,6 @@ def available() -> list[str]:
 
 
 def describe() -> str:
-    """Name and number of the visible GPUs."""
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 

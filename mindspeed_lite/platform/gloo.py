@@ -1,8 +1,4 @@
-"""Runs Megatron's collectives over gloo.
-
-Groups named "nccl" become gloo groups, AVG divides before a sum, barriers ignore devices, a sent tensor stays alive,
-and all_gather and reduce_scatter take parts of different sizes.
-"""
+"""Runs Megatron's collectives over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from .redirect import Redirects
 
 
 def install(redirects: Redirects) -> None:
-    """Redirect process groups and collectives of `torch.distributed`."""
     if not dist.is_available():
         return
     replacements: dict[str, Callable[..., Any]] = {"barrier": _barrier, "isend": _isend}
@@ -61,15 +56,15 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron replaces the storage of a tensor in flight (`out.data = ...`), which stream order makes safe on a
-        # GPU. The alias keeps the sent storage alive.
+        # Megatron replaces the storage of a tensor in flight (`out.data = ...`), safe on a GPU by stream order. The
+        # alias keeps the sent storage alive.
         return original(tensor.detach(), *args, **kwargs)
 
     return isend
 
 
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo has no average in some torch releases: divide this rank's contribution, then sum."""
+    """Average without gloo's AVG, absent in some torch releases: divide, then sum."""
     signature = inspect.signature(original)
 
     def reduce(*args: Any, **kwargs: Any) -> Any:

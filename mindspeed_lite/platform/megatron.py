@@ -1,7 +1,7 @@
-"""Corrects Megatron where it assumes CUDA beyond `torch.cuda`; the only file of the lower rooms that names Megatron.
+"""Corrects Megatron where it assumes CUDA beyond `torch.cuda`.
 
-Each assumption is a feature without a flag, active on the devices it names. It is applied when Megatron's module is
-imported, so that no other module is loaded.
+The only module of `platform` that names Megatron. Each correction is a feature without a flag for some devices, applied
+when its Megatron module is imported.
 """
 
 from __future__ import annotations
@@ -42,18 +42,15 @@ DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:Distrib
 _TRAINING = "megatron.training.training"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
-# What `startup.py` hooks.
 ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
 PARSE_ARGS = "megatron.training.arguments:parse_args"
 VALIDATE_ARGS = "megatron.training.arguments:validate_args"
 VALIDATE_YAML = "megatron.training.yaml_arguments:validate_yaml"
 
-# Sections of arguments from a YAML file with the model's fields.
 SECTIONS = ("language_model", "model_parallel")
 
 
 def root() -> Path | None:
-    """Folder of the importable `megatron`, without importing it; None without one."""
     spec = importlib.util.find_spec("megatron")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(location) / "core" / "package_info.py").is_file():
@@ -62,9 +59,9 @@ def root() -> Path | None:
 
 
 def version() -> str | None:
-    """Version of the importable Megatron-core, without importing it; None without one.
+    """Version of the importable Megatron-core, or None; imports nothing.
 
-    The local part is dropped: Megatron appends the commit of the current directory's git repository.
+    Without local part: Megatron appends the commit of the current directory's git repository.
     """
     loaded = sys.modules.get("megatron.core.package_info")
     if loaded is not None:
@@ -77,7 +74,7 @@ def version() -> str | None:
 
 
 def argument_holders(args: Any) -> list[Any]:
-    """`args` and its sections from a YAML file, all of which may hold Megatron's arguments."""
+    """`args` and its YAML sections, which may hold Megatron's arguments."""
     sections = (getattr(args, name, None) for name in SECTIONS)
     return [args, *(section for section in sections if section is not None)]
 
@@ -103,12 +100,11 @@ class Placed:
         self._swaps = swaps
 
     def remove(self) -> list[str]:
-        """Undo them; returns what was left alone."""
         return change(remove=self._swaps)
 
 
 def place(*features: Feature, device: str | None = None, fingerprints: Table | None = None) -> Placed:
-    """Apply features without a flag, also on unverified releases; `device` defaults to the active one."""
+    """Apply features without a flag, also on unverified releases; default: active device."""
     if device is None:
         from . import current
 
@@ -141,7 +137,7 @@ def place(*features: Feature, device: str | None = None, fingerprints: Table | N
 def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Let torch's norms accept sequence parallelism, which `WrappedTorchNorm` refuses.
 
-    They lack only the mark by which Megatron sums their weights' gradients over the group.
+    They lack only the mark by which Megatron sums their gradients over the group.
     """
 
     def __new__(
@@ -167,7 +163,7 @@ def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session)
 
 
 def _counts_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Convert token counts on the CPU to arrays, as Megatron does with those it copies from a GPU.
+    """Convert CPU token counts to arrays, as Megatron does with a GPU's.
 
     gloo's all-to-all takes no tensors as split sizes.
     """
@@ -181,9 +177,9 @@ def _counts_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[.
 
 
 def _adam_state_before_first_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Allocate the state of torch's Adam before its first step, with zero moments and count.
+    """Allocate state of torch's Adam before its first step, zero moments and count.
 
-    Without Apex and Transformer Engine the distributed optimizer reads the count from that state to load a checkpoint.
+    Without Apex and Transformer Engine the distributed optimizer reads the count from it to load a checkpoint.
     """
 
     def state_dict(self: Any) -> Any:
@@ -202,10 +198,10 @@ def _adam_state_before_first_step(wrapped: Callable[..., Any], session: Session)
 
 
 def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Give every parameter the checkpoint's step count in a tensor of its own.
+    """Give every parameter its own tensor of the checkpoint's step count.
 
-    Without Apex and Transformer Engine the distributed optimizer shares one tensor between parameters, which torch's
-    Adam increments for each, or keeps the count from before loading: the bias correction is wrong after a resume.
+    Without Apex and Transformer Engine parameters share one, which torch's Adam increments for each, or keep the old
+    count: wrong bias correction after a resume.
     """
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -223,9 +219,9 @@ def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> 
 
 
 def _state_without_step_count(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Load a parameter's state from a checkpoint without its step count, which stays as it is.
+    """Load parameter state without its step count.
 
-    Formats that can be resharded have the count only in parameter groups.
+    Reshardable formats have the count only in parameter groups.
     """
 
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
@@ -241,7 +237,7 @@ def _state_without_step_count(wrapped: Callable[..., Any], session: Session) -> 
 
 
 def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Use a wheel's compiled dataset helpers; it has no makefile to compile them, as Megatron does at every start."""
+    """Use a wheel's compiled dataset helpers: it has no makefile to compile them at start."""
 
     def compile_helpers() -> Any:
         folder = Path(wrapped.__code__.co_filename).parent
@@ -255,7 +251,7 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
 def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Copy a recomputed output into the released storage, as before 0.17.
 
-    Megatron shares one storage by an extension, which needs a compiler and ninja at the first use.
+    Megatron shares storage by an extension that needs a compiler and ninja.
     """
 
     def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
@@ -271,7 +267,7 @@ def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Pass `fp8=None` instead of False, for which Megatron asks Transformer Engine."""
+    """Pass `fp8=None`: for False Megatron asks Transformer Engine."""
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
         wrapped(self, fp8 or None, *args, **kwargs)
@@ -280,7 +276,7 @@ def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -
 
 
 def _only_fp8_is_quantized(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Quantize nothing without fp8 parameters, as since 0.13; before, Megatron asks Transformer Engine."""
+    """Quantize nothing without fp8 parameters; before 0.13 Megatron asks Transformer Engine."""
 
     def quantize_param_shard(
         model_params: Any,
@@ -297,7 +293,7 @@ def _only_fp8_is_quantized(wrapped: Callable[..., Any], session: Session) -> Cal
 
 
 def _lengths_counted_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Allocate the sums of packed lengths on the CPU; the original names a CUDA device."""
+    """Allocate sums of packed lengths on the CPU; the original names a CUDA device."""
 
     def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
         training = sys.modules[_TRAINING]
@@ -310,7 +306,7 @@ def _lengths_counted_on_host(wrapped: Callable[..., Any], session: Session) -> C
 
 
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
-    """Declare a feature without a flag for `devices`; where Megatron runs without it, values stay the same."""
+    """Declare a feature without a flag for `devices`; values equal Megatron's."""
 
     def condition(context: Context) -> Sequence[str]:
         return [] if context.device in devices else [f"about {', '.join(devices)}, not {context.device}"]
@@ -401,7 +397,7 @@ _applied: list[Placed] = []
 
 
 def attach(device: str) -> None:
-    """Apply the corrections for `device` when their modules are imported, or now if they are."""
+    """Apply corrections for `device` when their modules are imported, or now."""
     context = Context(Settings({}), device, {})
     present: list[Feature] = []
     for feature in ASSUMPTIONS:
@@ -423,15 +419,12 @@ def _apply(features: Sequence[Feature], device: str, module: Any = None) -> None
 
 
 def entries() -> list[Entry]:
-    """Report entries of the corrections applied so far."""
     return [entry for each in _applied for entry in each.entries]
 
 
 def detach() -> None:
-    """Undo all corrections, newest first."""
     while _waiting:
         _waiting.pop().cancel()
     while _applied:
-        # Popped after it succeeded.
         _applied[-1].remove()
         _applied.pop()

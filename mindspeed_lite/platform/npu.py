@@ -1,4 +1,4 @@
-"""Ascend NPU device, through torch_npu and its own `transfer_to_npu`. This project's tests have no device."""
+"""Ascend NPU device by torch_npu and its `transfer_to_npu`; untested on hardware."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def available() -> list[str]:
 
 
 def trouble() -> NpuDiagnosis | None:
-    """Diagnose why NPUs cannot be used, or return None. Opens no device."""
+    """Diagnose unusable NPUs, or return None. Opens no device."""
     found = npu_trouble.before_import()
     if found is not None:
         return found
@@ -30,7 +30,7 @@ def trouble() -> NpuDiagnosis | None:
         # torch first, since it may load torch_npu itself.
         importlib.import_module("torch")
         importlib.import_module("torch_npu")
-    except (Exception, SystemExit) as error:  # missing CANN libraries: ImportError, OSError; once torch_npu exited
+    except (Exception, SystemExit) as error:  # missing CANN libraries: ImportError, OSError; torch_npu may also exit
         return npu_trouble.of_import(error)
     found = npu_trouble.pair(str(getattr(sys.modules["torch_npu"], "__version__", "")), npu_trouble.torch_version())
     if found is not None:
@@ -43,16 +43,15 @@ def trouble() -> NpuDiagnosis | None:
 
 
 def describe() -> str:
-    """Name and number of the visible NPUs."""
     return f"{_npu().device_count()} x {_npu().get_device_name(0)}"
 
 
 def _npu() -> Any:
-    return importlib.import_module("torch").npu  # torch_npu adds it
+    return importlib.import_module("torch").npu
 
 
 def install(redirects: Redirects) -> None:
-    """Load torch_npu's irreversible mapping from `torch.cuda` to `torch.npu`, and complete it for Megatron."""
+    """Load torch_npu's irreversible `torch.cuda` mapping, and complete it for Megatron."""
     try:
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
     except ImportError as error:
@@ -60,5 +59,5 @@ def install(redirects: Redirects) -> None:
             f"Device npu: torch_npu.contrib.transfer_to_npu does not import ({error}); install the torch_npu "
             "release that matches your torch"
         ) from error
-    # This file must not import torch, which may load torch_npu itself.
+    # This file must not import torch, which may load torch_npu.
     importlib.import_module(f"{__package__}.npu_unmapped").install(redirects)

@@ -1,6 +1,6 @@
-"""Diagnoses why Ascend NPUs cannot be used: what is wrong and what to do, in one line each.
+"""Diagnoses unusable Ascend NPUs: what is wrong and what to do.
 
-Imports nothing: reads package metadata, error texts and the folder of device nodes.
+Imports nothing: reads package metadata, error texts and device nodes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ DEVICE_NODES = Path("/dev")
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 CANN_HOME = "ASCEND_HOME_PATH"
 
-# CANN's environment script, as installed by root and by a user.
 _SET_ENV = (
     "/usr/local/Ascend/ascend-toolkit/set_env.sh",
     "/usr/local/Ascend/cann/set_env.sh",
     "~/Ascend/ascend-toolkit/set_env.sh",
     "~/Ascend/cann/set_env.sh",
 )
-# Opening any device needs these nodes too.
+# Needed to open any device.
 _SHARED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 _LENGTH = 300
 
 
 class NpuDiagnosis(NamedTuple):
-    """What is wrong, and how to fix it."""
-
     what: str
     fix: str
 
@@ -53,7 +50,6 @@ def before_import() -> NpuDiagnosis | None:
 
 
 def pair(npu: str, torch: str) -> NpuDiagnosis | None:
-    """Diagnose versions whose major and minor differ; unknown versions pass."""
     if not series(npu) or not series(torch) or series(npu) == series(torch):
         return None
     want, have = (".".join(map(str, series(each))) for each in (torch, npu))
@@ -64,13 +60,12 @@ def pair(npu: str, torch: str) -> NpuDiagnosis | None:
 
 
 def of_import(error: BaseException) -> NpuDiagnosis:
-    """Diagnose a failed `import torch_npu`, or `import torch` that loads it."""
     text = _chain(error)
     symbol = re.search(r"(\S*\.so[\w.]*): undefined symbol: (\w+)", text)
     if symbol is not None:
         return _of_symbol(Path(symbol[1]).name, symbol[2])
     library = re.search(r"(lib[\w+-]+\.so[\w.]*): cannot open", text)
-    if library is None and "version `" not in text:  # glibc's is another matter
+    if library is None and "version `" not in text:  # glibc symbol versions differ
         library = re.search(r"(lib(?:hccl|ascend)\w*\.so)", text)
     if library is not None and not re.match(r"lib(torch|c10)", library[1]):
         return _of_library(library[1])
@@ -79,7 +74,6 @@ def of_import(error: BaseException) -> NpuDiagnosis:
 
 
 def of_devices() -> NpuDiagnosis:
-    """Diagnose an imported torch_npu that sees no device."""
     visible = os.environ.get(VISIBLE)
     nodes = sorted(DEVICE_NODES.glob("davinci[0-9]*"))
     if not nodes:
@@ -108,18 +102,15 @@ def of_devices() -> NpuDiagnosis:
 
 
 def of_opening(error: BaseException) -> NpuDiagnosis:
-    """Diagnose a device that cannot be opened."""
     fix = f"look at `npu-smi info`: it may be busy, unhealthy or without memory; {VISIBLE} leaves devices out"
     return NpuDiagnosis(f"an NPU is there but cannot be opened: {_chain(error)}", fix)
 
 
 def series(version: str) -> tuple[int, ...]:
-    """Major and minor."""
     return tuple(int(each) for each in re.findall(r"\d+", version)[:2])
 
 
 def torch_npu_version() -> str:
-    """Version of torch_npu from its metadata, module or files; empty if unknown."""
     found = _metadata_version("torch_npu")
     if found:
         return found
@@ -140,7 +131,6 @@ def torch_npu_version() -> str:
 
 
 def torch_version() -> str:
-    """Version of the loaded or installed torch; empty without one."""
     return str(getattr(sys.modules.get("torch"), "__version__", "")) or _metadata_version("torch")
 
 
@@ -162,7 +152,7 @@ def cann_version() -> str:
 
 
 def _of_symbol(library: str, symbol: str) -> NpuDiagnosis:
-    # Mangled names of torch's own namespaces: c10, at, torch.
+    # Mangled names of torch's namespaces: c10, at, torch.
     if re.match(r"_ZNK?(3c10|2at|5torch)", symbol):
         fix = "install the torch_npu that is built for exactly this torch, and a torch from the same place"
         return NpuDiagnosis(f"torch_npu {torch_npu_version()} does not fit torch {torch_version()}: no {symbol}", fix)
@@ -190,7 +180,7 @@ def _of_library(library: str) -> NpuDiagnosis:
 
 
 def _chain(error: BaseException) -> str:
-    """The innermost cause in one line; torch wraps it in a message of its own."""
+    """Innermost cause in one line; torch wraps it."""
     inner, cause = error, error.__cause__
     while cause is not None:
         inner, cause = cause, cause.__cause__

@@ -1,7 +1,6 @@
-"""Maps the `torch.cuda` names that Megatron uses and torch_npu's `transfer_to_npu` leaves on CUDA.
+"""Maps `torch.cuda` names that torch_npu's `transfer_to_npu` leaves on CUDA.
 
-Markers become Ascend's (mstx), memory in use that of the device. Gauges without a counterpart read 0 and profiler
-switches do nothing, which is logged once. Names that a later torch_npu maps keep its mapping.
+Missing gauges read 0 and profiler switches do nothing, logged once. Mappings of later torch_npu releases win.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 def install(redirects: Redirects) -> None:
-    """Redirect the unmapped names."""
     redirects.default_environment(*NO_CUDA_EXTENSION)
     cuda = torch.cuda
     answers: dict[str, Callable[..., Any]] = {
@@ -51,11 +49,10 @@ def _means_cuda(owner: Any, name: str) -> bool:
 
 
 def _npu() -> Any:
-    return importlib.import_module("torch").npu  # torch_npu adds it
+    return importlib.import_module("torch").npu
 
 
 def _memory_used(device: Any = None) -> int:
-    """Bytes in use on the device, by all processes, as on CUDA."""
     free, total = _npu().mem_get_info(device)
     return int(total - free)
 
@@ -82,19 +79,18 @@ class _Cudart:
 
 
 class _Markers:
-    """`torch.cuda.nvtx` on Ascend's markers, which begin and end ranges by number."""
+    """`torch.cuda.nvtx` on mstx, which identifies ranges by number."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def range_push(self, msg: str) -> int:
-        """Begin a nested range; returns its depth."""
         open_ranges = self._open()
         open_ranges.append(self.range_start(msg))
         return len(open_ranges) - 1
 
     def range_pop(self) -> int:
-        """End the innermost range; returns the number of open ranges, -1 if there was none, as CUDA does."""
+        """End the innermost range; return open ranges, -1 if there was none, as CUDA does."""
         open_ranges = self._open()
         if open_ranges:
             self.range_end(open_ranges.pop())

@@ -1,4 +1,4 @@
-"""Memory of this process in bytes, which the CPU device reports as its own."""
+"""Memory of this process in bytes, reported by the CPU device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def resident() -> int:
-    """Resident set size now."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * _PAGE
-    except OSError:  # not Linux
+    except OSError:
         return peak_resident()
 
 
 def peak_resident() -> int:
-    """Largest resident set size since the start or the last `reset_peak`."""
     found = _field("/proc/self/status", b"VmHWM:")
     if found is not None:
         return found
@@ -30,7 +28,7 @@ def peak_resident() -> int:
 
 
 def handed_out() -> int | None:
-    """Bytes in use in glibc's malloc; None if unknown, and too small if another allocator is preloaded."""
+    """Bytes in glibc's malloc; None if unknown, too small under a preloaded allocator."""
     ask = _mallinfo()
     if ask is None:
         return None
@@ -39,13 +37,10 @@ def handed_out() -> int | None:
 
 
 def shared() -> int:
-    """Resident bytes of shared memory."""
     return _field("/proc/self/status", b"RssShmem:") or 0
 
 
 class _Figures(ctypes.Structure):
-    """struct mallinfo2 of <malloc.h>."""
-
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
@@ -73,18 +68,15 @@ def reset_peak() -> bool:
 
 
 def total() -> int:
-    """Memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
 def available() -> int:
-    """Memory available to new allocations."""
     found = _field("/proc/meminfo", b"MemAvailable:")
     return max(0, total() - resident()) if found is None else found
 
 
 def _field(path: str, name: bytes) -> int | None:
-    """A field of /proc, which is in KiB, in bytes; None if it is missing."""
     try:
         with open(path, "rb") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)

@@ -1,7 +1,7 @@
-"""Two random streams on one generator, as on a GPU: the device's and the host's.
+"""Separate device and host random streams on one generator.
 
-Megatron saves both in checkpoints and warns when a device operation moves the host's. torch's default generator is the
-device's; the host's state is swapped in while the host draws.
+Megatron saves both and warns if device operations move the host's. torch's default generator is the device's; the
+host's state is swapped in for its draws.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class HostRandom:
-    """The host's random state, initialised from the default generator."""
+    """Host random state, initialised from the default generator."""
 
     def __init__(self) -> None:
         self._state: torch.Tensor = torch.default_generator.get_state()

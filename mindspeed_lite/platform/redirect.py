@@ -1,4 +1,4 @@
-"""Reversible attribute changes on torch, on which the device layer is built."""
+"""Reversible attribute changes on torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 _ABSENT = object()
 
-# Packages that see the real machine, because they plan kernels, probe drivers or choose backends by it.
+# Packages that see the real machine: they plan kernels, probe drivers or choose backends.
 MACHINE_PACKAGES = frozenset(
     {"torch", "triton", "torchvision", "torchaudio", "torch_npu", "functorch", "mindspeed_lite"}
 )
 
-# Megatron 0.15 compiles an optional CUDA extension on import. Without a GPU torch needs its architecture from here, or
-# raises IndexError.
+# Megatron 0.15 compiles an optional CUDA extension on import; without a GPU torch needs this or raises IndexError.
 NO_CUDA_EXTENSION = ("TORCH_CUDA_ARCH_LIST", "8.0")
 
 
@@ -30,19 +29,17 @@ class Redirects:
         self._undos: list[Callable[[], None]] = []
 
     def default_environment(self, name: str, value: str) -> None:
-        """Set an environment variable unless the user has."""
         if name not in os.environ:
             os.environ[name] = value
             self._environment.append(name)
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """Call `undo` once when the redirects are undone."""
         self._undos.append(undo)
 
     def set(self, owner: Any, name: str, value: Any, *, shared: bool = False) -> None:
         """Set `owner.name` and record its previous value.
 
-        shared: other modules may hold `value` from elsewhere, so undo leaves their references.
+        shared: other modules may hold `value`, so undo leaves their references.
         """
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
@@ -61,7 +58,7 @@ class Redirects:
                 self.set(module, name, after)
 
     def undo(self) -> None:
-        """Restore everything, newest first, also in modules that have imported a redirected name since."""
+        """Restore everything, newest first, also in modules that have since imported a redirected name."""
         moved: dict[int, dict[str, Any]] = {}
         for _, name, before, after in reversed(self._journal):
             if before is not _ABSENT and callable(after) and id(after) not in self._shared:
@@ -85,25 +82,23 @@ class Redirects:
 
 
 def _held_by_modules(identities: Mapping[int, Any]) -> list[tuple[ModuleType, str, Any]]:
-    """References to these objects (by identity) in modules that follow the device layer."""
     found: list[tuple[ModuleType, str, Any]] = []
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
         if top in MACHINE_PACKAGES or top in _QUIET or not isinstance(module, ModuleType):
             continue
-        # Most modules hold none, which this finds without running Python code of theirs.
+        # Most modules hold none; this check runs no Python code of theirs.
         if not identities.keys().isdisjoint(map(id, list(vars(module).values()))):
             found += [(module, name, value) for name, value in list(vars(module).items()) if id(value) in identities]
     return found
 
 
-# Dependencies of torch with many modules that never ask for a device.
 _QUIET = (frozenset(sys.stdlib_module_names) | {"mpmath", "networkx", "numpy", "sympy"}) - {"__main__"}
 _machine_module: dict[str, bool] = {}
 
 
 def asked_by_machine(frame: FrameType) -> bool:
-    """Whether `frame` belongs to torch or an installed library other than Megatron; cached by module name."""
+    """Whether `frame` is torch or a library other than Megatron; cached by module name."""
     name = frame.f_globals.get("__name__", "")
     known = _machine_module.get(name)
     if known is None:
@@ -118,7 +113,7 @@ def asked_by_machine(frame: FrameType) -> bool:
 
 
 def for_the_host(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `original` for torch and other libraries, `answer` for Megatron and scripts."""
+    """Call `original` for torch and libraries, `answer` for Megatron and scripts."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (original if asked_by_machine(sys._getframe(1)) else answer)(*args, **kwargs)

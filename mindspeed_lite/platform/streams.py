@@ -1,4 +1,4 @@
-"""Streams and events of the CPU device: work runs where it is issued, events record wall-clock time."""
+"""CPU streams and events: work runs immediately, events record wall-clock time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ DEFAULT_STREAM = Stream()
 
 
 class _Thread(threading.local):
-    """The streams that a thread has entered; the last is its current stream."""
+    """Streams that a thread has entered; the last is current."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = [DEFAULT_STREAM]
@@ -92,7 +92,7 @@ def set_stream(stream: Any) -> None:
 
 
 class StreamContext:
-    """Reentrant context that makes `stream` the current one; None keeps it."""
+    """Reentrant context that makes `stream` current; None keeps it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

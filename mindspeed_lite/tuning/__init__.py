@@ -1,6 +1,6 @@
-"""Measures alternatives while a model trains and chooses the faster one.
+"""Measures alternatives during training and chooses the faster one.
 
 ab_test            a feature off and on in alternate steps
-chunk_autotuner    the number of chunks of each pass of a layer
+chunk_autotuner    chunk count of each pass of a layer
 cache              results of earlier runs
 """

@@ -1,4 +1,4 @@
-"""Alternates a feature off/on per step and keeps the faster."""
+"""A/B test of a feature by training steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from mindspeed_lite.tuning.chunk_autotuner import median_time_ratio
 
-# Steps that are not counted: allocations and first calls of libraries.
+# Uncounted: allocations and first library calls.
 WARMUP_STEPS = 4
 PAIRS = 8
-# Below it noise would choose.
+# Less is noise.
 MIN_SPEEDUP = 0.005
 
 
@@ -19,7 +19,6 @@ class StepABTest:
 
     Args:
         clock: seconds, after all issued work is done.
-        say: gets the result, once.
     """
 
     def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
@@ -31,7 +30,6 @@ class StepABTest:
         self.on = False
 
     def begin_step(self) -> None:
-        """Start a step; `on` is valid for it."""
         if self.decided:
             return
         now = self._clock()

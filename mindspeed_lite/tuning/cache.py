@@ -1,8 +1,7 @@
-"""Caches the results of trials for later runs in the same place.
+"""Caches trial results for later runs on the same system.
 
-A place is the devices, the group's ranks by host, the backend, threads and versions; one file each. The file is stale
-if a probe message takes much more or less time than when it was written. Rank 0 of the group reads and writes, and
-broadcasts the result: all ranks must use the same chunk count.
+One file per devices, ranks per host, backend, threads and versions; stale if a probe message's time changed much. Rank
+0 broadcasts the result: all ranks must use the same chunk count.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from mindspeed_lite import json_file
 from mindspeed_lite.platform import current
 from mindspeed_lite.platform.cache import NoCache
 
-# Size of the probe message, and how far its time may change.
 _PROBE_BYTES = 1 << 20
 _PROBE_ROUNDS = 8
 _MAX_TIME_RATIO = 2.0
@@ -49,10 +47,10 @@ _FILE = json_file.fields(
 
 
 class TuningCache:
-    """Trials of one group in a file below `folder()`; created by all ranks of the group together.
+    """Trials of one group in a file; created by all ranks together.
 
     Attributes:
-        found: results of earlier runs by the trial's name, the same on every rank.
+        found: earlier results by trial name, the same on every rank.
         path: the file, on the group's first rank if there is a folder, else None.
     """
 
@@ -61,7 +59,7 @@ class TuningCache:
         dist.all_gather_object(hosts, (socket.gethostname(), _of_this_rank(device)), group=group)
         self._place = {
             "backend": str(dist.get_backend(group)),
-            # Without host names: another allocation of the same machines is the same place.
+            # No host names: other allocations of the same machines share the file.
             "ranks": sorted(Counter(host for host, _ in hosts).values()),
             "devices": sorted({each for _, each in hosts}),
             "torch": torch.__version__,
@@ -81,7 +79,7 @@ class TuningCache:
         self.found: dict[str, Any] = found[0]
 
     def add(self, name: str, trial: Mapping[int, list[float]]) -> str | None:
-        """Add a trial to the file; returns why it could not, the first time."""
+        """Stores a trial; returns why it failed, once."""
         if self.path is not None:
             trials = {**self._read(), name: trial}
             kept = {"place": self._place, "message_seconds": self._seconds, "trials": trials}
@@ -104,7 +102,7 @@ class TuningCache:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace the file atomically: a concurrent reader finds the old text or the new one."""
+    """Replaces atomically for concurrent readers."""
     handle, scratch = tempfile.mkstemp(dir=path.parent)
     try:
         with open(handle, "w") as file:
@@ -123,7 +121,7 @@ def _of_this_rank(device: torch.device) -> str:
 
 
 def _message(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of an all-reduce of `_PROBE_BYTES`: the fastest round of the slowest rank."""
+    """Seconds of a probe all-reduce: fastest round, slowest rank."""
     buffer = torch.zeros(_PROBE_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PROBE_ROUNDS):

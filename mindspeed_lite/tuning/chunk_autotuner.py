@@ -1,7 +1,6 @@
-"""Chooses by trial the number of chunks in which a layer's pass overlaps its communication.
+"""Chooses by trial the chunk count that best overlaps a layer's pass with communication.
 
-Chunks gain overlap and lose efficiency of smaller messages and products. All ranks of the group time the passes
-together, once for each shape, and take the best number of the slowest rank. Results are cached for later runs.
+All ranks time the passes together, once per shape, and take the slowest rank's best count. Results are cached.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from .cache import TuningCache
 
 CANDIDATES = (1, 2, 4, 8)
 ROUNDS = 7
-# Chunking must win by this fraction of the time, in all rounds but this many; else noise would choose.
+# Required gain, in all rounds but MAX_LOST_ROUNDS; less is noise.
 MIN_SPEEDUP = 0.03
 MAX_LOST_ROUNDS = 1
-# Rows below which a product is not worth a message of its own.
+# Fewer rows are not worth a message.
 MIN_ROWS_PER_CHUNK = 8
 
 
 def median_time_ratio(times: Sequence[float], of: Sequence[float]) -> float:
-    """Median ratio to the same round of `of`; 1 unless below 1 in all rounds but `MAX_LOST_ROUNDS`."""
+    """Median ratio to the same round; 1 unless below 1 in all rounds but `MAX_LOST_ROUNDS`."""
     ratios = [mine / whole for mine, whole in zip(times, of, strict=True)]
     return statistics.median(ratios) if sum(ratio < 1 for ratio in ratios) >= len(ratios) - MAX_LOST_ROUNDS else 1.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds of the slowest rank by number of chunks and round."""
+    """Seconds of the slowest rank by chunk count and round."""
 
     phase: str
     shape: tuple[int, int, int]
@@ -43,7 +42,6 @@ class Trial:
 
     @functools.cached_property
     def best(self) -> int:
-        """The fastest number of chunks; 1 unless another is clearly faster."""
         share = {number: median_time_ratio(times, self.rounds[1]) for number, times in self.rounds.items()}
         fastest = min(share, key=lambda each: share[each])
         return fastest if share[fastest] < 1 - MIN_SPEEDUP else 1
@@ -63,12 +61,11 @@ class Trial:
 
 
 class ChunkAutotuner:
-    """A `ChunkPolicy` that times each pass of a group's layers at the first call of each shape.
+    """`ChunkPolicy` that times each pass at the first call per shape.
 
     Args:
-        say: gets each result, on the first rank of the group.
-        folder: returns the folder of cached trials, or raises `NoCache`; called on the first rank of the group. None
-            on all ranks to cache nothing.
+        say: receives each result, on the group's first rank.
+        folder: folder of cached trials, or raises `NoCache`; called on the first rank. None on all ranks: no cache.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class ChunkAutotuner:
         self._found: dict[tuple[object, ...], Trial] = {}
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """See `tp_linear.ChunkPolicy`; a collective at the first call of a shape."""
+        """Best count; a collective at the first call of a shape."""
         key = _key(phase, x, w)
         trial = self._found.get(key)
         if trial is None:
@@ -92,14 +89,13 @@ class ChunkAutotuner:
         return trial.best
 
     def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """The same without a trial: 1 for a new shape, such as in an evaluation."""
+        """Same without a trial: 1 for a new shape, e.g. in evaluation."""
         trial = self._found.get(_key(phase, x, w))
         return 1 if trial is None else trial.best
 
     def _tried(
         self, phase: str, shape: tuple[int, int, int], numbers: list[int], x: torch.Tensor, run: Callable[[int], object]
     ) -> Trial:
-        """The cached trial, or a new one."""
         if self._kept is None and self._folder is not None:
             self._kept = TuningCache(self._folder, self._group, x.device)
         kept = self._kept
@@ -131,7 +127,7 @@ class ChunkAutotuner:
         return dict(zip(numbers, slowest.tolist(), strict=True))
 
     def _together(self, x: torch.Tensor) -> None:
-        """Synchronize the ranks; not by a barrier, which some backends bind to a device of their own choice."""
+        """Synchronizes ranks; some backends bind a barrier to a device of their own choice."""
         dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
         _synchronize(x)
 

@@ -1,1 +1,1 @@
-"""What several features need of Megatron, each module one named thing; no feature is declared here."""
+"""Helpers of several features; no feature is declared here."""

@@ -1,4 +1,4 @@
-"""What a call of Megatron's local core attention asks for, and its comparison with Megatron's result."""
+"""Reads calls of Megatron's local core attention and verifies results against it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ READS = (
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
 )
-# Megatron code that the operator repeats: masks and softmax.
 SOFTMAX_AND_MASKS = (
     f"{_SOFTMAX}.forward_torch_softmax",
     "megatron.core.fusions.fused_softmax:SoftmaxOne",
@@ -41,13 +40,10 @@ SOFTMAX_AND_MASKS = (
 )
 RELIES_ON = (f"{_SOFTMAX}.forward", *SOFTMAX_AND_MASKS)
 
-# Constructor arguments of multi-latent attention.
 HEAD_SIZES = ("k_channels", "v_channels")
 
 
 class CoreCall(NamedTuple):
-    """Arguments of one attention call besides its tensors, as `ops.attention` names them."""
-
     causal: bool
     window: tuple[int, int] | None
     mask: Any
@@ -57,7 +53,6 @@ class CoreCall(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keywords of the operator, without the mask."""
         return {
             "causal": self.causal,
             "window": self.window,
@@ -68,7 +63,7 @@ class CoreCall(NamedTuple):
 
 
 def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> CoreCall:
-    """Read a call off the module, whose own mask type counts: Megatron ignores the argument."""
+    """Read a call. The module's own mask type counts: Megatron ignores the argument."""
     from megatron.core.transformer.enums import AttnMaskType
 
     # Before 0.15 there are no windows and no sinks.
@@ -100,16 +95,16 @@ def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> Co
     )
 
 
-# Whether a release's softmax reads the mask and the window, where both are given.
+# Whether this release's softmax applies the mask together with the window.
 _READ_TOGETHER: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
 
 
 def _read_together(softmax: Any, device: torch.device) -> tuple[bool, bool]:
-    """Probe the loaded softmax: Megatron up to 0.19 drops a mask given with a window, later ones join them."""
+    """Probe the softmax: Megatron up to 0.19 drops a mask given with a window."""
     function = type(softmax).forward_torch_softmax
     if function not in _READ_TOGETHER:
         probe = copy.copy(softmax)
-        probe.window_size = (1, 0)  # hides [0, 1]
+        probe.window_size = (1, 0)
         mask = torch.tensor([[[[False, False], [True, False]]]], device=device)
         found = applied_mask(probe, (1, 1, 2, 2), mask).expand(1, 1, 2, 2)[0, 0].tolist()
         _READ_TOGETHER[function] = found[1][0], found[0][1]
@@ -117,7 +112,7 @@ def _read_together(softmax: Any, device: torch.device) -> tuple[bool, bool]:
 
 
 def applied_mask(softmax: Any, scores: tuple[int, ...], attention_mask: Any) -> Any:
-    """The mask that the loaded Megatron applies to scores [b, n, sq, sk] of this shape, or None."""
+    """Mask that Megatron applies to scores [b, n, sq, sk], or None."""
     given: list[Any] = []
 
     def record(scores: Any, mask: Any) -> Any:
@@ -131,7 +126,6 @@ def applied_mask(softmax: Any, scores: tuple[int, ...], attention_mask: Any) -> 
 
 
 def pack_reasons(module: Any, query: Any, params: Any) -> list[str]:
-    """Why the operator does not serve a pack."""
     from megatron.core.transformer.enums import AttnMaskType
 
     reasons = []
@@ -145,14 +139,13 @@ def pack_reasons(module: Any, query: Any, params: Any) -> list[str]:
 
 
 def packing_of(params: Any) -> packed.Packing:
-    """The layout of a pack."""
     return packed.Packing.of(
         params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
     )
 
 
 def dropout_generator(module: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
-    """The random state for dropout; under sequence parallelism Megatron has forked it already."""
+    """Random state for dropout; Megatron has already forked it under sequence parallelism."""
     from megatron.core import tensor_parallel
 
     if dropout_p > 0.0 and not module.config.sequence_parallel:
@@ -162,7 +155,7 @@ def dropout_generator(module: Any, dropout_p: float) -> contextlib.AbstractConte
 
 
 def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Drop head sizes from the constructor's arguments; the operator reads them off tensors."""
+    """Drop head sizes from constructor arguments; the operator reads them off tensors."""
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
         for size in HEAD_SIZES:
@@ -172,7 +165,7 @@ def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callabl
     return __init__
 
 
-# Bytes of scores up to which a verification computes Megatron's attention in a wider type.
+# Maximum bytes of scores for verification in a wider type.
 _SCORES = 1 << 31
 _EVERY = slice(None)
 
@@ -188,10 +181,10 @@ def check(
     spec: AttentionSpec,
     packing: packed.Packing | None,
 ) -> None:
-    """Compare `operator(q, k, v)` with `original`, Megatron's forward of `module`, for `--mindspeed-lite-verify`.
+    """Compare `operator(q, k, v)` with `original`, Megatron's forward of `module`.
 
-    Megatron computes the sequences of a pack one by one. What it cannot compute is compared with the definition. A
-    softmax offset counts as a constant.
+    Megatron computes a pack one sequence at a time. Unsupported calls are compared with the definition. A softmax
+    offset counts as a constant.
     """
     if spec.dropout_p > 0.0:
         verifier.leave_out(feature.name, "attention", "dropout is on, and each draws in its own way")
@@ -243,7 +236,6 @@ def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
 
 
 def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packing | None) -> str:
-    """The part of a call that Megatron's local attention does not support, or an empty text."""
     if qkv[2].shape[-1] != module.hidden_size_per_attention_head:
         return "values of this size"
     if packing is not None and (packing.q != packing.k or module.attn_mask_type.name not in ("causal", "no_mask")):
@@ -262,7 +254,6 @@ def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable
 
 def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Callable[..., torch.Tensor]:
     def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
-        # Rows of no sequence are zero, with a graph to all three.
         out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
         for first, last in packing.q:
             if last > first:
@@ -274,7 +265,7 @@ def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Calla
 
 
 def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: Any) -> Callable[..., torch.Tensor]:
-    """Clear rows that see no key: ours are zero, Megatron's an average."""
+    """Clear rows that see no key: zero here, an average in Megatron."""
     if attention_mask is None or qkv[0].dim() != 4:
         return lambda context, batch=_EVERY: context
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
@@ -294,7 +285,7 @@ def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: A
 
 
 def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
-    """Call without leaving score buffers in Megatron's global memory buffer."""
+    """Run without leaving score buffers in Megatron's global memory buffer."""
     from megatron.core import parallel_state
 
     buffers = parallel_state.get_global_memory_buffer().buffer
@@ -307,7 +298,6 @@ def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
 
 
 def _parts(original: Callable[..., Any], qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
-    """What is computed in a wider type: all ([]), one sequence at a time if that is too large, or nothing (None)."""
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
     bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
     if b * bytes_of_one <= _SCORES:

@@ -1,6 +1,6 @@
-"""Turns off model switches for a fused form when the feature that supplies it ends.
+"""Turns off model switches for a fused form when its feature ends.
 
-Megatron reads them at every step from configurations and layers, which may outlive the feature.
+Megatron reads them every step from configurations that may outlive the feature.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from mindspeed_lite.engine import Around, Session
 
 
 def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
-    """Set `owner.name` to False when the feature ends, unless Megatron has the form itself.
+    """Clear `owner.name` when the feature ends, unless Megatron itself has the form.
 
-    is_there: called after the patches are undone, whether Megatron has the form.
+    is_there: called after the undo; whether Megatron has the form.
     """
     reference = weakref.ref(owner)
 
@@ -29,7 +29,7 @@ def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], b
 
 
 def config_field(name: str, is_there: Callable[[], bool]) -> Around:
-    """Patch that does so for a field of every configuration, copies included, that a module is built with."""
+    """Patch that applies `switch_off` to a field of every configuration a module is built with."""
 
     def around(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
         def __init__(self: Any, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Context parallelism: what the flags choose and where they conflict, and the algorithm over Megatron's groups."""
+"""Context parallelism: options, validation, and algorithms over Megatron's groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mindspeed_lite.parallel.groups import new_groups
 from mindspeed_lite.platform.megatron import HOST
 
 NAME = "context_parallel_algo"
-# MindSpeed's and Megatron's names of the algorithms.
 ALGORITHMS = {
     "megatron_cp_algo": "ring",
     "ulysses_cp_algo": "ulysses",
@@ -31,8 +30,6 @@ COMM_TYPES = {
 
 
 class Options(NamedTuple):
-    """The flags of rings and Ulysses."""
-
     window: int
     two_groups: bool
     cache: str | None
@@ -51,7 +48,7 @@ class Options(NamedTuple):
         )
 
     def cache_of(self, layer: int) -> Any:
-        """The cache policy of a layer, counted from 1: every (interval + 1)-th layer has it."""
+        """Cache policy of a layer (from 1): every (interval + 1)-th layer has it."""
         kept = self.cache is not None and (layer - 1) % (self.cache_interval + 1) == 0
         return self.cache if kept else "none"
 
@@ -60,7 +57,7 @@ def group_of(module: Any, packed_seq_params: Any) -> Any:
     """The group that shares a call's sequence, or None.
 
     Raises:
-        OptionError: Megatron's groups have another size than the module's configuration says.
+        OptionError: the group size differs from the module's configuration.
     """
     from megatron.core import parallel_state
 
@@ -79,7 +76,6 @@ def group_of(module: Any, packed_seq_params: Any) -> Any:
 
 
 def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: Session) -> Algorithm:
-    """The algorithm of a layer over Megatron's groups."""
     if kind == "ulysses":
         return Algorithm(ulysses=group, gather_keys=options.gather_keys)
     if kind == "gathered":
@@ -91,7 +87,6 @@ def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: S
 
 
 def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, session: Session) -> str:
-    """The algorithm with the least predicted exposed communication for these tensors."""
     batch = query.shape[1] if query.dim() == 4 else 1
     heads, groups, size, value_size = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     itemsize, ranks = query.element_size(), group.size()
@@ -113,7 +108,6 @@ def _ring(group: Any, layer: int, options: Options, session: Session) -> Ring:
 
 
 def _second(group: Any, session: Session) -> Any:
-    """A second group of the same ranks."""
     import torch.distributed as dist
 
     made: dict[Any, Any] = session.state("second groups", dict)
@@ -123,7 +117,7 @@ def _second(group: Any, session: Session) -> Any:
 
 
 def _hierarchical(group: Any) -> Sequence[Any]:
-    """(group of adjacent ranks, group of equal positions in these)."""
+    """(group of adjacent ranks, group of ranks at equal positions)."""
     from megatron.core import parallel_state
 
     groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
@@ -146,12 +140,11 @@ _RING_FLAGS = {
 
 
 def algorithm_named(module: Any, context: Context) -> str | None:
-    """The algorithm that flags or configuration name for a layer, or None."""
     types, asked = module.config.cp_comm_type, context.settings["context_parallel_algo"]
     if asked is not None:
         return ALGORITHMS[asked]
     given = types[module.layer_number - 1] if isinstance(types, list) else types
-    # p2p is the default of Megatron's parser, and None that of a configuration.
+    # p2p is the parser's default, None a configuration's.
     if given is not None and (context.host_args is None or _is_type_given(context)):
         _check_types([given])
         return COMM_TYPES[given]
@@ -164,7 +157,6 @@ def splits_as_one(context: Context) -> bool:
 
 
 def check_heads(heads: int, groups: int, ranks: int) -> None:
-    """Raise OptionError unless each Ulysses rank gets a head."""
     try:
         split_heads(heads, groups, ranks)
     except ValueError as error:
@@ -172,7 +164,6 @@ def check_heads(heads: int, groups: int, ranks: int) -> None:
 
 
 def check(context: Context) -> None:
-    """Raise OptionError for flags that contradict each other or the layout."""
     settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
     size, degree = settings["context_parallel_size"], settings["ulysses_degree_in_cp"]
     named, kinds = _named(context)
@@ -248,13 +239,12 @@ def check(context: Context) -> None:
 
 
 def _goes_by_documents(context: Context) -> bool:
-    """Whether rotary embedding, MLA or MTP assume that each document is split by itself."""
+    """Whether rotary embedding, MLA or MTP assume documents that are split separately."""
     has_rows = context.arg("position_embedding_type", "learned_absolute") in ("learned_absolute", "none")
     return bool(not has_rows or context.arg("multi_latent_attention", False) or context.arg("mtp_num_layers", None))
 
 
 def _named(context: Context) -> tuple[str, set[str]]:
-    """The flag that names algorithms, and these; nothing if they are chosen by cost."""
     settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
     asked, implied = settings["context_parallel_algo"], _implied(settings)
     if asked is not None:
@@ -266,7 +256,6 @@ def _named(context: Context) -> tuple[str, set[str]]:
 
 
 def _is_type_given(context: Context) -> bool:
-    """Whether the user named a type; p2p is the default of Megatron's parser."""
     return "cp_comm_type" in context.explicit or tuple(context.arg("cp_comm_type", None) or ("p2p",)) != ("p2p",)
 
 
@@ -277,7 +266,6 @@ def _check_types(types: Sequence[str]) -> None:
 
 
 def _implied(settings: Mapping[str, Any]) -> str | None:
-    """The algorithm that an algorithm's own flags imply."""
     if settings["ulysses_degree_in_cp"] is not None:
         return "hybrid"
     if settings["use_ulysses_allgather_kv"]:

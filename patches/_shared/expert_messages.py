@@ -1,4 +1,4 @@
-"""Asynchronous messages of experts' dispatch and combine, for features of each dispatcher."""
+"""Asynchronous messages of expert dispatch and combine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLTOALL, ALLGATHER = "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm"
 
 
 class MessageState:
-    """Messages of a session; is_dispatch: True in the dispatch, False in the combine, else None."""
+    """Messages of a session; is_dispatch: True in dispatch, False in combine, else None."""
 
     def __init__(self) -> None:
         self.messages = Messages()
@@ -24,7 +24,6 @@ class MessageState:
 
 
 def state_of(session: Session, feature: str, factory: Callable[[], Any] = MessageState) -> Any:
-    """The feature's MessageState, made by `factory` at the first call."""
     found = session.find(feature)
     if found is None:
         found = session.state(feature, factory)
@@ -33,18 +32,17 @@ def state_of(session: Session, feature: str, factory: Callable[[], Any] = Messag
 
 
 def put(session: Session, job: Callable[[], None]) -> bool:
-    """Run `job`, on which no gradient depends, during the next message; False if none is to come."""
+    """Run `job`, on which no gradient depends, during the next message; False if none follows."""
     return any(each.messages.put(job) for each in _states(session))
 
 
 def expect_jobs(session: Session) -> None:
-    """Announce that the backward pass of the running code will `put` jobs."""
     for each in _states(session):
         each.messages.expect_jobs()
 
 
 def run_jobs(session: Session) -> None:
-    """Run jobs that no message has overlapped with."""
+    """Run jobs that overlapped with no message."""
     for each in _states(session):
         each.messages.run_jobs()
 
@@ -54,7 +52,7 @@ def _states(session: Session) -> list[Any]:
 
 
 def track_exchange(feature: str, is_dispatch: bool) -> Make:
-    """Wrap `token_dispatch` or `token_combine`: what it issues are messages of this feature."""
+    """Make collectives of `token_dispatch` or `token_combine` messages of this feature."""
 
     @contextlib.contextmanager
     def tracked(session: Session, _: Any) -> Iterator[None]:
@@ -70,5 +68,4 @@ def track_exchange(feature: str, is_dispatch: bool) -> Make:
 
 
 def before_gradients_are_reduced(feature: str) -> Around:
-    """Run the remaining jobs before gradients are reduced."""
     return moe.before_gradients_are_reduced(lambda session: state_of(session, feature).messages.run_jobs())

@@ -17,10 +17,9 @@ from .conditions import transformer_engine_reasons
 
 
 class FusedNorm(torch.nn.Module):
-    """Mixin that makes a norm of torch compute over the last dimension by an operator of `mindspeed_lite.ops`.
+    """Mixin: a torch norm computed over the last dimension by an operator.
 
-    kind: name of torch's class. operator_name: name in the report. operator, definition: functions of
-    (x, *parameters, eps, zero_centered).
+    kind: torch's class name. operator, definition: functions of (x, *parameters, eps, zero_centered).
     """
 
     kind: ClassVar[str]
@@ -35,18 +34,16 @@ class FusedNorm(torch.nn.Module):
     def __init__(
         self, hidden_size: int, eps: float, zero_centered: bool = False, sequence_parallel: bool = False
     ) -> None:
-        """
-        Args:
-            hidden_size: length of the last dimension.
-            eps: added to the variance or the mean square.
-            zero_centered: the stored weight is gamma - 1 and starts at zero (layernorm_zero_centered_gamma).
-            sequence_parallel: mark parameters so that Megatron sums their gradients over the tensor-parallel group.
+        """Args:
+        hidden_size: length of the last dimension.
+        zero_centered: the stored weight is gamma - 1.
+        sequence_parallel: Megatron sums gradients over the tensor-parallel group.
         """
         super().__init__(hidden_size, eps=eps)  # type: ignore[call-arg]
         self.zero_centered = zero_centered
         if zero_centered:
             torch.nn.init.zeros_(self.weight)
-        # Set only when it holds: some of Megatron's code asks for the attribute, not its value.
+        # Some of Megatron's code tests whether the attribute exists, not its value.
         if sequence_parallel:
             for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
@@ -85,7 +82,7 @@ class FusedNorm(torch.nn.Module):
 
 
 def norm_patch(norm_class: type[FusedNorm]) -> Override:
-    """Build every norm of a kind as `norm_class`; norms of earlier sessions are converted in place."""
+    """Build norms of a kind as `norm_class`; convert norms of earlier sessions in place."""
     kind, adopted = norm_class.kind, weakref.WeakKeyDictionary[Any, None]()
 
     def adopt(norm: Any, session: Session) -> None:
@@ -107,7 +104,6 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
             def original() -> Any:
                 return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
 
-            # Megatron refuses a memory-efficient norm.
             if config.normalization != kind or config.memory_efficient_layer_norm:
                 return original()
             norm = norm_class(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
@@ -123,7 +119,7 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
             adopt(norm, session)
         return __new__
 
-    # Outside the device layer's wrap of the same symbol, so that sequence parallelism reaches this one.
+    # Outside the device layer's wrap of the same symbol, which would drop sequence parallelism.
     fields = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "normalization", "sequence_parallel")
     return Override(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
@@ -134,7 +130,7 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
 
 
 def _restore_class(reference: weakref.ref[Any]) -> None:
-    """Make a norm torch's own again, unless it has zero-centred gamma, which torch lacks."""
+    """Restore torch's class, unless gamma is zero-centred, which torch lacks."""
     norm = reference()
     if norm is None or norm.zero_centered:
         return
@@ -148,7 +144,6 @@ def _torchs_class(norm: Any) -> type[Any]:
 
 
 def norm_reasons(context: Context, kind: str) -> list[str]:
-    """The condition of both features."""
     reasons = transformer_engine_reasons(context, "uses Transformer Engine's own fused norm")
     normalization = context.arg("normalization", kind)
     if normalization != kind:

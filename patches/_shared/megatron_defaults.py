@@ -1,7 +1,6 @@
-"""Replaces Megatron's defaults that need a package which is not installed.
+"""Replaces Megatron defaults that need a missing package (Transformer Engine, Apex).
 
-Megatron's defaults name Transformer Engine and Apex. A default is switched to what this machine has, with a notice; a
-value that the user gave by flag is an error instead.
+Replacements are logged. A value that the user set by flag raises an error instead.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from mindspeed_lite.engine import OptionError
 
 @dataclass(frozen=True)
 class Default:
-    """One argument whose value may need something absent.
+    """An argument whose value may need a missing package.
 
     Attributes:
-        dest: name in Megatron's arguments.
-        demanding: the value that needs it; `asking`: its flag, empty if it can only be the default.
-        instead: the value that does not; `flag`: its flag.
+        demanding, asking: the value that needs it; its flag, empty for a default.
+        instead, flag: the value that does not; its flag.
         missing: device -> what is missing (a phrase), or None.
-        needs, when: what is needed and where it is missing, for the docs.
-        stand_in: dest of our flag that supplies it, or empty.
+        needs, when: text for the docs.
+        stand_in: dest of the feature's flag that replaces it, or empty.
     """
 
     dest: str
@@ -43,7 +41,7 @@ class Default:
 
 
 def _absent(module: str) -> bool:
-    # Modules provided by a session of ours have no loader.
+    # Modules provided by a session have no loader.
     found = importlib.util.find_spec(module)
     return getattr(found, "loader", found) is None
 
@@ -73,7 +71,7 @@ def _softmax_kernel(device: str) -> str | None:
 def _compiler(device: str) -> str | None:
     if device != "cpu":
         return None
-    # As torch/_inductor/config.py (cpp.cxx) looks for it.
+    # Same lookup as torch/_inductor/config.py (cpp.cxx).
     found = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     return None if found else "a C++ compiler for torch.compile"
 
@@ -108,7 +106,6 @@ DEFAULTS: tuple[Default, ...] = (
         stand_in="use_gradient_accumulation_fusion",
     ),
     Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "", _apex, "Apex's persistent layer norm"),
-    # The same in a YAML file.
     Default("persist_layer_norm", True, False, "--no-persist-layer-norm", "", _apex, "Apex's persistent layer norm"),
     Default(
         "masked_softmax_fusion",
@@ -133,12 +130,12 @@ DEFAULTS: tuple[Default, ...] = (
     ),
 )
 
-# Switches that Megatron refuses for the local implementation and that a feature of ours serves.
+# Megatron refuses these for the local implementation; features here serve them.
 REFUSED = ("delay_wgrad_compute",)
 
 
 def hide(args: Any) -> list[str]:
-    """Turn the `REFUSED` switches off for Megatron's validation; returns their names."""
+    """Clear the `REFUSED` switches for Megatron's validation; return their names."""
     local = getattr(args, "transformer_impl", "") == "local"
     hidden = [dest for dest in REFUSED if local and getattr(args, dest, False)]
     for dest in hidden:
@@ -147,7 +144,7 @@ def hide(args: Any) -> list[str]:
 
 
 def disable_compile(args: Any, device: str) -> Callable[[], None] | None:
-    """Run compiled functions eagerly if there is no C++ compiler, with `--disable-jit-fuser`; returns the undo or None.
+    """Disable torch.compile without a C++ compiler or with `--disable-jit-fuser`; return the undo.
 
     Megatron applies torch.compile at import, before it reads the flag.
     """
@@ -160,12 +157,11 @@ def disable_compile(args: Any, device: str) -> Callable[[], None] | None:
 
 
 def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
-    """Switch defaults of `args` that need something absent, in place; returns notices with their dests.
+    """Switch defaults that need a missing package, in place; return notices.
 
     Raises:
-        OptionError: the user gave such a value by flag (`explicit`); `args` is unchanged then.
+        OptionError: the user set such a value by flag; `args` is unchanged then.
     """
-    # `doctor` reads the table without torch.
     from mindspeed_lite.platform import megatron
 
     switches = []

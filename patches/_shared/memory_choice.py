@@ -1,7 +1,6 @@
-"""The steps of `--adaptive-memory`: record, choose, run, measure, keep.
+"""Steps of `--adaptive-memory`: record, solve, run, measure, keep.
 
-Ranks of a pipeline stage run the same collectives, so they choose alike: rank 0 solves for every stage, from the
-largest records, moments and measurements of its ranks.
+Ranks of a stage run the same collectives, so rank 0 solves for every stage, from the maxima over its ranks.
 """
 
 from __future__ import annotations
@@ -40,18 +39,14 @@ from mindspeed_lite.platform import cache
 from .. import swap_attention
 from .recomputed_layers import RecomputedLayer
 
-# The first step is slower, so times are those of the second.
+# The first step is slower; times are those of the second.
 RECORD_STEPS = 2
 NOTHING_MOVES = "no part of a layer has anything that could be"
-# Attempts to find a choice whose measured memory fits.
 MAX_CHECKS = 3
-# Largest copy that is timed, in bytes.
 TIMED_BYTES = 64 << 20
 
 
 class MemoryChoice:
-    """The layers of one process and their choice."""
-
     def __init__(self, session: Session, budget: int, explains: bool) -> None:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
@@ -68,7 +63,6 @@ class MemoryChoice:
         self._recorder: LayerRecorder | None = None
 
     def add(self, layer: Any) -> None:
-        """Add a layer of this rank."""
         if self._offload is None and not self._why_kept:
             device = torch.device(self._session.context.device)
             self._engine = swap_attention._copy_engine_of(device)
@@ -78,7 +72,6 @@ class MemoryChoice:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of the forward pass of a chunk's layers."""
         with contextlib.ExitStack() as stack:
             if self._offload is not None:
                 stack.enter_context(self._offload.forward_pass())
@@ -87,7 +80,6 @@ class MemoryChoice:
             yield
 
     def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Run a step, recorded or measured until a choice is final."""
         if self._is_done or given.get("forward_only", False):
             return original(**given)
         if self._steps == 0 and not any(map(any, _by_stage(bool(self._layers)).values())):
@@ -132,7 +124,6 @@ class MemoryChoice:
         return result
 
     def _record_of(self, recorder: LayerRecorder) -> StageRecord:
-        """The recorder's result, with the bandwidth of copies."""
         can = [layer.can for layer in self._layers]
         found = StageRecord(can, recorder.layers, recorder.moments, [layer.can_swap for layer in self._layers])
         if self._engine is None or self._offload is None:
@@ -149,7 +140,6 @@ class MemoryChoice:
         return found
 
     def _solve(self, given: dict[str, Any]) -> None:
-        """Choose for every stage on rank 0, apply and print."""
         answer: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -177,7 +167,7 @@ class MemoryChoice:
         except BudgetError as error:
             if self._budgets[stage] == self._budget:
                 raise BudgetError(error.least, self._budget, stage) from None
-        # More was measured than predicted: take the least.
+        # Above the prediction: take the choice with the least memory.
         self._session.log_decision(f"{self._session.feature}: stage {stage} runs with the least possible from here on")
         return leanest(options, record.moments, transfers)
 
@@ -186,7 +176,6 @@ class MemoryChoice:
             layer.run_again(option.again, option.swapped)
 
     def _check(self, measured: int, given: dict[str, Any]) -> None:
-        """Compare the measured memory with the budget; choose again if it is above."""
         self._checks += 1
         found = {stage: max(each) for stage, each in _by_stage(measured).items()}
         shown = ", ".join(
@@ -196,7 +185,7 @@ class MemoryChoice:
         above = {stage: size - self._budget for stage, size in found.items() if size > self._budget}
         self._is_done = not above or self._checks == MAX_CHECKS
         if above and not self._records:
-            # A kept choice does not fit any more: record again.
+            # The kept choice no longer fits: record again.
             self._steps, self._is_done, self._reads_kept, self._checks = 0, False, False, MAX_CHECKS - 1
             self._before = "the choice that was kept", self._now()
             for layer in self._layers:
@@ -210,7 +199,6 @@ class MemoryChoice:
             self._keep()
 
     def _take_kept(self, given: dict[str, Any]) -> bool:
-        """Apply the choice of an earlier run with this budget; False if there is none."""
         # Once: training loops may change the configuration after the first step.
         name = self._session.feature
         files = self._kept = KeptChoices(
@@ -236,7 +224,6 @@ class MemoryChoice:
         return True
 
     def _now(self) -> Choice:
-        """The current choice by stage."""
         return {
             stage: each[0]
             for stage, each in _by_stage([(layer.again, layer.swapped) for layer in self._layers]).items()
@@ -251,7 +238,7 @@ class MemoryChoice:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
 
     def _key(self, given: dict[str, Any]) -> str:
-        """Hash of everything that decides what is saved, but for the budget."""
+        """Hash of everything but the budget that affects saved tensors."""
         from megatron.core import package_info, parallel_state
         from megatron.core.utils import get_model_config
 
@@ -273,7 +260,7 @@ class MemoryChoice:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON form that is the same in every run, or None."""
+    """JSON form that is the same in every run, or None."""
     if isinstance(value, (int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -288,7 +275,6 @@ def _models(given: dict[str, Any]) -> list[Any]:
 
 
 def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
-    """Predicate for addresses of weights, which autograd saves too."""
     parameters = [each for model in _models(given) for each in model.parameters()]
     return {each.untyped_storage().data_ptr() for each in parameters}.__contains__
 
@@ -305,7 +291,6 @@ def _stage() -> int:
 
 
 def _by_stage(mine: Any) -> dict[int, list[Any]]:
-    """The values of all ranks by pipeline stage."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (_stage(), mine))
     stages: dict[int, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Conditions, targets and verification that the features for mixtures of experts share."""
+"""Conditions, patches and verification shared by mixture-of-experts features."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from .wrappers import before
 UTILS = "megatron.core.transformer.moe.moe_utils"
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 HOOKED = "a hook on an expert or its linear layers"
-# Name of the hook of --overlap-param-gather.
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook"
 
 
 class Permutation(NamedTuple):
-    """Arguments of Megatron's `permute`, in order."""
-
     tokens: Any
     routing_map: Any
     probs: Any
@@ -29,7 +26,7 @@ class Permutation(NamedTuple):
 
 
 class AllToAllCall(NamedTuple):
-    """Arguments of Megatron's `all_to_all`; `received` and `sent`: rows by rank, None for equal parts."""
+    """Arguments of Megatron's `all_to_all`; None in `received`, `sent`: equal parts."""
 
     group: Any
     rows: Any
@@ -40,7 +37,7 @@ class AllToAllCall(NamedTuple):
 def permute_patches(
     serve: Callable[[Session, Callable[..., Any], Permutation], Any], order: int = 0
 ) -> tuple[Override, ...]:
-    """Override `permute` of every release by `serve(session, original, call)`.
+    """Override `permute` by `serve(session, original, call)`.
 
     `serve` returns (rows, probabilities, row ids), or None to run the original.
     """
@@ -75,7 +72,7 @@ def permute_patches(
 
 
 def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int = 0) -> Override:
-    """Override the dispatchers' `all_to_all`; `serve` returns rows, or None to run the original."""
+    """Override `all_to_all`; `serve` returns rows, or None to run the original."""
 
     def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def all_to_all(
@@ -95,8 +92,6 @@ def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int =
 
 
 def before_gradients_are_reduced(finish: Callable[[Session], object]) -> Around:
-    """Call `finish` before the first reader of main gradients."""
-
     def act(session: Session, _: Any) -> None:
         finish(session)
 
@@ -106,26 +101,23 @@ def before_gradients_are_reduced(finish: Callable[[Session], object]) -> Around:
 
 
 def expert_sizes(context: Context) -> tuple[int, int]:
-    """(tensor-parallel size of an expert, expert-parallel size)."""
+    """(expert tensor-parallel size, expert-parallel size)."""
     arg = context.arg
     shared = arg("expert_tensor_parallel_size", None) or arg("tensor_model_parallel_size", 1) or 1
     return shared, arg("expert_model_parallel_size", 1) or 1
 
 
 def no_expert_reasons(context: Context) -> list[str]:
-    """The reason of a feature for models with experts."""
     has_none = context.host_args is not None and not context.arg("num_experts", None)
     return ["--num-experts is not given: the model has no experts"] if has_none else []
 
 
 def dispatcher_reasons(context: Context, *dispatchers: str) -> list[str]:
-    """The reason of a feature for these dispatchers."""
     given = context.arg("moe_token_dispatcher_type", dispatchers[0])
     return [] if given in dispatchers else [f"--moe-token-dispatcher-type {given}: it takes {' or '.join(dispatchers)}"]
 
 
 def exchange_reasons(context: Context) -> list[str]:
-    """The reasons of a feature for messages between expert-parallel ranks."""
     found = no_expert_reasons(context)
     if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
         found = ["--expert-model-parallel-size 1: tokens stay where they are"]
@@ -133,7 +125,6 @@ def exchange_reasons(context: Context) -> list[str]:
 
 
 def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
-    """The condition of an expert feature; `theirs`: what Transformer Engine has instead."""
     return lambda context: [
         *transformer_engine_reasons(context, f"has {theirs} of its own"),
         *no_expert_reasons(context),
@@ -141,8 +132,6 @@ def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
 
 
 def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
-    """Set Megatron's own argument for the fused form."""
-
     def adjust(context: Context) -> Mapping[str, Any]:
         return {} if context.host_args is None else {argument: True}
 
@@ -150,14 +139,14 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
 
 
 def before_call(layer: Any) -> None:
-    """Run the parameter-gather hook of a linear layer whose weight is read without calling it."""
+    """Run the parameter-gather hook of a layer whose weight is read without a call."""
     for hook in layer._forward_pre_hooks.values():
         if _is_gathering(hook):
             hook(layer, ())
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a module has hooks other than Megatron's parameter gather and this package's."""
+    """Whether a module has hooks other than those of Megatron's gather and this package."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(not (_is_gathering(hook) or _is_own(hook)) for hooks in kinds for hook in hooks.values())
 
@@ -181,7 +170,7 @@ def compare(
     widened: bool = True,
     variant: str = "",
 ) -> None:
-    """Verify an operator whose number of rows changes with each batch.
+    """Verify an operator whose number of rows varies.
 
     widened: measure both against `theirs` in a wider type.
     """

@@ -1,7 +1,6 @@
-"""Optimizer state that is split, quantized or in host memory: checkpoints, and access to all tensors of a parameter.
+"""Checkpoints and access for optimizer state that is split, quantized or in host memory.
 
-Checkpoints hold fp32 copies, so they are the same with and without the features. Every feature with such state lists
-`PATCHES`; applied twice they do the same.
+Checkpoints hold fp32 copies, as without the features. Every such feature lists `PATCHES`, which are idempotent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from .wrappers import Make, after, within
 
 
 def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None:
-    """The inner optimizer, if its state is split, quantized or in host memory."""
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, (FusedAdam, FusedAdamW)):
         return None
@@ -29,7 +27,7 @@ def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None
 
 
 def main_param_reasons(context: Context) -> list[str]:
-    """Flags with which Megatron uses main parameters in places that the patches here do not reach."""
+    """Flags with which Megatron uses main parameters where these patches do not reach."""
     used = {
         "fp8_param_gather": "--fp8-param-gather keeps weights in fp8",
         "fp4_param_gather": "--fp4-param-gather keeps weights in fp4",
@@ -46,13 +44,10 @@ def _materialized(session: Session, optimizer: Any) -> contextlib.AbstractContex
     return contextlib.nullcontext() if inner is None else inner.materialized()
 
 
-#: Runs a method of Megatron's optimizers with fp32 state on the device.
 with_materialized_state = within(_materialized)
 
 
 def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The copy into the model's weights, unless the step has written them."""
-
     def _copy_main_params_to_model_params(self: Any) -> Any:
         inner = optimizer_with_custom_state(self)
         if inner is not None and inner.step_data.casts_done:
@@ -64,13 +59,13 @@ def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
 
 
 def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Put fp32 copies into what is saved, which outlives the call."""
+    """Save fp32 copies; the saved dict outlives the call."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, inner = wrapped(self, *args, **kwargs), optimizer_with_custom_state(self)
         if inner is None:
             return found
-        # torch's state dict numbers parameters in the order of the groups.
+        # torch's state dict numbers parameters in group order.
         mains = [main for group in inner.param_groups for main in group["params"]]
         plain = {main: inner.fp32_copy(main) for main in mains}
         groups = getattr(self, "fp32_from_float16_groups", None)
@@ -109,9 +104,9 @@ def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def patch_optimizer_init(feature: str, use: Callable[[Any, FusedAdam | FusedAdamW, Session], None]) -> Make:
-    """Wrap an optimizer's `__init__`: call `use(optimizer, inner, session)` if the inner one has the fused step.
+    """Wrap `__init__`: call `use(optimizer, inner, session)` if the inner optimizer has the fused step.
 
-    When the features end, its state becomes fp32 on the device again.
+    When the features end, state returns to fp32 on the device.
     """
 
     def adopt(session: Session, optimizer: Any) -> None:
@@ -128,7 +123,6 @@ def patch_optimizer_init(feature: str, use: Callable[[Any, FusedAdam | FusedAdam
 
 
 def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
-    """Restore its state to fp32 on the device when the features end."""
     owner = weakref.ref(optimizer)
 
     def end() -> None:
@@ -141,7 +135,7 @@ def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
 
 # Model parameter -> (inner optimizer, tensor that it updates).
 MainParams = Mapping[torch.Tensor, tuple[Any, torch.Tensor]]
-# Attribute that tells Megatron's optimizers apart -> (model parameters, main parameters).
+# Attribute that identifies a Megatron optimizer -> (model parameters, main parameters).
 _GROUPS = (
     ("fp32_from_float16_groups", (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",) * 2)),
     (
@@ -152,7 +146,6 @@ _GROUPS = (
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers with parameters in a (nested) chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         return [leaf for each in chained for leaf in leaves(each)]
@@ -160,7 +153,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
-    """What each parameter's optimizer updates: an fp32 copy, a shard, or the parameter."""
+    """Parameter -> what its optimizer updates: an fp32 copy, a shard, or itself."""
     found = {}
     for each in optimizers:
         tables = next((tables for name, tables in _GROUPS if hasattr(each, name)), None)
@@ -175,7 +168,7 @@ def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torc
 
 @contextlib.contextmanager
 def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Iterator[list[torch.Tensor]]:
-    """Within it, all tensors of the parameters: themselves, main parameters and fp32 states; writes persist."""
+    """Context that yields parameters, main parameters and fp32 states; writes persist."""
     held = [(each, *mains[each]) for each in parameters if each in mains]
     with contextlib.ExitStack() as stack:
         for inner in {id(inner): inner for _, inner, _ in held}.values():
@@ -196,7 +189,7 @@ def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Ite
 
 
 def finish_gathers(optimizers: Sequence[Any]) -> None:
-    """Wait for pending gathers of experts' parameters (--overlap-param-gather) without starting the next one."""
+    """Wait for pending expert parameter gathers without starting the next one."""
     for model in {id(model): model for each in optimizers for model in getattr(each, "model_chunks", ())}.values():
         for group in model.expert_parallel_bucket_groups:
             if getattr(group, "param_gather_handle", None) is not None:
@@ -215,12 +208,10 @@ PATCHES = (
     Around(f"{DISTRIBUTED}._set_main_param_and_optimizer_states", _set, reads=("model_param_group_index_map",)),
     Around(f"{DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy", with_materialized_state),
 )
-# For optimizers whose parameters are the model's own.
 FP32_PATCHES = (
     Around(f"{FP32}.state_dict", _state_dict),
     Around(f"{FP32}.load_state_dict", with_materialized_state),
 )
-# For features whose main parameters are placeholders outside the step.
 MAIN_PARAM_PATCHES = tuple(
     patch
     for optimizer in (FLOAT16, DISTRIBUTED)
@@ -232,5 +223,4 @@ MAIN_PARAM_PATCHES = tuple(
 
 
 def init_patches(make: Make, reads: Mapping[str, Sequence[str]], optimizers: Sequence[str]) -> tuple[Around, ...]:
-    """Patches of the optimizers' `__init__`; reads: what `make` reads besides, by optimizer."""
     return tuple(Around(f"{each}.__init__", make, reads=("optimizer", *reads.get(each, ()))) for each in optimizers)

@@ -1,4 +1,4 @@
-"""Runs a training step or evaluation by a schedule that is data, with Megatron's parts."""
+"""Runs a training or evaluation step by a data-described schedule with Megatron's functions."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from .schedule_functions import filter_kwargs
 
 
 class PlannedStep:
-    """Program and communication of this rank for one shape of training step."""
-
     def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
         self.last_rank = schedule.locations[schedule.num_stages - 1][0]
@@ -41,13 +39,11 @@ class PlannedStep:
         kinds = [step.kind for step in program.steps]
         forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
         ahead = next((place for place, kind in enumerate(kinds) if kind is not Kind.FORWARD), len(kinds))
-        # Megatron recomputes forwards fully from some index on, within windows of this length.
+        # Windows in which Megatron fully recomputes the later forwards.
         self.place_in_window = {step: place % ahead for place, step in enumerate(forwards)}
 
 
 class ExecutorState:
-    """State of a session: programs by shape, delayed weight gradients by chunk, whether the feature is on."""
-
     def __init__(self, session: Session) -> None:
         self.planned: dict[Any, PlannedStep] = {}
         self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()
@@ -57,7 +53,7 @@ class ExecutorState:
 
     @functools.cached_property
     def modules(self) -> tuple[Any, Any, Any]:
-        """Modules that a step calls; importing them at each step is slow."""
+        """Modules that a step calls; importing them every step is slow."""
         import torch
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import schedules
@@ -68,7 +64,6 @@ class ExecutorState:
         self.is_on = False
 
     def request(self, session: Session) -> ScheduleRequest:
-        """The request of the session's current settings."""
         settings = session.settings
         if self._request is None or self._request[0] is not settings:
             self._request = settings, ScheduleRequest.of(pipeline_orders.active_settings(session))
@@ -107,7 +102,6 @@ def execute(
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     torch, parallel_state, schedules = state.modules
-    # Megatron 0.14 calls them by the other name.
     models, groups = listed(model), grad_finalize_pgs if pg_collection is None else pg_collection
     tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
     cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
@@ -117,7 +111,7 @@ def execute(
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
     delays = request.delays and not forward_only
-    # A blocking send would hold up the weight gradients that run meanwhile.
+    # A blocking send would delay weight gradients that could run meanwhile.
     is_async = config.overlap_p2p_comm or (delays and not config.use_ring_exchange_p2p)
     shape = (ranks, num_microbatches, len(models), group)
     is_combined = not forward_only and bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
@@ -129,7 +123,7 @@ def execute(
         embedding = clear(config, model, **filter_kwargs(clear, is_last_stage=rank == last_rank))
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    # A per-token loss needs the count, and it travels with the losses.
+    # A per-token loss needs the count, which travels with the losses.
     counts = config.calculate_per_token_loss or last_rank != ranks - 1
     this = TrainingStep(
         forward_step_func,
@@ -156,14 +150,14 @@ def execute(
     tensor_shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        # With several chunks Megatron goes by the other length alone.
+        # With several chunks Megatron ignores the decoder's own length.
         decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
         config=config,
         **schedule_functions.tensor_shape_kwargs(schedules, tp, cp, rank),
     )
     communicator = p2p_communicator
     if is_async and config.batch_p2p_comm:
-        # Megatron's batches are waited for.
+        # Megatron waits for batched messages.
         single = AttributeOverride(config, batch_p2p_comm=False)
         communicator = schedule_functions.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
@@ -191,7 +185,7 @@ def execute(
 
 
 def _hand_on(this: TrainingStep, group: Any, source: int) -> None:
-    """Send losses and token count to the last rank of the pipeline, which Megatron reads them from."""
+    """Send losses and token count to the last rank, where Megatron reads them."""
     import torch.distributed as dist
 
     source, target = dist.get_global_rank(group, source), dist.get_global_rank(group, group.size() - 1)
@@ -205,7 +199,6 @@ def _hand_on(this: TrainingStep, group: Any, source: int) -> None:
 
 
 def _on(device: Any, given: list[Any]) -> list[Any]:
-    """Move every tensor."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -223,11 +216,10 @@ def _planned(
     is_async: bool,
     is_combined: bool = False,
 ) -> PlannedStep:
-    # Megatron exchanges the lengths of all tensors of a call before it sends one of them.
+    # Megatron exchanges all lengths of a call before it sends a tensor.
     exchanges_lengths = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
     lookahead = int(is_async)
-    # Features may be turned on between two steps.
     key = (shape, rank, forward_only, joining, lookahead, is_combined, request.flags)
     found = state.planned.get(key)
     if found is None:
@@ -247,14 +239,12 @@ def _trace(folder: str, rank: int) -> Trace:
 
 
 def recomputed_units(session: Session) -> RecomputedUnits:
-    """The session's recorder of checkpoints."""
     stores_others = bool(session.settings.get(pipeline_orders.IN_BUBBLE))
     found: RecomputedUnits | None = session.find(pipeline_orders.RECORDED)
     return found or session.state(pipeline_orders.RECORDED, lambda: RecomputedUnits(_snapshot, stores_others))
 
 
 def _units_of_step(session: Session, config: Any, units: frozenset[Unit]) -> RecomputedUnits:
-    """The recorder of `units` in a training step. Raises OptionError if the model has no full recomputation."""
     if config.recompute_granularity != "full":
         raise OptionError(
             "recompute_in_bubble: the model's configuration has no full recomputation, which steps could run: set "
@@ -266,11 +256,10 @@ def _units_of_step(session: Session, config: Any, units: frozenset[Unit]) -> Rec
 
 
 def _snapshot() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Take Megatron's random states; returns the context of a second run."""
+    """Capture Megatron's random states; return the context of a second run."""
     from megatron.core.tensor_parallel import random
 
     states = random._get_all_rng_states()
-    # Before 0.16 there are no such functions.
     begin, end = (getattr(random, f"_{name}_checkpointing", lambda: None) for name in ("set", "unset"))
 
     @contextlib.contextmanager

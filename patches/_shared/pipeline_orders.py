@@ -1,4 +1,4 @@
-"""Which pipeline schedule the flags ask for, and what it needs of the model's layout."""
+"""Resolves the requested pipeline schedule and checks the model's layout."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ SCHEDULE = "pipeline_schedule"
 METHOD = "schedules_method"
 AUTOMATIC = "zb-auto"
 IN_BUBBLE, IN_ADVANCE = "recompute_in_bubble", "recompute_in_advance"
-# Keys of session state that exist while these features are active.
 PLACED, RECORDED = "stages in a V", "recomputed units"
-# Megatron's own order, with or without virtual stages.
 _MEGATRONS = "megatron's"
-# DualPipeV without separate weight gradients.
 WHOLE = "dualpipev-whole"
-# Megatron's own orders, and those of ours that run on its placement of layers.
+# Orders on Megatron's own placement of layers.
 NAMES = ("1f1b", "interleaved", "zb-h1", AUTOMATIC)
 _ONE_CHUNK = ("1f1b", "zb-h1")
 # Arguments from which Megatron derives the number of model chunks.
@@ -28,25 +25,21 @@ _DERIVED_FROM = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parall
 
 
 def parse_name(text: str) -> str:
-    """Parse the flag's value: a name, or a function of the user's."""
     if text not in NAMES and ":" not in text:
         raise ValueError(f"one of {', '.join(NAMES)}, or an order of your own as FILE.py:function")
     return text
 
 
 def name_of(settings: Mapping[str, Any]) -> str | None:
-    """The requested order."""
     if settings.get(METHOD) and settings.get("dualpipev_dw_detach"):
         return "dualpipev-dw-detach"
     if settings.get(METHOD):
-        # Only fused accumulation can delay weight gradients.
         is_fused = settings.get("use_gradient_accumulation_fusion") or settings.get("mindspeed_lite_auto")
         return "dualpipev" if is_fused else WHOLE
     return settings.get(SCHEDULE) or (_MEGATRONS if recomputes_in_steps(settings) else None)
 
 
 def active_settings(session: Session) -> Settings:
-    """The session's settings without the flags of features that were skipped."""
     settings = session.settings
     skipped: dict[str, None] = {}
     if settings.get(METHOD) and session.find(PLACED) is None:
@@ -57,10 +50,10 @@ def active_settings(session: Session) -> Settings:
 
 
 class ScheduleRequest(NamedTuple):
-    """What the active flags ask of a training step.
+    """Schedule requested by the active flags.
 
-    delays: whether weight gradients may be steps. recomputes: whether recomputations are steps.
-    trace: folder for records. flags: the values that decide the order.
+    delays, recomputes: weight gradients or recomputations may be steps. trace: output folder. flags: values that decide
+    the order.
     """
 
     settings: Settings
@@ -83,22 +76,18 @@ class ScheduleRequest(NamedTuple):
 
     @property
     def is_v(self) -> bool:
-        """Whether stages are placed in a V."""
         return bool(self.settings.get(METHOD))
 
 
 def recomputes_in_steps(settings: Mapping[str, Any]) -> bool:
-    """Whether recomputation is a step of its own."""
     return bool(settings.get(IN_BUBBLE) or settings.get(IN_ADVANCE))
 
 
 def delays_weight_gradients(settings: Mapping[str, Any]) -> bool:
-    """Whether the order may have weight gradients as steps of their own."""
     return name_of(settings) not in (None, "1f1b", "interleaved", WHOLE, _MEGATRONS)
 
 
 def chunks_of(context: Context) -> int | None:
-    """Model chunks per rank; None while Megatron has not derived it."""
     derived = context.arg("virtual_pipeline_model_parallel_size", None)
     given = context.arg("num_virtual_stages_per_pipeline_rank", None)
     if derived or given:
@@ -108,7 +97,6 @@ def chunks_of(context: Context) -> int | None:
 
 
 def check_layout(context: Context) -> None:
-    """Raise OptionError if order and arguments differ in the number of model chunks."""
     name, chunks = name_of(context.settings), chunks_of(context)
     if name in _ONE_CHUNK and chunks is not None and chunks > 1:
         raise OptionError(
@@ -123,11 +111,10 @@ def check_layout(context: Context) -> None:
 
 
 def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only: bool) -> Schedule:
-    """The schedule of a step. Raises ValueError if there is none for this shape."""
+    """Schedule of a step. Raises ValueError for an impossible shape."""
     if forward_only:
         return orders.build("forward-only-v" if settings.get(METHOD) else "forward-only", shape)
     found = _base(settings, shape)
-    # An order of the user's may have recomputations itself.
     if found.recomputed:
         return found
     if settings.get(IN_BUBBLE):
@@ -137,7 +124,6 @@ def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only:
 
 
 def _base(settings: Mapping[str, Any], shape: PipelineShape) -> Schedule:
-    """The named order."""
     name = name_of(settings)
     assert name is not None
     if name == _MEGATRONS:

@@ -1,8 +1,4 @@
-"""The computations and messages of a training step, by Megatron's functions, for `mindspeed_lite.pipeline.run`.
-
-`MegatronPasses` calls `forward_step` and `backward_step`. `CombinedPasses` runs the plans of
-`--overlap-moe-expert-parallel-comm`, in which the layers of one micro-batch's forward and another's backward alternate.
-"""
+"""Passes and messages of a training step by Megatron's functions, for `pipeline.run`."""
 
 from __future__ import annotations
 
@@ -21,12 +17,12 @@ from mindspeed_lite.pipeline.wgrad import WgradBatches
 
 from .schedule_functions import filter_kwargs, in_stage, parameters
 
-# Attribute of a linear layer that delays its weight gradient.
+# Queue attribute of a linear layer that delays weight gradients.
 QUEUE = "wgrad_queue"
 
 
 class DelayedWgrads:
-    """The delayed weight gradients of one model chunk, a batch per backward pass."""
+    """Delayed weight gradients of one model chunk, a batch per backward pass."""
 
     def __init__(self, model: Any) -> None:
         self._layers = [each for each in model.modules() if getattr(each, QUEUE, None) is not None]
@@ -34,7 +30,7 @@ class DelayedWgrads:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it `backward_dw`, which Megatron's plans call, computes nothing."""
+        """Context in which `backward_dw`, called by Megatron's plans, computes nothing."""
         self._keep(True)
         try:
             yield
@@ -46,23 +42,22 @@ class DelayedWgrads:
             getattr(layer, QUEUE).is_kept = is_kept
 
     def seal(self, is_last: bool) -> None:
-        """End a backward pass; only the last one keeps autograd's placeholder, which gradient reduction needs."""
+        """End a backward pass; the last one keeps autograd's placeholder for gradient reduction."""
         self._batches.seal()
         if not is_last:
             for layer in self._layers:
                 layer.weight.grad = None
 
     def run(self, is_last: bool) -> None:
-        """Compute the gradients of the oldest backward pass; the last one notifies gradient reduction."""
+        """Compute the oldest batch; the last one notifies gradient reduction."""
         self._batches.run(announce=is_last)
 
 
 @dataclass
 class TrainingStep:
-    """Arguments and results of the forward passes of a training step.
+    """Arguments and results of a training step's forward passes.
 
-    models, iterators: one per model chunk.
-    checkpointed: by (chunk, micro-batch), whether all layers are recomputed rather than some.
+    models, iterators: per chunk. checkpointed: by (chunk, micro-batch), whether all layers are recomputed.
     """
 
     forward_step_func: Callable[..., Any]
@@ -80,10 +75,10 @@ class TrainingStep:
 
 
 class MegatronPasses:
-    """Passes by Megatron's functions; what all micro-batches share is bound once.
+    """Passes by Megatron's functions, bound once for all micro-batches.
 
-    delayed: weight gradients of each chunk, if they are steps of the order.
-    recomputed: recorder of checkpoints, if recomputations are steps of the order.
+    delayed: weight gradients of each chunk, if they are steps. recomputed: recorder of checkpoints, if recomputations
+    are steps.
     """
 
     def __init__(
@@ -100,11 +95,10 @@ class MegatronPasses:
         self._last_backward, self._complete = plan.last_of_chunks
         self._delayed, self._recomputed = delayed, recomputed
         self.releases = bool(this.config.deallocate_pipeline_outputs)
-        # Megatron numbers model chunks where there are several.
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
         last = schedule.num_stages - 1
         self._is_last = [stage == last for stage in schedule.placement[rank]]
-        # Up to 0.16 backward_step has an unused argument for the type of model.
+        # Up to 0.16 backward_step has an unused model type argument.
         has_type = "model_type" in parameters(schedules.backward_step)
         self._more = (schedules.get_model_type(this.models[0]), this.config) if has_type else (this.config,)
 
@@ -115,7 +109,6 @@ class MegatronPasses:
         stage = {"vp_stage": self._vp_stages[chunk], "is_last_stage": self._is_last[chunk]}
         more = filter_kwargs(self._schedules.forward_step, cp_group_size=this.cp_size, **stage)
         fully = this.checkpointed
-        # Only a per-token loss reads the count.
         num_tokens = this.num_tokens if config.calculate_per_token_loss else None
         is_first = self._schedules.check_first_val_step
         first, later = (is_first(this.first_val_step, this.forward_only, each) for each in (True, False))
@@ -193,7 +186,7 @@ class MegatronPasses:
 class CombinedPasses(MegatronPasses):
     """Passes by Megatron's `combined_forward_backward_step`, in pairs or alone.
 
-    Each layer part has its own graph, so the backward of a planned forward must be planned too.
+    Each layer part has its own graph, so a planned forward needs a planned backward.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -225,7 +218,6 @@ class CombinedPasses(MegatronPasses):
         return input_grad
 
     def pair(self, ahead: int, back: int) -> Callable[[int, Any, int, Any, Any, Any], tuple[Any, Any]]:
-        """The forward of one chunk and the backward of another or the same, for two micro-batches."""
         return self._run(ahead, back)
 
     def _run(self, ahead: int | None, back: int | None) -> Callable[..., tuple[Any, Any]]:
@@ -274,15 +266,13 @@ class MegatronTransport:
 
 
 class OverlappedTransport:
-    """Asynchronous messages; each call moves tensors one way."""
-
     is_async = True
 
     def __init__(self, communicator: Any, shape: Any) -> None:
         self._communicator, self._shape = communicator, shape
 
     def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> tuple[Any, ...]:
-        """Start to send and receive; returns tensors and what waits for them."""
+        """Start to send and receive; return tensors and what waits for them."""
         if to_next is not None or from_prev:
             tensor, handles = self._communicator.send_forward_recv_forward(
                 to_next, recv_prev=from_prev, tensor_shape=self._shape, overlap_p2p_comm=True

@@ -1,4 +1,4 @@
-"""Checks arguments that Megatron would refuse deep inside a run, with a traceback on every rank."""
+"""Rejects arguments on which Megatron would fail late, with a traceback on every rank."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from typing import Any
 from mindspeed_lite.engine import OptionError
 
 _LAYOUT = ("tensor_model", "pipeline_model", "context")
-# Lists of prefixes, which may have weights between them, and files that hold such lists.
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _FILES = ("data_args_path", "per_split_data_args_path")
 
 
 def check(args: Mapping[str, Any]) -> None:
-    """Raise OptionError if training cannot work with these arguments of Megatron."""
     problem = next(iter((*_processes(args), *_data(args))), None)
     if problem is not None:
         raise OptionError(problem)
 
 
 def _processes(args: Mapping[str, Any]) -> Iterator[str]:
-    """Assertions of `validate_args` about the number of processes."""
     sizes = {name: 1 if (size := args.get(f"{name}_parallel_size")) is None else size for name in _LAYOUT}
     wrong = [f"{_flag(name)}-parallel-size {size}: must be at least 1." for name, size in sizes.items() if size < 1]
     yield from wrong

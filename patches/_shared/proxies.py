@@ -1,4 +1,4 @@
-"""Proxies that make Megatron's own code run on parts of its modules."""
+"""Proxies that run Megatron's code on parts of its modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class FunctionModule(torch.nn.Module):
-    """A function as a module without parameters, so `Module.__init__` is skipped."""
+    """A function as a parameterless module; skips `Module.__init__`."""
 
     function: Callable[..., Any]
 
@@ -22,7 +22,7 @@ class FunctionModule(torch.nn.Module):
 
 
 class AttributeOverride:
-    """`original` with some attributes overridden; everything else is read from it."""
+    """Proxy of `original` with some attributes overridden."""
 
     def __init__(self, original: Any, **others: Any) -> None:
         self._original = original
@@ -35,14 +35,13 @@ class AttributeOverride:
         return getattr(self._original, name)
 
 
-# Attribute of an MLP whose activation is recomputed (--recompute-activation-function).
 RECOMPUTED = "activation_is_recomputed"
 
 
 def run_activation(forward: Callable[..., Any], mlp: Any, x: Any, *rest: Any, bias: Any = None, **kwargs: Any) -> Any:
-    """What `forward(mlp, x, *rest)` of Megatron's MLP computes between its two linear layers.
+    """Run what Megatron's MLP computes between its two linear layers.
 
-    x: output of the first layer; bias: the first layer's second output.
+    x, bias: the outputs of the first layer.
     """
     between = AttributeOverride(
         mlp,
@@ -54,8 +53,6 @@ def run_activation(forward: Callable[..., Any], mlp: Any, x: Any, *rest: Any, bi
 
 
 class LinearCall:
-    """Input and output of one call of a linear layer; None until it has run."""
-
     def __init__(self) -> None:
         self.input: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
@@ -63,7 +60,6 @@ class LinearCall:
 
 @contextlib.contextmanager
 def seen(layer: Any) -> Iterator[LinearCall]:
-    """Record the call of a linear layer that Megatron's code makes inside."""
     call = LinearCall()
 
     def keep(_: Any, given: Any, found: Any) -> None:

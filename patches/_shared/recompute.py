@@ -1,7 +1,7 @@
-"""Chooses the transformer layers that release an output and recompute it.
+"""Chooses transformer layers that release an output and recompute it.
 
-Layers whose outputs are kept longest come first: with virtual pipeline stages the first layer of every chunk, then the
-second ones. Layers that `--recompute-granularity full` recomputes as a whole are skipped.
+Layers whose outputs live longest come first: the first layer of every virtual stage, then the second ones. Layers under
+`--recompute-granularity full` are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READS = (
 
 
 class Switch:
-    """A feature's flag, and `flag`-num-layers, which limits it to the first layers of a rank."""
+    """A feature's flag and `flag`-num-layers, its limit per rank."""
 
     def __init__(self, feature: str, help: str) -> None:
         self.feature = feature
@@ -55,11 +55,10 @@ class Switch:
         )
 
     def enabled(self, settings: Settings) -> bool:
-        """Either flag turns the feature on."""
         return bool(settings.get(self.feature)) or settings.get(self.number) is not None
 
     def why_not(self, context: Context) -> list[str]:
-        """The feature's condition. Raises OptionError for an invalid number of layers."""
+        """The feature's condition. Raises OptionError for an invalid layer count."""
         number = context.settings.get(self.number)
         if number is not None and number < 1:
             raise OptionError(f"{self.flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
@@ -67,8 +66,6 @@ class Switch:
         return reasons + full_recompute_reasons(context)
 
     def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
-        """Patch that calls `prepare(layer, session)` for every chosen layer."""
-
         def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
             if is_among(index, session.settings[self.number]) and can_release(self.feature, layer.config, session):
                 prepare(layer, session)
@@ -77,7 +74,6 @@ class Switch:
 
 
 def full_recompute_reasons(context: Context) -> list[str]:
-    """The reason of a feature for parts of layers, where all layers are recomputed as a whole."""
     is_full = context.arg("recompute_granularity", None) == "full"
     if is_full and context.arg("recompute_method", None) != "block":
         return ["--recompute-granularity full computes every layer again as a whole"]
@@ -85,8 +81,6 @@ def full_recompute_reasons(context: Context) -> list[str]:
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
-    """Patch that calls `prepare(layer, session, index)` for every layer."""
-
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         from megatron.core import parallel_state
 
@@ -97,7 +91,7 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
             given = signature.bind(layer, *args, **kwargs).arguments
             chunk = given.get("vp_stage")
             if "vp_stage" not in signature.parameters:
-                # Before 0.13 the chunk that is built is global.
+                # Before 0.13 the chunk being built is global.
                 chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
             # `layer_number` counts within the chunk here.
             prepare(layer, session, recompute_index(layer.config, given.get("layer_number", 1) - 1, chunk))
@@ -112,7 +106,6 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
 def can_release(
     feature: str, config: Any, session: Session, conflicting_args: Mapping[str, str] = CONFLICTING_ARGS
 ) -> bool:
-    """Whether a model's configuration allows it; logs the reasons if not."""
     reasons = config_reasons(conflicting_args, config)
     if reasons:
         session.fallback(feature, "; ".join(reasons))
@@ -120,7 +113,7 @@ def can_release(
 
 
 def is_checkpointed(feature: str, session: Session) -> bool:
-    """Whether a non-reentrant torch.utils.checkpoint is active, in which released tensors would never be refilled."""
+    """Whether a non-reentrant checkpoint is active, which would never refill released tensors."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
@@ -130,25 +123,24 @@ def is_checkpointed(feature: str, session: Session) -> bool:
 
 
 def checkpoint_without_output() -> Any:
-    """Megatron's `CheckpointWithoutOutput`, made to work without Transformer Engine."""
+    """Megatron's `CheckpointWithoutOutput` without Transformer Engine."""
     from megatron.core import tensor_parallel
 
     kind = tensor_parallel.CheckpointWithoutOutput
-    # Anything but None, the default included, asks Transformer Engine about fp8.
+    # Any other value makes Megatron ask Transformer Engine about fp8.
     found = kind(fp8=None) if _takes_fp8(kind) else kind()
     found.checkpoint = functools.partial(_checkpoint_if_needed, found, found.checkpoint)
     return found
 
 
 def _checkpoint_if_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
-    """Checkpoint if an input needs a gradient; otherwise the output would have none, although weights need one."""
+    """Checkpoint only if an input needs a gradient; otherwise weights would get none."""
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
         return own(function, *inputs)
     return _run_plainly(checkpoint, function, *inputs)
 
 
 def _run_plainly(checkpoint: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """Run the function without releasing its output."""
     checkpoint.discard_output_and_register_recompute = lambda hook_tensor: None
     return function(*inputs)
 
@@ -177,7 +169,6 @@ def _checkpoint_with_fallback(wrapped: Callable[..., Any], session: Session) -> 
 
 
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
-#: Corrections of Megatron's checkpoint.
 CHECKPOINT_PATCHES = (
     Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, absent_in="<0.13"),
     Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_with_fallback, reads=("discard_output_and_register_recompute",)),
@@ -190,7 +181,7 @@ def _takes_fp8(kind: Any) -> bool:
 
 
 def recompute_index(config: Any, place: int, chunk: int | None) -> int | None:
-    """How many recomputed layers of this rank come before layer `place` of `chunk`; None for a skipped layer."""
+    """Number of recomputed layers before `place` of `chunk` on this rank; None if skipped."""
     whole = config.recompute_granularity == "full"
     passed_over = config.recompute_num_layers or 0 if whole and config.recompute_method == "block" else 0
     if place < passed_over or (whole and config.recompute_method != "block"):
@@ -199,5 +190,4 @@ def recompute_index(config: Any, place: int, chunk: int | None) -> int | None:
 
 
 def is_among(index: int | None, number: int | None) -> bool:
-    """Whether an index is among the first `number`; None is all."""
     return index is not None and (number is None or index < number)

@@ -1,7 +1,7 @@
-"""Recomputes or offloads chosen parts of a transformer layer; the choice may change between steps.
+"""Recomputes or offloads chosen parts of a layer; the choice may change between steps.
 
-Norms and activation use the code of `--recompute-norm` and `--recompute-activation-function`; attention, MLP, experts,
-shared experts and whole layers run in Megatron's `checkpoint`; offloading is that of `--swap-attention`.
+Norms and activation use `--recompute-norm` and `--recompute-activation-function`, other parts Megatron's `checkpoint`;
+offloading is that of `--swap-attention`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from .proxies import RECOMPUTED
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
 _CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
 _OF_EXPERTS = {EXPERTS: "experts", SHARED: "shared_experts"}
-# With these, experts and shared experts run in pieces.
 _IN_PIECES = ("moe_alltoall_mc2", "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm")
 #: Module -> (its layer, its part).
 _PARTS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RecomputedLayer, str]] = weakref.WeakKeyDictionary()
@@ -46,9 +45,8 @@ class RecomputedLayer:
     """A transformer layer whose parts may be recomputed or offloaded.
 
     Attributes:
-        can, again: parts that may be and that are recomputed; at first the whole layer, which takes least memory.
-        can_swap, swapped: parts whose activations may be and are offloaded.
-        recorder: observer of the parts, or None.
+        can, again: parts that can be and are recomputed; initially the whole layer.
+        can_swap, swapped: parts that can be and are offloaded.
     """
 
     def __init__(self, number: int, layer: Any, session: Session, offload: Offload | None = None) -> None:
@@ -70,7 +68,6 @@ class RecomputedLayer:
         self.run_again(self.again)
 
     def _hook(self, layer: Any, offload: Offload) -> frozenset[str]:
-        """Offload what swapped parts save; returns the parts that can be."""
         modules = {part: getattr(layer, name) for part, name in {**_NORMS, **_CHECKPOINTED}.items()}
         hooked = {part: each for part, each in modules.items() if any(True for _ in each.parameters())}
 
@@ -86,7 +83,6 @@ class RecomputedLayer:
         return frozenset(hooked)
 
     def _activations(self, part: str) -> list[Any]:
-        """Modules with such an activation."""
         layer = self._layer()
         if layer is None:
             return []
@@ -95,7 +91,6 @@ class RecomputedLayer:
         return [each for each in every if (each is shared) == (part == SHARED_ACTIVATION)]
 
     def run_again(self, parts: frozenset[str], swapped: frozenset[str] = frozenset()) -> None:
-        """Recompute and offload these parts from now on."""
         layer = self._layer()
         if layer is None:
             return
@@ -108,7 +103,6 @@ class RecomputedLayer:
                 self._session.mark(module, RECOMPUTED, part in parts)
 
     def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a part, in a checkpoint if it is recomputed."""
         if part not in self.again:
             return forward(*args, **kwargs)
         recorder = self.recorder if part == LAYER else None
@@ -119,7 +113,6 @@ class RecomputedLayer:
 
     @contextlib.contextmanager
     def recorded(self, recorder: LayerRecorder) -> Iterator[None]:
-        """Observe the parts of this layer."""
         layer = self._layer()
         acts = {part: self._activations(part) for part in (ACTIVATION, SHARED_ACTIVATION)}
         handles = [] if layer is None else [*_watched(layer, _modules(layer, self._session), acts, recorder)]
@@ -133,7 +126,6 @@ class RecomputedLayer:
 
 
 def _modules(layer: Any, session: Session) -> dict[str, Any]:
-    """Parts that may run in a checkpoint."""
     found = {part: getattr(layer, name) for part, name in _CHECKPOINTED.items()}
     # Experts return a bias in some releases.
     if not (layer.config.add_bias_linear or any(session.settings.get(name) for name in _IN_PIECES)):
@@ -144,7 +136,6 @@ def _modules(layer: Any, session: Session) -> dict[str, Any]:
 def _watched(
     layer: Any, modules: Mapping[str, Any], acts: Mapping[str, Sequence[Any]], recorder: LayerRecorder
 ) -> Iterator[Callable[[], None]]:
-    """Register a recorder's hooks; yields their undos."""
     for part, module in {**{part: getattr(layer, name) for part, name in _NORMS.items()}, **modules}.items():
         looks = part not in _CHECKPOINTED
         yield module.register_forward_pre_hook(
@@ -173,7 +164,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _checkpointed(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Callable[..., Any] | None
 ) -> Any:
-    """Checkpoint `forward`; outputs after the first, such as a bias, get no gradient through it."""
+    """Checkpoint `forward`; only the first output carries a gradient."""
     from megatron.core import tensor_parallel
 
     given: list[Any] = [*args, *kwargs.values()]

@@ -1,8 +1,7 @@
-"""Arguments of Megatron's pipeline functions in each release.
+"""Adapts to Megatron's pipeline functions across releases, recognised by their parameters.
 
-Releases differ in names and arguments, not in what the functions do: before 0.14 process groups come from
-`parallel_state` and messages are functions of a module; before 0.13 the virtual stage is global. A release is known by
-the parameters of its functions.
+Before 0.14 process groups come from `parallel_state` and messages are module functions; before 0.13 the virtual stage
+is global.
 """
 
 from __future__ import annotations
@@ -21,25 +20,21 @@ _MESSAGES = (
 
 @functools.cache
 def parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def filter_kwargs(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """The arguments that a function accepts."""
     names = parameters(function)
     return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}
 
 
 def tensor_shape_kwargs(schedules: Any, tp: Any, cp: Any, rank: int) -> dict[str, Any]:
-    """Arguments of `get_tensor_shapes` besides the lengths."""
     if "tp_group" in parameters(schedules.get_tensor_shapes):
         return {"tp_group": tp, "cp_group": cp}
     return {"rank": rank, "model_type": None, "encoder_decoder_xattn": False}
 
 
 def finalize_kwargs(schedules: Any, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
-    """Arguments that Megatron's own schedule passes to `finalize_model_grads`."""
     schedule = schedules.forward_backward_pipelining_without_interleaving
     if groups is None:
         return filter_kwargs(schedule, force_all_reduce=force_all_reduce)
@@ -47,7 +42,7 @@ def finalize_kwargs(schedules: Any, groups: Any, force_all_reduce: bool | None) 
 
 
 def unsupported_reasons(schedules: Any, model: Any) -> list[str]:
-    """Why the model exchanges several tensors or is in several pipelines."""
+    """Why the model has several tensors per message or several pipelines."""
     if "model_type" not in parameters(schedules.get_tensor_shapes):
         return []
     reasons = []
@@ -59,7 +54,7 @@ def unsupported_reasons(schedules: Any, model: Any) -> list[str]:
 
 
 def in_stage(schedules: Any, chunk: int | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with Megatron's global virtual stage set first where passes have no argument for it."""
+    """Set Megatron's global virtual stage before the call if passes take no such argument."""
     if chunk is None or "vp_stage" in parameters(schedules.forward_step):
         return function
 
@@ -71,14 +66,14 @@ def in_stage(schedules: Any, chunk: int | None, function: Callable[..., Any]) ->
 
 
 def communicator(schedules: Any, group: Any, config: Any) -> Any:
-    """Megatron's pipeline communicator, or its message functions under the same names."""
+    """Megatron's communicator, or its message functions under the same names."""
     if hasattr(schedules, "P2PCommunicator"):
         return schedules.P2PCommunicator(pp_group=group, config=config)
     return FunctionCommunicator(schedules.p2p_communication, group, config)
 
 
 class FunctionCommunicator:
-    """The message functions of releases before 0.14."""
+    """Message functions before 0.14."""
 
     def __init__(self, functions: Any, group: Any, config: Any) -> None:
         self.pp_group = group

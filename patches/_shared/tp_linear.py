@@ -1,7 +1,7 @@
-"""Patches the tensor-parallel linear layers for features that change their communication.
+"""Patches communication of tensor-parallel linear layers.
 
-`_forward_impl` is where both layers hand input, weight and group to Megatron's one linear function; a row parallel
-layer reduces its output afterwards, in `forward`. Experts and groups of one rank are left to Megatron.
+`_forward_impl` hands input, weight and group to Megatron's linear function; a row parallel layer reduces in `forward`.
+Experts and single-rank groups stay Megatron's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _ROW_READS = (
 )
 
 
-# The reductions of a row parallel layer.
 _REDUCTIONS = (
     "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
     "megatron.core.tensor_parallel.mappings:reduce_scatter_to_sequence_parallel_region",
@@ -46,8 +45,6 @@ _REDUCTIONS = (
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One pass of a layer that communicates."""
-
     layer: Any
     session: Session
     group: Any
@@ -58,7 +55,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """In place of a group in a row parallel layer's linear function: its output is reduced there."""
+    """Replaces the group in a row parallel linear function, whose output is reduced there."""
 
     group: Any
     scattered: bool
@@ -66,8 +63,6 @@ class _Reduced:
 
 @dataclass(frozen=True)
 class _MainGradWgrad:
-    """Weight gradient as in Megatron's linear function: fused into main_grad, for autograd, or deferred."""
-
     weight: Any
     fused: bool
     buffer: Any
@@ -148,7 +143,6 @@ def _column_talks(group: Any, given: dict[str, Any]) -> bool:
 
 
 def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: str) -> bool:
-    """Whether this call can be served; logs the reasons if not."""
     reasons = holding(
         {
             "input and weight differ in dtype": input.dtype != weight.dtype,
@@ -164,6 +158,5 @@ def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: s
 
 
 def no_group_reasons(context: Context) -> list[str]:
-    """The reason of a feature that needs tensor-parallel ranks."""
     is_alone = context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2
     return ["--tensor-model-parallel-size is 1: nothing travels"] if is_alone else []

@@ -1,4 +1,4 @@
-"""Adds a weight gradient to its main gradient, bypassing autograd, which gets a placeholder."""
+"""Adds a weight gradient to its main gradient; autograd gets a placeholder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 
 
 def add(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """main_grad [N, K] += dy^T x by Megatron's extension; dy: [M, N], x: [M, K]."""
+    """main_grad [N, K] += dy^T x; dy: [M, N], x: [M, K]."""
     from megatron.core.tensor_parallel import layers
 
     kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
     if kernels is None:
-        # In a backward pass during which the features were disabled.
+        # The features were disabled before this backward pass.
         accumulate_wgrad(main_grad, dy.contiguous(), x.contiguous())
         return
     wide = main_grad.dtype == torch.float32
@@ -26,7 +26,7 @@ def add(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def placeholder_grad(weight: Any) -> torch.Tensor | None:
-    """Placeholder for autograd, whose hooks reduce gradients; the real gradient is in main_grad."""
+    """Placeholder for autograd, whose hooks reduce main_grad."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -45,8 +45,7 @@ def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
     return backward
 
 
-# With saved-tensor hooks Megatron's linear function gets a copy of the weight without its attributes and returns no
-# gradient.
+# Saved-tensor hooks copy the weight without its attributes, so Megatron would return no gradient.
 PATCH = Around(
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward", _backward
 )

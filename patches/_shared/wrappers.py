@@ -1,4 +1,4 @@
-"""Wrappers for `Around` patches of methods: code before, after or around a call whose arguments are passed on."""
+"""Wrappers for `Around` patches of methods."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ def after(act: Callable[[Session, Any], object]) -> Make:
 
 
 def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[Any]]) -> Make:
-    """Run the method within `context(session, self)`."""
-
     def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             with context(session, self):

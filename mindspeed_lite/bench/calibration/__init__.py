@@ -1,1 +1,1 @@
-"""Times operators and collectives of this machine for `mindspeed-lite plan --device here`."""
+"""Times this machine for `mindspeed-lite plan --device here`."""

@@ -1,4 +1,4 @@
-"""Times operators and collectives in processes of this machine; the result is a file for `planner.calibrated`."""
+"""Times operators and collectives; the result is a file for `planner.calibrated`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from mindspeed_lite.platform import allocator
 
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 _MESSAGE_CALLS = 30
-# Seconds of products before each message: as in a training, the core is busy when gloo's thread needs it.
+# Seconds of matmuls before each message: gloo's thread then competes for the core as in training.
 _BETWEEN = 2e-3
-# Cases that are timed, in one process and in all together.
+# Timed cases, in one process and in all together.
 _CASES = 600
-# Host time that no priced operator explains, in calls of a small module, forward and backward. Fitted to trainings of
-# Megatron-LM 0.19 with this package's features on a CPU.
+# Unexplained host time in calls of a small module, forward and backward. Fitted to Megatron-LM 0.19 on a CPU.
 HOST_CALLS = {"layer": 85, "microbatch": 140, "step": 65}
 
 
@@ -42,11 +41,10 @@ class CalibrationError(RuntimeError):
 
 
 def measure(ranks: int, seconds: float) -> dict[str, Any]:
-    """The content of a calibration file.
+    """Measure the content of a calibration file.
 
     Args:
-        ranks: processes that are timed together.
-        seconds: for which calls of operators are repeated, about.
+        seconds: approximate repetition time per operator.
 
     Raises:
         CalibrationError: a process failed.
@@ -67,7 +65,7 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
         "kind": "cpu",
         "cores": cores,
         "ranks_per_node": cores,
-        # gloo's messages are computed by the core that would compute meanwhile.
+        # The computing core also runs gloo's messages.
         "overlap": 0.0,
         "versions": {
             "mindspeed_lite": __version__,
@@ -79,11 +77,9 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
 
 
 def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
-    """Time operators on rank 0 alone, then on all ranks, then collectives; rank 0 writes `measured.json`."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     platform.activate("cpu")
-    # As `mindspeed-lite run` starts a training.
     allocator.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     cores = os.sched_getaffinity(0)
@@ -106,7 +102,6 @@ def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
 
 
 def time_operators(seconds: float) -> list[dict[str, Any]]:
-    """The median of each operator's calls, repeated for `seconds`."""
     return [
         {
             "key": case.key,
@@ -119,7 +114,7 @@ def time_operators(seconds: float) -> list[dict[str, Any]]:
 
 
 def host_overheads() -> dict[str, float]:
-    """Seconds of host work of a layer, a micro-batch and a step, from the cost of a small module's call."""
+    """Host seconds of a layer, a micro-batch and a step, from a small module's call."""
     count = 50
     net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(count)))
     x, weights = torch.ones(8, 8), tuple(net.parameters())
@@ -132,7 +127,7 @@ def _median_seconds(run: Callable[[], object], repeated: float) -> float:
 
 
 def time_collectives(rank: int, ranks: int) -> list[dict[str, Any]]:
-    """Collectives of all ranks by size and dtype, and messages between two of them."""
+    """Time collectives by size and dtype, and messages of two ranks."""
     found = []
     pair = dist.new_group([0, 1])
 
@@ -147,7 +142,7 @@ def time_collectives(rank: int, ranks: int) -> list[dict[str, Any]]:
             part, other = whole.new_zeros(whole.numel() // ranks), torch.empty_like(whole)
             add("all_reduce", ranks, whole, partial(dist.all_reduce, whole))
             add("reduce_scatter", ranks, whole, partial(dist.reduce_scatter_tensor, part, whole))
-            if dtype is torch.float32:  # these move bytes; the dtype does not matter
+            if dtype is torch.float32:  # independent of dtype
                 add("all_gather", ranks, whole, partial(dist.all_gather_into_tensor, whole, part))
                 add("all_to_all", ranks, whole, partial(dist.all_to_all_single, other, whole))
                 if rank < 2:
@@ -163,7 +158,7 @@ def _send_and_return(tensor: torch.Tensor, rank: int, pair: Any) -> None:
 
 
 def _mean_seconds(run: Callable[[], object]) -> float:
-    """The mean without the slowest call: a training waits for the sum, outliers included."""
+    """Mean without the slowest call: training waits for the sum, outliers included."""
     run()
     samples = []
     for _ in range(_MESSAGE_CALLS):

@@ -1,4 +1,4 @@
-"""The operators that a calibration times, each at several shapes: Megatron's own and this package's."""
+"""Operators that a calibration times: Megatron's and this package's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_lite.ops import activation, adamw, attention, cross_entropy, grouped_matmul, rms_norm, rope
 
 Run = Callable[[], object]
-# (rows, inner, columns), up to what a CPU core computes in a few milliseconds.
+# (rows, inner, columns), up to a few milliseconds on a CPU core.
 MATMULS = (
     (64, 128, 128), (256, 128, 384), (256, 384, 128), (256, 256, 256), (512, 256, 1024), (512, 1024, 256),
     (1024, 512, 512), (512, 512, 2048), (1024, 1024, 1024), (256, 1024, 4096),
@@ -31,7 +31,7 @@ HIDDEN, VOCABULARY = 256, 2048
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """An operator to time; `key`, `shape` and `work` (of one call) as `planner.calibrated` reads them."""
+    """An operator to time; `key`, `shape` and `work` (per call) as in `planner.calibrated`."""
 
     key: tuple[str, ...]
     shape: tuple[float, ...]
@@ -40,7 +40,6 @@ class OperatorCase:
 
 
 def cases() -> Iterator[OperatorCase]:
-    """All of them, each made when it is asked for."""
     for dtype in (torch.bfloat16, torch.float32):
         for key, shape, work, run in (*_matmuls(dtype), *_attention(dtype)):
             yield OperatorCase((*key, str(dtype.itemsize)), shape, work, run)
@@ -92,7 +91,6 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int,
 
 
 def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """Operators over `count` elements; `plain` is what Megatron runs, `fused` this package's operator."""
     rows = count // HIDDEN
 
     def random(*shape: int) -> Tensor:
@@ -143,7 +141,6 @@ def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[st
 
 
 def _passes(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Iterator[tuple[str, Run]]:
-    """The forward pass, and the backward pass of one that is kept where there are inputs to differentiate."""
     yield "forward", forward
     if inputs:
         output = forward()
@@ -151,7 +148,6 @@ def _passes(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Iterator[tu
 
 
 def _optimizers(count: int) -> dict[str, Run]:
-    """Adam's step on fp32 main parameters, with clipping and the cast to bf16: torch's, and this package's."""
     mains = [torch.randn(count // 8, requires_grad=True) for _ in range(8)]
     gradients = [torch.randn_like(each) for each in mains]
     for main, gradient in zip(mains, gradients, strict=True):

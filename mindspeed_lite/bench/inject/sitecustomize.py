@@ -1,7 +1,6 @@
-"""Lets a benchmark into a training process: this folder stands first on PYTHONPATH of the command it runs.
+"""Starts the benchmark's worker in a training process; its folder is first on PYTHONPATH.
 
-Python imports `sitecustomize` at every start. Nothing but the standard library is touched until the process looks
-for Megatron; launchers and helpers that never do stay as they are. A `sitecustomize` that this one hides is run.
+Imports only the standard library until the process looks for Megatron. Runs the `sitecustomize` that it shadows.
 """
 
 import importlib.util
@@ -13,7 +12,7 @@ _PLAN = "MINDSPEED_LITE_BENCH"
 
 
 class _Watch:
-    """Calls the benchmark's worker just before Megatron is imported."""
+    """Calls the worker just before Megatron is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] == "megatron":

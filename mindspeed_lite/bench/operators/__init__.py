@@ -1,1 +1,1 @@
-"""Benchmarks the operators' cases: `run` measures and reports, `equivalence` and `earlier` compare."""
+"""Benchmarks of operators: measurement, equivalence, regressions."""

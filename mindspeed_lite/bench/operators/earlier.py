@@ -1,8 +1,7 @@
-"""Finds regressions: rows of `bench-ops` that are slower than in an earlier report.
+"""Finds rows of `bench-ops` that are slower than in an earlier report.
 
-Each time is multiplied by the ceiling of its own run, so that runs on faster and slower machines compare. A row changed
-only where the 10 % to 90 % spreads do not overlap and the medians differ by more than `MARGIN`, since the ceilings are
-measured too.
+Times are scaled by each run's ceiling, so that machines compare. A change needs disjoint 10 % to 90 % spreads and
+medians that differ by more than `MARGIN`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Earlier:
-    """An earlier report: our own contender by row, ceiling per second, device."""
+    """An earlier report: own times by row, ceiling per second, device."""
 
     rows: Mapping[Key, Mapping[str, float]]
     ceiling: Mapping[str, float]
@@ -33,7 +32,6 @@ class Earlier:
 
 
 def load(path: str) -> Earlier:
-    """Reads a report, or `report.json` in a folder. Raises JsonFileError."""
     file = Path(path)
     found: Earlier = json_file.read(file / "report.json" if file.is_dir() else file, _REPORT)
     return found
@@ -85,7 +83,6 @@ def _key(row: Mapping[str, Any]) -> Key:
 
 
 def judge(row: Mapping[str, Any], ceiling: Mapping[str, Any], earlier: Earlier) -> dict[str, Any] | None:
-    """Seconds, ratio and verdict against the earlier run, or None where either has no time."""
     then = earlier.rows.get(_key(row))
     now = next((each for each in row["contenders"] if each["name"] == OURS and each["seconds"] is not None), None)
     if then is None or now is None:

@@ -1,7 +1,4 @@
-"""Compares the results of two implementations, so that no wrong one is timed.
-
-The measure is the relative distance in the 2-norm of the output and of each gradient.
-"""
+"""Compares implementations by relative 2-norm error of output and gradients before timing."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 
 from mindspeed_lite.ops.case import Function
 
-# Several roundings of the dtype, as a backward pass of a softmax makes them; an error of a formula is far larger.
+# Several roundings of the dtype, as in a softmax backward; wrong formulas are far off.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-6}
 
 DISAGREES = "does not agree with ours"
@@ -20,7 +17,7 @@ DISAGREES = "does not agree with ours"
 def outcome(
     function: Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """All results of a call: the output without and with gradients, and the gradient of each input that wants one.
+    """Outputs without and with gradients, and the gradients of inputs.
 
     gradient: of the output; default: `output_gradient`.
     """
@@ -39,20 +36,18 @@ def outcome(
 
 
 def own(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs, with copies of those without gradients: an operator may write them."""
+    """Inputs, with copies of those without gradients, which operators may overwrite."""
     return [each if each.requires_grad else each.clone() for each in inputs]
 
 
 def output_gradient(out: torch.Tensor) -> torch.Tensor:
-    """The gradient sent through `out`: random, equal for all implementations."""
-    # On a GPU by the GPU: a large one takes the host seconds.
+    # On a GPU: large ones take the host seconds.
     device = out.device if out.device.type == "cuda" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(2)
     return torch.randn(out.shape, generator=generator, device=device).to(out.device, out.dtype)
 
 
 def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> str | None:
-    """Where two outcomes differ by more than rounding, or None."""
     allowed = _TOLERANCE[dtype]
     found = []
     for name, want in ours.items():
@@ -61,7 +56,7 @@ def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
             found.append(f"{name} is missing")
         elif got.shape != want.shape or got.dtype != want.dtype:
             found.append(f"{name} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}")
-        elif not (distance := relative_error(got, want)) <= allowed:  # NaN is no agreement
+        elif not (distance := relative_error(got, want)) <= allowed:
             found.append(f"{name} differs by {distance:.2g}, allowed {allowed:.2g}")
     return None if not found else f"{DISAGREES}: {'; '.join(found)}"
 

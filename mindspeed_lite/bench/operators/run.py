@@ -1,4 +1,4 @@
-"""Measures problems and makes the report: equivalence first, then times, then findings."""
+"""Measures problems and builds the report: equivalence, times, findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_lite.platform import Device
 FORWARD = "forward"
 BOTH = "forward+backward"
 
-# Contenders that need no installation and no compiler: being slower than these is a warning.
+# Always available contenders: being slower than these is a warning.
 _BASELINES = ("torch", "torch sdpa")
 _NEGLIGIBLE = 0.03
 _SEVERITIES = ("failure", "warning", "note")
@@ -40,9 +40,9 @@ def run(
     before: earlier.Earlier | None = None,
     tell: Progress = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """The report; after Ctrl-C that of the finished problems, with `complete` false.
+    """The report; after Ctrl-C of finished problems, with `complete` false.
 
-    tell: called before each step with how many are done, how many there are, and the next.
+    tell: called before each step with (done, total, next).
     """
     findings: Findings = []
     rows: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def run(
             findings, "note", f"{op}: {backend} falls back to the reference: {'; '.join(why)}"
         )
     )
-    # Ceilings measured before and after an operator; the higher counts, since a machine's speed varies.
+    # Measured before and after an operator; the higher counts, since machine speed varies.
     ceilings: dict[str, Mapping[str, Any] | None] = {}
 
     def measure_ceiling(*operators: str) -> None:
@@ -82,7 +82,7 @@ def run(
             tell(number, len(problems), f"{problem.operator} {problem.name}")
             rows += measure(problem, effort, findings)
         report["complete"] = True
-        with contextlib.suppress(Exception):  # such as out of memory; the first measurement stands
+        with contextlib.suppress(Exception):  # such as out of memory; the first measurement remains
             measure_ceiling(last)
     except KeyboardInterrupt:
         done = len({(row["operator"], row["case"]) for row in rows})
@@ -104,7 +104,6 @@ def run(
 
 
 def measure(problem: Problem, effort: timing.Effort, findings: Findings) -> list[dict[str, Any]]:
-    """The rows of a problem, one for each direction, without their share of the ceiling."""
     errors: dict[str, str] = {}
     functions: dict[str, Function] = {}
     inputs: tuple[torch.Tensor, ...] = ()
@@ -112,7 +111,7 @@ def measure(problem: Problem, effort: timing.Effort, findings: Findings) -> list
     try:
         inputs = problem.make()
         functions, gradient = equivalent_contenders(problem, problem.contenders, inputs, errors)
-    except Exception as error:  # the inputs alone may be too large for the device
+    except Exception as error:
         errors = {contender.name: timing.format_error(error) for contender in problem.contenders}
     for name, function in functions.items():
         if isinstance(function, OwnLayout):
@@ -133,7 +132,6 @@ def measure(problem: Problem, effort: timing.Effort, findings: Findings) -> list
 def equivalent_contenders(
     problem: Problem, contenders: Sequence[Contender], inputs: Sequence[torch.Tensor], errors: dict[str, str]
 ) -> tuple[dict[str, Function], torch.Tensor | None]:
-    """The contenders that load, run and agree with ours, and an output gradient; the errors of the others."""
     functions: dict[str, Function] = {}
     ours: dict[str, torch.Tensor] | None = None
     gradient: torch.Tensor | None = None
@@ -144,7 +142,7 @@ def equivalent_contenders(
             wrong = None
             if ours is not None and not problem.is_random:
                 wrong = equivalence.disagreement(ours, found, problem.dtype)
-        except Exception as error:  # a peer's, a compiler's, out of memory
+        except Exception as error:
             errors[contender.name] = timing.format_error(error)
             continue
         if wrong is not None:
@@ -165,12 +163,12 @@ def one_calls(
     *,
     backward: bool,
 ) -> dict[str, Callable[[], object]]:
-    """One call of each function to time. Gradients are returned, not accumulated: nothing to clear between calls."""
+    """One call per function. Gradients are returned, not accumulated: nothing to clear."""
     calls: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
         try:
             calls[name] = _one_call(function, inputs, gradient, backward)
-        except Exception as error:  # no memory for a layout of its own
+        except Exception as error:
             errors[name] = timing.format_error(error)
     return calls
 
@@ -181,7 +179,7 @@ def _one_call(
     call: Callable[..., Any] = function
     gradients: tuple[torch.Tensor | None, ...] = (gradient,)
     if isinstance(function, OwnLayout):
-        # The library's own inputs, made here; what it writes over them changes values, not the work.
+        # Own inputs of the library; overwriting them does not change the work.
         call = function.call
         wants = [each.requires_grad for each in inputs]
         inputs = function.arrange(*(each.detach() for each in inputs))
@@ -237,7 +235,6 @@ def _row(
 
 
 def add_ceiling(row: dict[str, Any], reached: Mapping[str, Any]) -> None:
-    """Adds the nearer ceiling to a row, and the share of it that each contender reaches."""
     seconds = {
         "memory": row["bytes"] / reached["bytes_per_second"],
         "compute": row["flops"] / reached["flops_per_second"],
@@ -249,7 +246,6 @@ def add_ceiling(row: dict[str, Any], reached: Mapping[str, Any]) -> None:
 
 
 def _settings(effort: timing.Effort, quick: bool, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Fields of a `bench` report, null where they have no meaning, and those of operators."""
     absent = ("steps", "timeout", "allocator", "mode", "rounding_baseline", "beside")
     return dict.fromkeys(absent) | {
         "repeats": effort.rounds[0],

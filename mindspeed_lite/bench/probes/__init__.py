@@ -1,1 +1,1 @@
-"""Probes that hook Megatron for the benchmarks: training step, profiler ranges, memory inside a step."""
+"""Probes that hook Megatron for benchmarks."""

@@ -1,7 +1,4 @@
-"""Counts the bytes of weights, gradients, optimizer states and saved activations in a training step.
-
-Hooks `megatron.training.training:train_step`, whose first parameters have the same names in every supported release.
-"""
+"""Counts bytes of weights, gradients, optimizer states and activations in a step."""
 
 from __future__ import annotations
 
@@ -19,14 +16,11 @@ from .train_step import around_steps
 
 
 class MemoryProbe:
-    """Counts every step; `counted` holds the last one's bytes."""
-
     def __init__(self) -> None:
         self.counted: dict[str, Any] = {}
         self._tracker = Tracker(lambda address: False)
 
     def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
-        """Run one training step and count."""
         others = {tensor.untyped_storage().data_ptr() for tensor in (*weights(model), *gradients(model))}
         self._tracker.is_excluded = others.__contains__
         with self._tracker:
@@ -46,8 +40,6 @@ class MemoryProbe:
 
 
 def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `run(model, optimizer, step)` run every training step; returns an undo callable."""
-
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         signature = inspect.signature(wrapped)
 
@@ -61,22 +53,20 @@ def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], N
 
 
 def size(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of all storages, each once and without those of the tensors `besides`."""
+    """Bytes of distinct storages, except those of `besides`."""
     others = {each.untyped_storage()._cdata for each in besides}
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
     return sum(storage.nbytes() for key, storage in storages.items() if key not in others)
 
 
 def weights(model: list[Any]) -> Iterator[torch.Tensor]:
-    """The parameters of every chunk of the model."""
     for chunk in model:
         yield from chunk.parameters()
 
 
 def gradients(model: list[Any]) -> Iterator[torch.Tensor]:
-    """The gradient buffers with their padding, and gradients outside of them."""
     for chunk in model:
-        # Of Megatron's wrapper for data parallelism; of a plain module `buffers` is a method.
+        # Megatron's data-parallel wrapper has a list here, a plain module a method.
         own = getattr(chunk, "buffers", ())
         for buffer in () if callable(own) else (*own, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
@@ -87,7 +77,6 @@ def gradients(model: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def states(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Main parameters and moments in whatever form a feature keeps them, those in host memory too."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             yield from group["params"]
@@ -101,7 +90,7 @@ def states(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def in_host_memory(optimizer: Any) -> tuple[int, int]:
-    """Bytes of states in host memory: those that tensors of `states` address, and those without a tensor."""
+    """Bytes of states in host memory, with or without tensors."""
     found = [getattr(each, "placement", None) for each in inner_optimizers(optimizer)]
     placements = {id(each): each for each in found if each is not None}.values()
     own, left = (sum(each.nbytes for each in placements if each.device_addressable is there) for there in (True, False))
@@ -109,7 +98,6 @@ def in_host_memory(optimizer: Any) -> tuple[int, int]:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """torch's optimizers within Megatron's."""
     chained = getattr(optimizer, "chained_optimizers", None)
     found = [getattr(each, "optimizer", None) for each in ([optimizer] if chained is None else chained)]
     return [each for each in found if isinstance(each, torch.optim.Optimizer)]

@@ -1,7 +1,7 @@
-"""Adds named ranges for torch's profiler around the parts of a model, while one step is measured.
+"""Adds profiler ranges around parts of the model for one step.
 
-Reaches the forward of every module, by the class's name; the functions of Megatron that are no module's forward; and
-the wait for a collective. A module whose class name says nothing belongs to the range that calls it.
+Reaches module forwards by class name, some Megatron functions, and waits for collectives. Unknown modules belong to
+their caller's range.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from torch.autograd.profiler import record_function
 from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.platform import megatron
 
-# `mindspeed_lite.bench.breakdown` reads ranges named PREFIX + category.
 PREFIX = "mindspeed_lite::"
 COMMUNICATION = "communication exposed"
 
-# What a class's name contains, to category; the first that fits. A linear layer with a norm fused into it is linear.
+# Part of a class name -> category, first match. A linear layer with fused norm is linear.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("Linear", "linear"),
     ("Norm", "norm"),
@@ -36,7 +35,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 
 _REDUCTION = "gradient accumulation and reduction"
 _CORE = "megatron.core."
-# Functions and methods by category; a release may lack some of them.
+# Functions by category; a release may lack some.
 FUNCTIONS: tuple[tuple[str, str], ...] = (
     ("rotary", "models.common.embeddings.rope_utils:apply_rotary_pos_emb"),
     ("rotary", "models.common.embeddings.rope_utils:apply_rotary_pos_emb_with_cos_sin"),
@@ -54,7 +53,7 @@ FUNCTIONS: tuple[tuple[str, str], ...] = (
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.start_grad_sync"),
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync"),
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer"),
-    # A configuration holds some of the functions above by value; what they call is found by name.
+    # Configurations hold some functions above by value; their callees are found by name.
     (_REDUCTION, "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync"),
     (_REDUCTION, "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync"),
     (_REDUCTION, "distributed.finalize_model_grads:finalize_model_grads"),
@@ -69,7 +68,6 @@ FUNCTIONS: tuple[tuple[str, str], ...] = (
 
 @functools.cache
 def category_of(name: str) -> str | None:
-    """The category of a module class of this name."""
     return next((category for word, category in CLASSES if word in name), None)
 
 
@@ -85,7 +83,7 @@ def _around(category: str) -> Callable[[Callable[..., Any], Session], Callable[.
 
 
 def _is_loaded(target: str) -> bool:
-    """True if the target's module is imported and has it; a class must define the method itself."""
+    """True if the loaded module has the target; a class must define the method itself."""
     name, _, path = target.partition(":")
     found: Any = sys.modules.get(name)
     for part in path.split("."):
@@ -96,7 +94,6 @@ def _is_loaded(target: str) -> bool:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, category: Callable[[Any], str | None]) -> None:
-    """A range around a method, of the category of its object; undone when the stack closes."""
     before = vars(owner)[name]
 
     @functools.wraps(before)
@@ -110,7 +107,6 @@ def _replace(stack: ExitStack, owner: Any, name: str, category: Callable[[Any], 
 
 
 def install() -> Callable[[], None]:
-    """Open the ranges from now on; returns an undo callable, which may be called again."""
     targets = [(category, _CORE + target) for category, target in FUNCTIONS if _is_loaded(_CORE + target)]
     stack = ExitStack()
     try:
@@ -120,7 +116,6 @@ def install() -> Callable[[], None]:
             stack.callback(megatron.place(feature).remove)
         _replace(stack, torch.nn.Module, "__call__", lambda module: category_of(type(module).__name__))
         if torch.distributed.is_available():
-            # All of `torch.distributed` waits by this method.
             _replace(stack, torch.distributed.Work, "wait", lambda work: COMMUNICATION)
     except BaseException:
         stack.close()

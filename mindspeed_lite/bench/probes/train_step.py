@@ -1,7 +1,6 @@
 """Hooks Megatron's train_step for the benchmark and describes the run.
 
-Every supported release calls `megatron.training.training:train_step` once per iteration; evaluation, logging and saving
-are outside of it.
+Every supported release calls it once per iteration.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
 def install(step: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `step(run)` run every training step and return its result; returns an undo callable."""
-
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         return lambda *args, **kwargs: step(lambda: wrapped(*args, **kwargs))
 
@@ -28,14 +25,13 @@ def install(step: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
 
 
 def read(result: Any) -> tuple[dict[str, float], float | None]:
-    """Losses and gradient norm of a step's result; skipped steps and earlier pipeline stages have no losses."""
+    """Losses and gradient norm; skipped steps and earlier pipeline stages have no losses."""
     losses = {} if result[_SKIPPED] else {name: _number(value) for name, value in result[_LOSSES].items()}
     norm = result[_GRAD_NORM]
     return losses, None if norm is None else _number(norm)
 
 
 def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Wrap the training step once Megatron's training module is there; returns an undo callable."""
     applied: list[megatron.Placed] = []
     feature = megatron.always(name, why, Around(f"{TRAINING}:train_step", around))
 
@@ -53,7 +49,6 @@ def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[]
 
 
 def _number(value: Any) -> float:
-    """A loss as Megatron logs it: a tensor of one element, or of a sum and the number of tokens it is over."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(values, (list, tuple)):
         return float(values[0]) / float(values[1]) if len(values) == 2 else float(values[0])
@@ -61,9 +56,9 @@ def _number(value: Any) -> float:
 
 
 def stop_after(steps: int) -> int:
-    """End a training that is about to begin after so many steps, by `--exit-interval`, without saving and evaluation.
+    """Limit steps by `--exit-interval`, without saving and evaluation; return their number.
 
-    Returns how many steps there will be: the command may train for fewer.
+    The command may train for fewer.
     """
     from megatron.training import get_args
 
@@ -76,19 +71,18 @@ def stop_after(steps: int) -> int:
 
 
 def leave_no_trace(args: Any) -> None:
-    """Before validation: log nothing to TensorBoard and Weights & Biases."""
+    """Before validation: disable TensorBoard and Weights & Biases."""
     for name, empty in (("tensorboard_dir", None), ("wandb_project", ""), ("wandb_exp_name", "")):
         if getattr(args, name, None):
             setattr(args, name, empty)
 
 
 def precision(args: Any) -> str:
-    """The dtype that the arguments ask for."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def model() -> dict[str, Any]:
-    """The report's `model` (see docs/bench-report.md), once training has begun."""
+    """The report's `model` (docs/bench-report.md), once training has begun."""
     from megatron.training import get_args
     from megatron.training.training import num_floating_point_operations
 

@@ -1,11 +1,9 @@
-"""`doctor --selftest`: checks the device, and every operator against float64, and reports.
+"""`doctor --selftest`: checks the device, and every operator against float64.
 
-The checks run in a process of their own (`worker`). One that crashes or hangs is a failed check, and the next worker
-continues after it.
-
-The report: schema_version, kind "selftest", created, device, quick, passed, environment (as in a `bench-ops` report),
-facts, checks, to_report. A check has group, name, status (ok, fallback, failed), text, seconds, and figures: for the
-output and the gradient of each input the relative errors `ours` and `reference` against float64, and the `bound`.
+Checks run in a `worker` process; the next worker continues after a crash or hang. Report: schema_version, kind
+"selftest", created, device, quick, passed, environment (as in `bench-ops`), facts, checks, to_report. A check has
+group, name, status (ok, fallback, failed), text, seconds, and figures: relative errors `ours` and `reference` of output
+and gradients, and `bound`.
 """
 
 from __future__ import annotations
@@ -37,16 +35,12 @@ Line = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """How a check ended; a check that raises has failed with its exception."""
-
     text: str
     status: str = OK
     figures: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Check(NamedTuple):
-    """One check of the self-test."""
-
     group: str
     name: str
     run: Callable[[], Outcome]
@@ -61,10 +55,10 @@ def run(
     tell: Progress = lambda done, total, what: None,
     worker: Sequence[str] = ("-m", "mindspeed_lite.bench.selftest.worker"),
 ) -> dict[str, Any]:
-    """The report of every check on `device`.
+    """Report of every check on `device`.
 
-    quick: fewer shapes and dtypes. facts: added to the report. seconds: limit of one check. tell: called as checks
-    end, with how many are done, how many there are, and the name of the next. worker: Python's arguments to start one.
+    quick: fewer shapes and dtypes. facts: added to the report. seconds: limit of one check. tell: called with (done,
+    total, next). worker: Python's arguments to start one.
     """
     checks: list[Line] = []
     environment: Any = None
@@ -76,7 +70,7 @@ def run(
         checks += [line["check"] for line in lines if "check" in line]
         if started is None:
             checks.append(_failed("device", "start of the self-test", ending, elapsed))
-            break  # nothing further can be learnt
+            break
         plan, environment = plan or started["plan"], environment or started["environment"]
         if len(checks) < len(plan):
             group, name = plan[len(checks)]
@@ -104,7 +98,6 @@ def _failed(group: str, name: str, text: str, seconds: float) -> Line:
 
 
 def _work(arguments: list[str], seconds: float, done: int, tell: Progress) -> tuple[list[Line], str, float]:
-    """Runs one worker: its lines, how it ended, and how long after its last line."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-") as folder:
         path, log = Path(folder, "lines"), Path(folder, "log")
         path.touch()
@@ -128,7 +121,6 @@ def _work(arguments: list[str], seconds: float, done: int, tell: Progress) -> tu
 def _watch(
     child: subprocess.Popen[bytes], path: Path, seconds: float, done: int, tell: Progress
 ) -> tuple[int | None, float]:
-    """Waits for the worker: its exit code, or None if a check exceeded `seconds`; and the time since its last line."""
     size, since = -1, time.monotonic()
     while True:
         code = child.poll()
@@ -149,13 +141,12 @@ def _read(path: Path) -> list[Line]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError:  # being written, or cut off
+        except json.JSONDecodeError:  # unfinished line
             break
     return found
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(status, subject, text) for a table; the passed numerics of an operator are one row."""
     rows: list[tuple[str, str, str]] = []
     passed: dict[str, list[Line]] = {}
     for check in sorted(report["checks"], key=lambda each: GROUPS.index(each["group"])):
@@ -171,7 +162,6 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _summary(checks: list[Line]) -> str:
-    """The number of cases, and the result nearest to its bound."""
     figures = [(each["ours"] / each["bound"], each["result"], check) for check in checks for each in check["figures"]]
     if not figures:
         return "its backend loads"

@@ -1,4 +1,4 @@
-"""Checks the device itself: device layer, copies, streams, random state, memory statistics, collectives.
+"""Checks device layer, copies, streams, random state, memory and collectives.
 
 Streams, random state and memory are checked on accelerators only.
 """
@@ -21,7 +21,6 @@ class DeviceCheckError(AssertionError):
 
 
 def checks(device: str) -> list[Check]:
-    """The checks of a device; the first activates the device layer."""
     backend = platform.device(device).distributed_backend
     found = [
         Check("device", "device layer", functools.partial(layer, device)),
@@ -59,7 +58,6 @@ def layer(device: str) -> Outcome:
 
 
 def arithmetic(device: str) -> Outcome:
-    """A copy there and back is equal, and a matmul of integers is exact."""
     generator = torch.Generator().manual_seed(4)
     a = torch.randint(-8, 9, (96, 64), generator=generator).float()
     b = torch.randint(-8, 9, (64, 80), generator=generator).float()
@@ -67,7 +65,7 @@ def arithmetic(device: str) -> Outcome:
     if not torch.equal(there.cpu(), a):
         raise DeviceCheckError("a tensor copied to the device and back differs")
     for dtype in (torch.float32, torch.bfloat16):
-        # Sums below 2 ** 13 with bf16 factors that are exact; the result in bf16 is rounded once.
+        # Sums below 2 ** 13 of exact bf16 factors; the result is rounded once.
         got = (there.to(dtype) @ b.to(device, dtype)).float().cpu()
         off = float((got - (a @ b)).abs().max().item())
         allowed = 0.0 if dtype == torch.float32 else float((a @ b).abs().max().item()) * 2**-8
@@ -77,7 +75,6 @@ def arithmetic(device: str) -> Outcome:
 
 
 def streams(module: Any, device: str) -> Outcome:
-    """Work on a second stream is done after a wait, and the events around it measure a time."""
     start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
     a = torch.ones(1024, 1024, device=device)
     side = module.Stream()
@@ -100,8 +97,6 @@ def streams(module: Any, device: str) -> Outcome:
 
 
 def random_state(module: Any, device: str) -> Outcome:
-    """A restored state and a repeated seed give the same values."""
-
     def draw() -> torch.Tensor:
         return torch.randn(1000, device=device).cpu()
 
@@ -121,7 +116,6 @@ def random_state(module: Any, device: str) -> Outcome:
 
 
 def memory(module: Any, device: str) -> Outcome:
-    """Allocated and peak memory count a tensor, allocated memory only until it is freed."""
     module.synchronize()
     module.reset_peak_memory_stats()
     before = module.memory_allocated()
@@ -140,7 +134,6 @@ def memory(module: Any, device: str) -> Outcome:
 
 
 def process_group(device: str, backend: str) -> Outcome:
-    """A group of one process works, and on an NPU has the name that fused operators need."""
     distributed: Any = torch.distributed
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     try:

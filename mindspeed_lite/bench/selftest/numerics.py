@@ -1,7 +1,7 @@
-"""Checks every operator against float64 on the CPU: ours and the reference, forward and backward.
+"""Checks operators and references against float64 on the CPU, forward and backward.
 
-An error is relative in the 2-norm. Ours may be twice the reference's plus one eps of the dtype, as
-`--mindspeed-lite-verify` allows features of class ulp, and never more than 8 eps.
+Relative 2-norm error of at most twice the reference's plus one eps, as in `--mindspeed-lite-verify` class ulp, and at
+most 8 eps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _MOST_EPS = 8
 
 
 def checks(device: str, quick: bool) -> list[Check]:
-    """A check for each operator's backend, and one for each problem."""
     found = [Check("numerics", f"{name}, backend", functools.partial(_backend, name, device)) for name in OPERATORS]
     for each in problems(device, quick):
         found.append(Check("numerics", f"{each.operator} {each.name}", functools.partial(judge, each, device)))
@@ -35,7 +34,7 @@ def checks(device: str, quick: bool) -> list[Check]:
 
 
 def problems(device: str, quick: bool, backend: str = "") -> list[Problem]:
-    """Every shape in every dtype; quick: the first shapes, a dtype of each width.
+    """Every shape in every dtype; quick: first shapes, one dtype per width.
 
     backend: whose shapes; default: the device's.
     """
@@ -48,7 +47,6 @@ def problems(device: str, quick: bool, backend: str = "") -> list[Problem]:
 
 
 def judge(problem: Problem, device: str) -> Outcome:
-    """Compares ours on the device's own backend with float64."""
     inputs = problem.make()
     ours_function, reference_function = (each.load() for each in problem.contenders[:2])
     refused = _refusal(problem.operator, device, ours_function, inputs)
@@ -58,7 +56,7 @@ def judge(problem: Problem, device: str) -> Outcome:
     suffix = ""
     try:
         reference = equivalence.outcome(reference_function, inputs, gradient)
-    except Exception as error:  # out of memory, or no kernel: ours is judged alone
+    except Exception as error:  # out of memory or no kernel: no reference
         reference, suffix = {}, f"; the reference did not run: {timing.format_error(error)}"
     with dispatch.force(problem.operator, dispatch.REFERENCE):
         exact = equivalence.outcome(ours_function, [in_float64(each) for each in inputs], gradient.cpu().double())
@@ -68,13 +66,11 @@ def judge(problem: Problem, device: str) -> Outcome:
     status = FAILED if wrong else OK
     if refused:
         text += f"; computed by the reference: {refused}"
-        # NPU backends are written for every one of these shapes.
         status = FAILED if device == "npu" or status == FAILED else FALLBACK
     return Outcome(text + suffix, status, figures)
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf on the CPU, in float64 if it is floating point."""
     moved = tensor.detach().cpu()
     return moved.double().requires_grad_(tensor.requires_grad) if moved.is_floating_point() else moved
 
@@ -87,18 +83,16 @@ def _backend(name: str, device: str) -> Outcome:
 
 
 def _on_own_backend(name: str, device: str) -> contextlib.AbstractContextManager[None]:
-    """Forces the device's backend where there is one, so that no fallback goes unseen."""
     if device in dispatch.operator(name).backends and not dispatch.operator(name).unusable(device):
         return dispatch.force(name, device)
     return contextlib.nullcontext()
 
 
 def _refusal(name: str, device: str, function: Function, inputs: Sequence[torch.Tensor]) -> str:
-    """Why the device's backend refuses this problem, or nothing."""
     try:
         with _on_own_backend(name, device), torch.no_grad():
             function(*equivalence.own(inputs))
-    except RuntimeError as error:  # also the type of the device's own errors
+    except RuntimeError as error:  # also device errors
         if "is forced and cannot serve" not in str(error):
             raise
         return timing.format_error(error)
@@ -117,7 +111,6 @@ def _figure(
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error; infinite for a wrong shape and for values that are not finite."""
     wide = got.detach().cpu().double()
     if wide.shape != exact.shape or not bool(wide.isfinite().all()):
         return math.inf

@@ -1,9 +1,7 @@
-"""Runs the self-test's checks in a process of their own, and writes down how each ends.
+"""Runs self-test checks in a process and writes a JSON line for each result.
 
-    python -m mindspeed_lite.bench.selftest.worker DEVICE SKIP --lines FILE [--quick]
-
-leaves out the first SKIP checks. FILE gets a line of JSON for the plan and the environment, and one for each check that
-has ended; the first check without a line is the one that ended the process.
+`python -m mindspeed_lite.bench.selftest.worker DEVICE SKIP --lines FILE [--quick]` skips SKIP checks. The first check
+without a line ended the process.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from mindspeed_lite.bench.selftest import FAILED, Check, Outcome
 
 
 def plan(device: str, quick: bool) -> list[Check]:
-    """All checks in order: first the device, without which the others mean little."""
     from mindspeed_lite.bench.selftest import device as device_checks
     from mindspeed_lite.bench.selftest import numerics
 
@@ -29,7 +26,6 @@ def plan(device: str, quick: bool) -> list[Check]:
 
 
 def run(check: Check) -> dict[str, Any]:
-    """The line of a check."""
     start = time.perf_counter()
     try:
         outcome = check.run()
@@ -66,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         checks = plan(chosen.name, options.quick)
         write(plan=[[check.group, check.name] for check in checks], environment=environment.describe(chosen))
         if options.skip:
-            # Otherwise the first check does this; if it could not, its line says so.
+            # Normally done by the first check, which reports errors.
             with contextlib.suppress(Exception):
                 platform.activate(chosen.name)
         for check in checks[options.skip :]:

@@ -13,7 +13,7 @@ __all__ = ["OPERATOR", "Case", "accumulate_wgrad", "sums_in_main_dtype"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call; `contiguous` is about main_grad."""
+    """`contiguous` refers to main_grad."""
 
     device: str
     dtype: torch.dtype
@@ -27,9 +27,8 @@ OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad)
 def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """main_grad += dy^T x in place: the weight gradient of y = x w^T. Returns main_grad.
 
-    main_grad: [N, K] in the dtype of x or in fp32; dy: [M, N] and x: [M, K] in one dtype, any strides. CUDA and NPU add
-    the fp32 sum over M to main_grad. The reference, which serves the CPU, rounds it to the dtype of x first, as
-    autograd does. Deterministic. Not differentiable: it is a step of a backward pass.
+    main_grad: [N, K] in x's dtype or fp32; dy: [M, N] and x: [M, K] in one dtype. CUDA and NPU add the fp32 sum; the
+    reference (CPU) first rounds it to x's dtype, as autograd does. Deterministic, not differentiable.
     """
     if (
         main_grad.dim() != 2
@@ -51,7 +50,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
 
 
 def sums_in_main_dtype(main_grad: torch.Tensor, x: torch.Tensor) -> bool:
-    """True if `accumulate_wgrad` rounds the sum over M to no dtype but main_grad's."""
+    """True if the sum over M is rounded only to main_grad's dtype."""
     if main_grad.dtype == x.dtype:
         return True
     return OPERATOR.choose(_case(main_grad, x)) is not reference.accumulate_wgrad

@@ -1,7 +1,4 @@
-"""Cases of accumulate_wgrad, compared with the matmul and the addition of autograd and a gradient hook.
-
-Work counts dy and x read, main_grad read and written, and the matmul.
-"""
+"""Cases of accumulate_wgrad, compared with autograd's matmul and addition."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ def apex(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# Layers of a small model (query-key-value, MLP, output layer), and Llama 8B's.
 CASES = OperatorCases(
     operator="accumulate_wgrad",
     shape=Shape,

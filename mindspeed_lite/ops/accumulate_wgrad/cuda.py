@@ -1,4 +1,4 @@
-"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1 and an fp32 result."""
+"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     if main_grad.dtype == x.dtype:
         return main_grad.addmm_(dy.t(), x)
     if torch.compiler.is_compiling() or type(main_grad) is not torch.Tensor:
-        # PyTorch's decomposition of the operator takes the dtype for beta.
+        # PyTorch's decomposition of addmm.dtype_out takes the dtype for beta.
         return reference.accumulate_wgrad(main_grad, dy, x)
     return _add_product(main_grad, dy, x)
 
@@ -40,7 +40,7 @@ def _add_product(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> 
 
 @functools.cache
 def _refusal() -> str | None:
-    """Why this PyTorch cannot add a 16-bit product to an fp32 matrix, or None."""
+    """Reason why this PyTorch lacks the 16-bit to fp32 addmm."""
     try:
         one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
         _add_product(torch.ones(8, 8, device="cuda"), one, one)

@@ -33,11 +33,11 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         main_grad.view(1, *main_grad.shape),  # [1, N, K]
         dy.contiguous(),  # [M, N], transposed by the operator
         x.contiguous(),  # [M, K]
-        # The end of the only group, made on the device: no transfer, no synchronisation.
+        # Created on the device: no transfer.
         torch.full((1,), dy.shape[0], dtype=torch.int64, device=dy.device),
         transpose_x=True,
         transpose_weight=False,
         group_type=2,
-        # group_list_type, which torch_npu 2.7.1 lacks, is 0: ends of groups.
+        # group_list_type, missing in torch_npu 2.7.1, defaults to 0: group ends.
     )
     return main_grad

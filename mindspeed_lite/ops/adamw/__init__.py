@@ -17,7 +17,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
+    """Call properties that select a backend."""
 
     device: str
     dtype: torch.dtype
@@ -59,14 +59,14 @@ def adamw(
         p   = p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
         out = p                                   rounded to out's dtype
 
-    params, exp_avgs, exp_avg_sqs: fp32 (or all float64); grads: fp32, bf16 or fp16; outs: any one dtype. Sizes of one
-    place in the lists agree. grad_scale: a number or a tensor of one element on the device, for an inverse loss scale
-    times a clip coefficient.
-    lows: with these (int16) the params are bf16: fp32 numbers in two halves, a bit of which is the sign of exp_avg_sqs
-    (see `halves`), without outs. The numbers become what they would as fp32, bit for bit.
-    blocks: the moments may be bf16, or uint8 codes with these pairs of exponents (see `moments.exponents`); new ones
-    are stochastically rounded, as a function of them and `step` alone (see `moments`).
-    Computed in fp32. No gradient; nothing is kept.
+    Computed in fp32, without gradient.
+
+    params, exp_avgs, exp_avg_sqs: fp32 (or all float64); grads: fp32, bf16 or fp16; outs: any one dtype.
+    grad_scale: number or one-element tensor on the device (inverse loss scale times clip coefficient).
+    lows: int16 low halves of fp32 params whose high halves are bf16 `params` (see `halves`), without outs. Same bits as
+        fp32 params.
+    blocks: block exponents of uint8 moments (see `moments.exponents`). bf16 and uint8 moments are stochastically
+        rounded, as a function of their values and `step` (see `moments`).
     """
     case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows, blocks)
     if case is None:
@@ -92,7 +92,7 @@ def _case(
     if not count:
         return None
     first, contiguous = params[0], True
-    index = first.get_device()  # a number, where `device` would be made anew for every comparison
+    index = first.get_device()  # cheaper to compare than `device`
     sizes = [param.numel() for param in params]
     dtypes = [each[0].dtype for each in lists]
     for each, dtype in zip(lists, dtypes, strict=True):

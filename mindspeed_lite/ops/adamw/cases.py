@@ -1,7 +1,7 @@
-"""Cases of adamw, compared with a Megatron step: clipping, torch's AdamW, and the copy into 16 bits.
+"""Cases of adamw, compared with a Megatron step: clipping, torch's AdamW, and the 16-bit copy.
 
-Parameters, gradients and moments are fp32; the dtype is that of the copy. Work counts each tensor read and written,
-and 14 operations of an element.
+Parameters, gradients and moments are fp32; the dtype is the copy's. Work counts one read and write per tensor, and 14
+operations per element.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 
 RULE: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
-# So near to 1 that gradients scaled in place keep their size over thousands of calls.
+# Near 1, so that gradients scaled in place keep their size over thousands of calls.
 SCALE = 1 - 2.0**-20
 
 
@@ -74,8 +74,6 @@ def work(shape: Shape, size: int) -> tuple[Work, None]:
 
 
 def fused(shape: Shape) -> Callable[..., torch.Tensor]:
-    """torch's fused kernel."""
-
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         params, grads, exp_avgs, exp_avg_sqs, outs = _lists(shape, tensors)
         torch._foreach_mul_(grads, SCALE)
@@ -85,7 +83,7 @@ def fused(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# Many small matrices, a few, and layers of a large model.
+# Many small matrices, a few, and large-model layers.
 _TIMED = ("256x4096", "8x1048576", "4x16777216")
 
 CASES = OperatorCases(

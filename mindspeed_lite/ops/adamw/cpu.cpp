@@ -1,4 +1,4 @@
-// AdamW over a table of tensors: every number is read once and written once.
+// AdamW over a table of tensors in one pass over memory.
 #include <vector>
 
 #include "guard.h"
@@ -9,11 +9,10 @@
 
 namespace {
 
-// How the parameters stand in memory: as fp32 alone, with a bf16 copy in `out`, or in two halves, of which `out` is the
-// bf16 one and `param` the other.
+// Parameters: fp32; fp32 with a bf16 copy in `out`; or split, high half (bf16) in `out` and low half in `param`.
 enum class Form : int { alone, copied, halves };
 
-// The moments: fp32, bf16, or a byte with an exponent for every block.
+// Moments: fp32, bf16, or bytes with block exponents.
 enum class Moments : int { fp32, bf16, fp8 };
 
 struct Entry {
@@ -35,10 +34,10 @@ struct Piece {
     int64_t entry, start;
 };
 
-// Small enough to share work evenly, long enough that a piece is many pages; whole blocks of moments.
+// Small enough to balance threads, many pages long, a multiple of the moments' block.
 constexpr int64_t PIECE = 1 << 15;
 
-// a * b + c as PyTorch's CPU kernels round it: once where the processor can.
+// a * b + c, rounded as in PyTorch's CPU kernels.
 inline float multiply_add(float a, float b, float c) {
 #ifdef FP_FAST_FMAF
     return std::fma(a, b, c);
@@ -47,8 +46,8 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// `n` numbers of the entry from `start` on, whose moments are fp32 and stand elsewhere. Every operation is one of those
-// of torch.optim.AdamW, rounded where it is rounded there, so the bits are the same.
+// Updates `n` elements from `start` on, with fp32 moments in separate buffers. Same operations and roundings as
+// torch.optim.AdamW, so the same bits.
 template <class Grad, Form form, bool adds_l2>
 void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_avg, float* __restrict exp_avg_sq,
             const Rule rule) {
@@ -145,9 +144,8 @@ void step(const Entry* table, int64_t count, const Rule rule, Form form, Moments
 
 }  // namespace
 
-// table: rows of eight 64-bit words: addresses of param (of its low half), grad, exp_avg, exp_avg_sq, out (of the high
-// half; unused where parameters stand alone) and the exponents of both moments (unused without), and the number of
-// elements.
+// table: rows of eight 64-bit words: addresses of param (or low half), grad, exp_avg, exp_avg_sq, out (or high half;
+// unused for fp32 alone) and both exponents (unused without), and the element count.
 extern "C" int32_t adamw(const Entry* table, int64_t count, int narrow_grads, int form, int moments, int seed,
                          int adds_l2, float scale, float keep, float l2, float beta1_rest, float beta2,
                          float beta2_rest, float rate, float root, float eps, int threads) {

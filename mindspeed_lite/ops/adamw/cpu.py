@@ -1,8 +1,8 @@
-"""adamw on CPU as one pass over memory, the low-precision copy included.
+"""adamw on CPU in one pass over memory, the low-precision copy included.
 
-PyTorch's AdamW makes about ten passes on CPU unless asked for its fused one, which makes one; scaling gradients and
-copying into 16 bits come on top. Bits are those of torch.optim.AdamW, tensor by tensor as Megatron has it, on gradients
-scaled before; torch's fused one, which serves without a compiler, has others.
+PyTorch's default AdamW makes about ten passes on CPU, its fused one one, plus gradient scaling and the 16-bit copy.
+Bits equal torch.optim.AdamW's, tensor by tensor on scaled gradients; torch's fused one, the fallback without a
+compiler, differs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mindspeed_lite.ops.traced import address, is_traced
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
 
-# The kernel's `Form`.
+# `Form` in cpu.cpp
 _ALONE, _COPIED, _HALVES = range(3)
-# And its `Moments`.
+# `Moments` in cpu.cpp
 _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
     {"adamw": "pliiiiifffffffffi"},
     uses_torch=True,
-    # It writes out itself what is rounded once.
+    # Fused multiply-adds are explicit in the source.
     flags=("-ffp-contract=off",),
     returns_status=True,
 )
@@ -59,7 +59,7 @@ def adamw(
     lows: Sequence[torch.Tensor] | None = None,
     blocks: Blocks | None = None,
 ) -> None:
-    # A compiler fuses the plain formula itself, and has no addresses to hand over; nor have fake tensors.
+    # torch.compile fuses the formula itself; fake tensors have no addresses.
     instead: Callable[..., None] | None = reference.adamw if is_traced(params[0]) or is_traced(grads[0]) else None
     if instead is None and (reason := _lib.unusable()) is not None:
         report_fallback("adamw", "cpu", (reason,), to="torch's fused AdamW")
@@ -69,7 +69,7 @@ def adamw(
         return
     written, form = outs, _ALONE
     if lows is not None:
-        # The kernel's first column is what it keeps beside the bf16 one.
+        # The kernel's first column holds the low halves.
         params, written, form = lows, params, _HALVES
     elif outs is not None and outs[0].dtype == torch.bfloat16:
         form = _COPIED

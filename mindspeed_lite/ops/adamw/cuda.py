@@ -1,8 +1,7 @@
 """adamw on CUDA as one Triton launch over all tensors, the low-precision copy included.
 
-The kernel finds its tensors through a table of addresses and its work through a list of pieces, both on the device.
-They are kept, and made anew when an address or a size changes, which in a training run with gradient buffers is
-never. PyTorch's fused AdamW makes one pass as well, but leaves the copy to another. Without Triton it serves.
+The kernel reads a table of addresses and a list of blocks, both cached on the device until an address or size changes,
+which gradient buffers avoid. Without Triton, PyTorch's fused AdamW serves; its 16-bit copy takes a second pass.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mindspeed_lite.ops.traced import address
 
 try:
     from mindspeed_lite.ops.adamw import kernel
-except ImportError as error:  # said by the first call
+except ImportError as error:  # reported at the first call
     _missing = f"Triton does not import: {error}"
 else:
     _missing = ""
@@ -27,13 +26,13 @@ else:
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
 
-# Triton's names.
+# Triton's dtype names.
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "uint8"}
 _BLOCK = 2048
 _WARPS = 8
 _ALIGNMENT = 16
-# Tables of so many lists: parameter groups, dense and expert, of a few optimizers.
+# Cached tables: parameter groups, dense and expert, of a few optimizers.
 _KEPT = 32
 _tables: dict[Any, Any] = {}
 
@@ -95,10 +94,9 @@ def adamw(
 def _addresses(
     lists: Sequence[Sequence[torch.Tensor]], blocks: Blocks | None, device: torch.device
 ) -> tuple[torch.Tensor, bool]:
-    """Rows of param, grad, exp_avg, exp_avg_sq, out, two exponents, size on the device, and whether all but the
-    exponents are aligned.
+    """Device table (param, grad, exp_avg, exp_avg_sq, out, two exponents, size); whether it is aligned.
 
-    Of parameters in halves the first column has the low and the fifth the high one.
+    Exponents do not count for alignment. Split parameters have the low half first and the high half fifth.
     """
     rows = []
     for place, tensors in enumerate(zip(*lists, strict=True)):
@@ -113,7 +111,7 @@ def _addresses(
 
 
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Rows of (place in the list, number of the block within that tensor), and how many there are."""
+    """Rows of (tensor index, block index within it), and their number."""
     key = (device, sizes)
     found = _tables.get(key)
     if found is None:

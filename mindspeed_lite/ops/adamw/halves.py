@@ -1,12 +1,12 @@
-"""An fp32 number in two halves: a bf16 number, rounded to nearest even, and 16 more bits.
+"""Codec of fp32 as bf16, rounded to nearest even, plus 16 low bits and one more.
 
-The model computes with the high half, so an optimizer keeps only the low one: 4 bytes for both instead of 6. With the
-bits x, y = x + 0x8000 has in its upper 16 bits the nearest bf16 number, ties away from zero, and in its lower ones what
-is kept. Ties that thereby become even, and NaNs whose y has overflowed into the sign, take 1 from the upper half. That
-is one bit more than 32; it is stored in the sign of the second moment.
+The model computes with the high half, so an optimizer stores only the low one: 4 bytes instead of 6. With x as bits,
+the upper 16 of y = x + 0x8000 are the nearest bf16, ties away from zero, and the lower 16 are stored. Ties that so
+become even, and NaNs whose y overflows into the sign, subtract 1 from the upper half. That extra bit is the sign of
+the second moment.
 
-Exact for all 2^32 patterns; the high half is PyTorch's conversion for every number, except that NaNs with an empty
-upper payload may read as infinity.
+Exact for all 2^32 patterns; the high half equals PyTorch's conversion, but NaNs with an empty upper payload may read
+as infinity.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ _HALF = 0x8000
 
 
 def split(word: torch.Tensor, high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
-    """Write the halves of `word` (fp32, contiguous) into `high` (bf16), `low` (int16) and the sign of `exp_avg_sq`.
+    """Writes the halves of `word` (fp32) into `high` (bf16), `low` (int16) and the sign of `exp_avg_sq`.
 
-    All of one size, `high`, `low` and `exp_avg_sq` contiguous. Without a second moment there is no place for the bit:
-    a tie that is rounded towards zero then becomes the next number on that side, 2^-24 of its size away.
+    All contiguous, of one size. Without a second moment a tie rounded towards zero changes by 2^-24 of its size.
     """
     bits = word.view(torch.int32).view(-1)
     away = bits + _HALF
@@ -37,7 +36,7 @@ def split(word: torch.Tensor, high: torch.Tensor, low: torch.Tensor, exp_avg_sq:
 
 
 def join(high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 numbers, in the shape of `high`, whose halves these are; nothing is written."""
+    """The fp32 values of these halves, in the shape of `high`."""
     above = high.view(torch.int16).view(-1)
     if exp_avg_sq is not None:
         above = above + torch.signbit(exp_avg_sq.view(-1)).to(torch.int16)

@@ -1,4 +1,4 @@
-"""The Triton kernel of adamw on CUDA: a program for every block of every tensor."""
+"""Triton kernel of adamw: one program per block of each tensor."""
 
 # mypy: ignore-errors
 
@@ -41,8 +41,7 @@ def step(
     if scale_tensor is not None:
         scale = scale * tl.load(scale_tensor).to(tl.float32)
     rule = (scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps, seed)
-    # Only the last block of a tensor has a mask: of a size that the compiler cannot know, it would make every
-    # access one number wide.
+    # Only a tensor's last block is masked: a size unknown to the compiler would prevent vector accesses.
     if left >= BLOCK:
         _update(row, start, left, rule, GRAD, OUT, HALVES, MOMENTS, L2, False, ALIGNED, BLOCK)
     else:
@@ -84,7 +83,7 @@ def _update(
         p = p * keep
     m = m + beta1_rest * (g - m)
     v = beta2 * v + beta2_rest * g * g
-    # Divisions and root rounded to nearest: memory is the bound, and an error in the parameters stays.
+    # Correctly rounded division and root are free in a memory-bound kernel; parameter errors accumulate.
     p = p - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     if HALVES:
         high, low, bit = _split(p)
@@ -101,7 +100,7 @@ def _update(
 
 @triton.jit
 def _join(high, low, bit):
-    # The codec of halves.py, on numbers without a sign.
+    # The codec of halves.py, for non-negative values.
     high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
     low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
     return ((((high + bit) << 16) | low) - 0x8000).to(tl.float32, bitcast=True)

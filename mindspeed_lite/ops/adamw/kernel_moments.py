@@ -1,6 +1,6 @@
-"""How the Triton kernel of adamw reads and writes moments: fp32, bf16 or a byte with an exponent for every block.
+"""Loads and stores of adamw moments in Triton: fp32, bf16, or bytes with block exponents.
 
-The codec of moments.py, on numbers without a sign.
+The codec of moments.py, for non-negative values.
 """
 
 # mypy: ignore-errors
@@ -17,9 +17,9 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def pointer(row, column: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """To element `start` of the tensor whose address stands in that column."""
+    """Pointer to element `start` of the tensor in that column."""
     found = tl.load(row + column).to(tl.pointer_type(tl.dtype(TYPE))) + start
-    # What the compiler cannot know of an address that it loads, and needs for wide accesses.
+    # Alignment hint for vector accesses.
     return tl.multiple_of(found, 16) if ALIGNED else found
 
 
@@ -51,7 +51,7 @@ def store(
         m_bits, v_bits = m.to(tl.uint32, bitcast=True), v.to(tl.uint32, bitcast=True)
         m_size, v_size = m_bits & 0x7FFFFFFF, v_bits & 0x7FFFFFFF
         if MASKED:
-            # What lies behind the end belongs to no block.
+            # Elements past the end belong to no block.
             m_size, v_size = tl.where(mask, m_size, 0), tl.where(mask, v_size, 0)
         x = (v_size * 0x9E3779B1 + m_size) ^ seed.to(tl.uint32, bitcast=True)
         x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -80,7 +80,7 @@ def _exponents(row, start, left, N: tl.constexpr):
 
 @triton.jit
 def _spread(exponent, N: tl.constexpr):
-    # One for every number of its block.
+    # Broadcast to the elements of its block.
     wide = tl.broadcast_to(tl.reshape(exponent.to(tl.int32), (N // _BLOCK, 1)), (N // _BLOCK, _BLOCK))
     return tl.reshape(wide, (N,))
 

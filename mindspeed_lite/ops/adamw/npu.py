@@ -1,9 +1,8 @@
-"""adamw on Ascend NPUs through torch_npu's kernel for PyTorch's own `_fused_adamw_`, tensor by tensor.
+"""adamw on Ascend NPUs through torch_npu's kernel for `_fused_adamw_`, tensor by tensor.
 
-Of the two operators that torch_npu has, this one runs on aclnnApplyAdamWV2; `npu_apply_adam_w` goes through the older
-aclop interface. torch_npu takes `grad_scale` and `found_inf` and ignores them, so the scaled gradient is made here; and
-it computes `_fused_adam_`, which is L2 regularisation, on the host, so that is left to the reference. The copies are
-made last. The count of steps must be a tensor on the device. Parameters in halves are put together piece by piece.
+This operator runs on aclnnApplyAdamWV2, `npu_apply_adam_w` on the older aclop interface. torch_npu ignores
+`grad_scale` and `found_inf`, so gradients are scaled here. It computes `_fused_adam_` (L2) on the host, so the
+reference serves that. The step count must be a device tensor. Split parameters are joined in chunks.
 """
 
 from __future__ import annotations

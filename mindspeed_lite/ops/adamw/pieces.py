@@ -1,8 +1,4 @@
-"""Steps that know plain fp32 numbers alone, made to serve parameters in halves and narrow moments.
-
-Where a backend has no kernel that reads and writes these forms in registers, the numbers are put together piece by
-piece, updated and taken apart again.
-"""
+"""Runs fp32-only steps on split parameters and narrow moments, in chunks of fp32 values."""
 
 from __future__ import annotations
 
@@ -15,15 +11,15 @@ import torch
 from mindspeed_lite.ops.adamw import halves, moments
 
 Tensors = Sequence[torch.Tensor]
-# A pair of exponents of narrow moments for every parameter.
+# (exponents of exp_avg, of exp_avg_sq) per parameter.
 Blocks = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-# Elements that are put together at a time, whole blocks of narrow moments.
+# Elements per chunk; a multiple of the moments' block.
 CHUNK = 1 << 22
 
 
 class Rule(NamedTuple):
-    """The options of `adamw`, as every implementation takes them."""
+    """The options of `adamw`."""
 
     lr: float
     betas: tuple[float, float]
@@ -34,7 +30,7 @@ class Rule(NamedTuple):
     decoupled: bool = True
 
     def numbers(self) -> tuple[float, ...]:
-        """keep, l2, 1 - b1, b2, 1 - b2, lr / (1 - b1^t), sqrt(1 - b2^t), eps: what a kernel computes with."""
+        """Kernel constants keep, l2, 1 - b1, b2, 1 - b2, lr / (1 - b1^t), sqrt(1 - b2^t), eps."""
         beta1, beta2 = self.betas
         return (
             1 - self.lr * self.weight_decay if self.decoupled else 1.0,
@@ -49,7 +45,7 @@ class Rule(NamedTuple):
 
 
 def piecewise(step: Callable[..., None]) -> Callable[..., None]:
-    """`step(params, grads, exp_avgs, exp_avg_sqs, rule, outs)` in fp32, for the other forms as well."""
+    """Extends `step(params, grads, exp_avgs, exp_avg_sqs, rule, outs)` in fp32 to the other storage forms."""
 
     @functools.wraps(step)
     def adamw(

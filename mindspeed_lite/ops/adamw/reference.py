@@ -1,4 +1,4 @@
-"""The definition of adamw in plain PyTorch: what every backend is tested against."""
+"""Reference adamw in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def adamw(
     rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """AdamW as `torch.optim.AdamW` computes it tensor by tensor, or Adam with L2 regularisation."""
+    """AdamW as in `torch.optim.AdamW`, tensor by tensor, or Adam with L2 regularisation."""
     beta1, beta2 = rule.betas
     rate = rule.lr / (1 - beta1**rule.step)
     root = (1 - beta2**rule.step) ** 0.5

@@ -1,7 +1,7 @@
-"""adamw through the kernel that PyTorch fuses itself, for machines that cannot build a better one.
+"""adamw through PyTorch's fused kernel, for machines that cannot compile ours.
 
-It makes one pass as well, but wants the copy into low precision as a pass of its own, and divides by a scale and
-writes the gradients where it is given one: so the scaled gradients are made here, tensor by tensor.
+The low-precision copy takes another pass. Given a scale the kernel divides by it and overwrites gradients, so they are
+scaled here, tensor by tensor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Softmax attention in the layout [sequence, batch, head, head size], for a transformer's attention core.
+"""Softmax attention, [sequence, batch, head, head size], for a transformer's attention core.
 
-`attention` is `prepare`, which checks a call and makes its `AttentionSpec`, and `attend`, which computes it. `forward`
-and `backward` are its halves without autograd, for callers that merge results over parts of the keys (context
-parallelism). `packed.attention` takes sequences of several lengths.
+`attention` is `prepare` (checks a call, makes its `AttentionSpec`) and `attend` (computes it). `forward` and `backward`
+run without autograd, for callers that merge results over parts of the keys (context parallelism).
 
 A backend has `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
-`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. With `HAS_WIDE` the halves take `wide`: fp32
-sums of 16-bit inputs, not rounded. No row is empty by position, and the halves ignore `spec.sink`.
+`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. With `HAS_WIDE`, the last two take `wide`:
+unrounded fp32 sums of 16-bit inputs. They ignore `spec.sink`. Every row sees a key by position.
 """
 
 from __future__ import annotations
@@ -50,25 +49,23 @@ def attention(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """out[s, b, i] = sum_t dropout(p[s, t]) * v[t, b, j], p[s, t] = exp(scale * q[s, b, i] . k[t, b, j] - lse)
+    """out[s, b, i] = sum_t dropout(p[s, t]) * v[t, b, j], p = exp(scale * q[s, b, i] . k[t, b, j] - lse)
 
-    where j = i * g // n and lse is the log of the sum, over the visible keys t, of exp(scale * q . k), plus
-    exp(sink[i]) if there is a sink.
+    where j = i * g // n and lse = log(sum over visible keys t of exp(scale * q . k), plus exp(sink[i]) if given).
 
     q: [sq, b, n, d], k: [sk, b, g, d], v: [sk, b, g, dv], one dtype, any strides; g divides n. Returns out
     [sq, b, n, dv], contiguous, in q's dtype; with `return_lse` also lse [b, n, sq] in fp32 (float64 for float64),
-    natural logarithm, without gradient. Scores and softmax are fp32. Keeps q, k, v, the output and one number per row
-    and head.
+    without gradient. Scores and softmax are fp32. Saves q, k, v, the output and lse.
 
-    causal: a query sees no later key. With sq != sk the last query is aligned with the last key (bottom right).
-    window: (left, right): `left` keys before the query's own and `right` after it; -1 is no limit.
+    causal: the last query is aligned with the last key (bottom right).
+    window: (left, right): visible keys before and after the query's own; -1 is no limit.
     mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk]; combined with the other two.
-    scale: 1 / sqrt(d) unless given; above 0 and finite in fp32.
-    dropout_p: drawn from the device's default generator, by each backend in its own way.
-    sink: [n], any floating dtype, one logit per head without a value (Megatron's softmax offset). It gets its gradient.
+    scale: default 1 / sqrt(d); above 0 and finite in fp32.
+    dropout_p: drawn from the device's default generator; the pattern depends on the backend.
+    sink: [n], any floating dtype, one logit per head without a value (Megatron's softmax offset). Differentiable.
 
-    A row without visible keys returns 0, has the lse -inf (the sink's value if there is one) and gives no gradient;
-    Megatron averages all values there.
+    A row without visible keys returns 0, has lse -inf (or the sink's value) and gives no gradient; Megatron averages
+    all values there.
     """
     options = {"causal": causal, "mask": mask, "scale": scale, "dropout_p": dropout_p, "window": window, "sink": sink}
     out, lse = attend(q, k, v, prepare(q, k, v, **options, return_lse=return_lse))  # type: ignore[arg-type]
@@ -78,11 +75,11 @@ def attention(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of `attention` for a call that `prepare` has checked; without `spec.return_lse` lse may be None."""
+    """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
     if spec.rows_without_keys:
         rest = attend(q[spec.rows_without_keys :], k, v, _below(spec, q, k))
         return _behind(rest, spec.rows_without_keys, spec.sink)
-    # Kernels differ on what they accept of empty tensors, and there is nothing to win.
+    # Kernels differ on which empty tensors they accept.
     implementation = reference.attention if spec.empty else OPERATOR.choose(spec.case)
     result: tuple[torch.Tensor, torch.Tensor | None] = implementation(q, k, v, spec)  # type: ignore[assignment]
     return result
@@ -97,14 +94,13 @@ def forward(
     wide: bool = False,
     dropout: PositionalDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout of its own.
+    """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout.
 
     Results over disjoint sets of keys merge: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
-    out2 * exp(lse2 - lse); a row with lse -inf in one of them takes no part in it.
+    out2 * exp(lse2 - lse); a row with lse -inf contributes nothing.
 
-    wide: `out` in fp32 (float64 for float64), for a sum over several results; not rounded in between by a backend with
-        `HAS_WIDE` (CPU).
-    dropout: which weights are dropped, by position; in plain PyTorch on every device.
+    wide: `out` in fp32 (float64 for float64); unrounded with a backend that has `HAS_WIDE` (CPU).
+    dropout: positional dropout; runs in plain PyTorch on every device.
     """
     _check_half(spec)
     if spec.rows_without_keys:
@@ -138,10 +134,10 @@ def backward(
     wide: bool = False,
     dropout: PositionalDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients (dq, dk, dv) that these keys contribute, without autograd, in the dtypes of q, k and v.
+    """Gradients (dq, dk, dv) of these keys, without autograd, in the dtypes of q, k and v.
 
-    dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are those of the whole softmax, sink
-    included; p = exp(score - lse). A row with lse -inf gives no gradient. `wide`, `dropout`: as in `forward`.
+    dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are of the whole softmax, sink included;
+    p = exp(score - lse). A row with lse -inf gives no gradient. `wide`, `dropout`: as in `forward`.
     """
     _check_half(spec)
     empty = spec.rows_without_keys
@@ -165,12 +161,12 @@ def backward(
 
 
 def fallback_reasons(spec: AttentionSpec) -> list[str]:
-    """Every reason why the call would run on the reference, not on its device's backend."""
+    """Reasons why the call would run on the reference."""
     return OPERATOR.why_not(spec.case)
 
 
 def module(spec: AttentionSpec) -> Any:
-    """The module of the backend that serves a call."""
+    """The backend module that serves a call."""
     return reference if spec.empty else OPERATOR.module(spec.case)
 
 
@@ -184,7 +180,6 @@ def _check_half(spec: AttentionSpec) -> None:
 
 
 def _below(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor) -> AttentionSpec:
-    """What remains to be asked for the queries after `spec.rows_without_keys`."""
     rows, mask = spec.rows_without_keys, spec.mask
     if mask is not None and mask.dim() >= 2 and mask.shape[-2] > 1:
         spec = spec._replace(mask=mask[..., rows:, :])
@@ -192,7 +187,7 @@ def _below(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor) -> AttentionSp
 
 
 def _behind(result: tuple[torch.Tensor, Any], empty: int, sink: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-    """A result with `empty` rows that see nothing put before its rows."""
+    """Prepends `empty` rows that see no key."""
     out, lse = result
     out = torch.nn.functional.pad(out, (0, 0) * 3 + (empty, 0))
     if lse is not None:

@@ -1,7 +1,7 @@
-"""Autograd around a backend's forward and backward kernels, with the sink, which no kernel has to know.
+"""Autograd around a backend's forward and backward kernels, with the sink.
 
-A sink is one more key without a value. It changes the output and log-sum-exp by the rule for merging two sets of keys;
-the kernel's backward pass reads only the merged ones.
+A sink is one more key without a value. It merges into out and lse like a second set of keys; the kernel's backward
+reads only the merged results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """What a backend computes without autograd; arguments and results as in the package's functions."""
+    """A backend's functions without autograd."""
 
     forward: Callable[..., Pair]
     backward: Callable[..., Triple]
@@ -29,14 +29,14 @@ class Kernels(NamedTuple):
 
 def attention(kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Pair:
     """(out, lse), differentiable through `out` in q, k, v and the sink."""
-    # Tensors are autograd's to keep: it frees them, sees writes to them and lets hooks move them.
+    # Saved tensors must go through autograd: it frees them, checks versions and runs hooks.
     options = kernels, spec._replace(mask=None, sink=None)
     pair: Pair = autograd.apply(_ATTENTION, (q, k, v, spec.sink, spec.mask), options)
     return pair
 
 
 def with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Pair:
-    """out [sq, b, n, dv] and lse [b, n, sq] once each row has the logit `sink` [n] besides its keys."""
+    """Merges the logit `sink` [n] into out [sq, b, n, dv] and lse [b, n, sq]."""
     whole = torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
     share = (lse - whole).exp_().permute(2, 0, 1).unsqueeze(-1)  # [sq, b, n, 1]
     return (out * share).to(out.dtype), whole

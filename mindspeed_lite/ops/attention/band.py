@@ -1,7 +1,7 @@
-"""Which keys a query may see by position alone: causal order and sliding window, as one band.
+"""Keys visible by position: causal order and sliding window as one band.
 
-With sq queries and sk keys the last query stands at the last key, so query i stands at key i + sk - sq, and
-a band (left, right) shows it the keys i + sk - sq - left to i + sk - sq + right. -1: no limit on that side.
+The last query is aligned with the last key: query i is at key i + sk - sq, and a band (left, right) shows it the keys
+i + sk - sq - left to i + sk - sq + right. -1: no limit on that side.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ Window = tuple[int, int]
 
 CAUSAL: Window = (-1, 0)
 
-# Band masks of recent shapes. Training uses one or two; the bound only keeps varying lengths from piling up.
+# Bounds the cached band masks when lengths vary; training uses one or two.
 _KEPT = 8
 _masks: dict[tuple[int, int, Window, torch.device, torch.dtype], torch.Tensor] = {}
 
 
 def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bool, Window | None]:
-    """The same band in its only spelling: limits that hide nothing dropped, and causal alone as (True, None).
+    """Canonical band: limits that hide nothing dropped, causal alone as (True, None).
 
-    Short sequences thereby lose a window that is wider than they are, and with it the mask it would need.
+    Short sequences so lose a window wider than they are, and its mask.
     """
     left, right = (-1, -1) if window is None else window
     if causal:
@@ -37,7 +37,7 @@ def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bo
 
 
 def rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> int:
-    """How many queries of a canonical band stand before the first of some keys that they may see: the first ones."""
+    """Number of leading queries that see no key, for a canonical band."""
     right = 0 if causal else -1 if window is None else window[1]
     return 0 if right < 0 or sk == 0 else max(0, sq - sk - right)
 
@@ -55,17 +55,16 @@ def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tens
 
 
 def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; kept for the next call.
+    """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; cached, read-only.
 
-    Additive, since PyTorch turns a bool mask into this form at every call, and every layer of a model would
-    then keep a copy of its own for the backward pass. Callers must not write to it.
+    PyTorch converts a bool mask to this form at every call, and every layer would save its own copy for backward.
     """
     if torch.compiler.is_compiling():
         return _build_additive(sq, sk, window, device, dtype)
     key = (sq, sk, window, device, dtype)
     mask = _masks.get(key)
     if mask is None:
-        # An inference tensor could not be saved for backward by a later training step.
+        # Inference tensors cannot be saved for backward.
         with torch.inference_mode(False):
             mask = _build_additive(sq, sk, window, device, dtype)
         if type(mask) is torch.Tensor:  # a fake tensor must not outlive its mode

@@ -1,8 +1,8 @@
-"""attention in plain PyTorch, a block of rows at a time: every option, and memory that grows with no sq x sk.
+"""attention in plain PyTorch, one block of rows at a time: every option, no sq x sk memory.
 
-For calls that no kernel of a device takes. The scores of a block stay below a fixed size, and keys outside the band of
-its rows are not touched. Scores and sums are fp32 (float64 for float64). Dropout is drawn by position: a weight's fate
-is a hash of a seed, its batch, its head and the positions of query and key, whatever rank or block computes it.
+The fallback where a device's kernels do not take a call. Blocks have a bounded number of scores; keys outside their
+band are skipped. Scores and sums are fp32 (float64 for float64). Dropout hashes seed, batch, head and positions, so it
+does not depend on rank or block.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mindspeed_lite.ops.attention import autograd
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.spec import AttentionSpec
 
-# Scores of one block. fp32: 4 MiB, of which a block holds a few, in a core's cache or near it.
+# Scores of one block; 4 MiB in fp32, near a core's cache.
 _SCORES = 1 << 20
 
-# With a band, few rows at a time, so that most keys of a block are seen by its rows.
+# Few rows with a band, so that most keys of a block are visible to its rows.
 _BAND_ROWS = 256
 
-# Odd numbers of 64 bits: of the splitmix64 generator, and the golden ratio.
+# 64-bit odd constants of splitmix64 and the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -31,12 +31,12 @@ _DRAWS = 1 << 24
 
 
 class PositionalDropout(NamedTuple):
-    """The weights that a call drops.
+    """Dropout mask as a function of positions.
 
-    p: probability, a multiple of 2^-24 after rounding; kept weights are scaled by the rounded one.
-    seed: one int64 number on the device, the same for all parts of one attention.
-    rows, keys: [sq] and [sk] int64, the positions of this call's queries and keys in the whole attention.
-    first_head, heads: the number of the call's first head among how many.
+    p: probability, rounded to a multiple of 2^-24; kept weights are scaled by the rounded one.
+    seed: one int64 on the device, the same for all parts of one attention.
+    rows, keys: [sq] and [sk] int64, global positions of this call's queries and keys.
+    first_head, heads: global index of the call's first head, and the number of heads.
     """
 
     p: float
@@ -47,13 +47,13 @@ class PositionalDropout(NamedTuple):
     heads: int
 
     def of_rows(self, rows: slice, keys: slice = slice(None)) -> PositionalDropout:
-        """The same for some of the queries and keys."""
+        """The same for a subset of queries and keys."""
         return self._replace(rows=self.rows[rows], keys=self.keys[keys])
 
     def scale_of(self, pairs: torch.Tensor) -> torch.Tensor:
         """[*pairs, sq, sk] fp32: 1 / (probability of being kept) where a weight is kept, else 0.
 
-        pairs: int64, batch * heads + the head's number in this call.
+        pairs: int64, batch * heads + the head's index in this call.
         """
         dropped = min(max(round(self.p * _DRAWS), 1), _DRAWS - 1)
         x = _mixed(_mixed((pairs + self.first_head) * _GOLDEN + self.seed).unsqueeze(-1) + self.rows)
@@ -69,12 +69,12 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
-    """As a backend's."""
+    """`attention` of a backend."""
     return autograd.attention(_KERNELS, q, k, v, drawn(q, k, spec) if spec.dropout_p > 0.0 else spec)
 
 
 def drawn(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> AttentionSpec:
-    """With dropout by a seed of the device's default generator, from which both passes drop the same."""
+    """Adds dropout seeded from the device's default generator; both passes drop the same weights."""
     seed = torch.randint(1 << 62, (1,), device=q.device)
     rows, keys = (torch.arange(t.shape[0], device=q.device) for t in (q, k))
     return spec._replace(rng=PositionalDropout(spec.dropout_p, seed, rows, keys, 0, q.shape[2]))
@@ -83,14 +83,14 @@ def drawn(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> AttentionSpe
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Pair:
-    """As a backend's; `spec.rng` is a PositionalDropout or None."""
+    """`forward` of a backend; `spec.rng` is a PositionalDropout or None."""
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
     queries, keys, values = _batched(q, g), _batched(k, g), _batched(v, g)
     out = queries.new_zeros(b * g, n // g, sq, dv)
     lse = queries.new_full((b * g, n // g, sq), float("-inf"))
     for block in _blocks(spec, b * g, n // g, sq, sk):
         scores = _scores(queries, keys, spec, block)  # [batches, ratio, rows, keys]
-        # A row without keys has the maximum -inf, and exp(-inf - inf) is 0 throughout.
+        # Maximum -inf would give NaN in a row without keys; +inf gives 0.
         most = _finite(scores.amax(-1, keepdim=True))
         weights = scores.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -143,7 +143,7 @@ _KERNELS = autograd.Kernels(forward, backward)
 
 
 class _Block(NamedTuple):
-    """One product of rows and keys; batches count (batch, key head) pairs."""
+    """Rows and keys of one block; batches count (batch, key head) pairs."""
 
     batches: slice
     rows: slice
@@ -151,7 +151,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> Iterator[_Block]:
-    """Blocks in a fixed order: first rows, then (batch, key head) pairs."""
+    """Blocks in a fixed order: rows first, then (batch, key head) pairs."""
     rows = max(1, min(sq, _SCORES // (ratio * sk)))
     left, right = spec.positions or (-1, -1)
     if spec.positions is not None:
@@ -166,7 +166,7 @@ def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> 
 
 
 def _batched(t: torch.Tensor, g: int) -> torch.Tensor:
-    """[s, b, heads, size] -> [b * g, heads / g, s, size], contiguous in the dtype of the sums."""
+    """[s, b, heads, size] -> [b * g, heads / g, s, size], contiguous in the accumulation dtype."""
     s, b, heads, size = t.shape
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     return t.permute(1, 2, 0, 3).to(wide).reshape(b * g, heads // g, s, size)
@@ -178,7 +178,7 @@ def _unbatched(t: torch.Tensor, b: int) -> torch.Tensor:
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """+inf in place of -inf, so that exp(score - lse) is 0 throughout a row without keys, and not NaN."""
+    """Replaces -inf by +inf, so that exp(score - lse) is 0 and not NaN in a row without keys."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
@@ -190,10 +190,10 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec, bloc
     scores = scores.mul_(spec.scale).view(batches, ratio, length, -1)
     sq, sk = queries.shape[2], keys.shape[2]
     left, right = spec.positions or (-1, -1)
-    # A row's own key within the block, for the first row and the last.
+    # Positions of the first and last row's own key within the block.
     first = block.rows.start + sk - sq - block.keys.start
     last = first + length - 1
-    # Only columns that some row sees and another does not need a mask.
+    # Only columns visible to some rows and hidden from others need a mask.
     if right >= 0 and first + right + 1 < scores.shape[-1]:
         column = max(0, first + right + 1)
         part = scores[..., column:]

@@ -1,4 +1,4 @@
-// What one call of the CPU's attention kernel asks for, and how it is cut into tiles.
+// Arguments of one CPU attention call, and its tiling.
 #pragma once
 
 #include "draws.h"
@@ -7,17 +7,16 @@
 namespace {
 
 constexpr int64_t QUERIES = 128;
-// Scores of fp32 products and what goes with them stay within a first-level cache of 32 KiB or little more; AMX is done
-// with a smaller tile before its next one is set up.
+// fp32 tiles fit a 32 KiB L1 cache or little more; AMX prefers smaller tiles.
 template <typename M>
 constexpr int64_t KEYS = PAIRS<M> == 2 ? 128 : 64;
-// Multiply-adds below which another thread is not worth waking.
+// Fewer multiply-adds do not pay for another thread.
 constexpr double SERIAL = 1 << 19;
-// Probabilities before they are divided by their sum are at most 2 to this power.
+// Unnormalised probabilities are at most 2 to this power.
 constexpr float LARGEST_POWER = 8.0f;
 constexpr float INF = std::numeric_limits<float>::infinity(), LOG2E = 1.44269504088896341f;
 
-// What a call is about. Strides in elements, of the first three dimensions.
+// Strides in elements, of the first three dimensions.
 template <typename In>
 struct Call {
     const In *q, *k, *v;
@@ -25,21 +24,21 @@ struct Call {
     int64_t qs, qb, qn, ks, kb, kn, vs, vb, vn;
     // Key j is visible to query i if lowest <= j - i - (sk - sq) <= highest.
     int64_t lowest, highest;
-    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], with stride 0 where it is the same for all
+    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], broadcast by stride 0
     int64_t mask_b, mask_n, mask_q, mask_k;
     float scale;
-    uint32_t dropped;  // probabilities dropped, of 2^32
+    uint32_t dropped;  // drop threshold of 2^32
     uint64_t seed;
 
     int64_t offset() const { return sk - sq; }
-    // The keys that some query of [from, to) sees.
+    // Keys visible to some query of [from, to).
     int64_t first_key(int64_t from) const {
         return lowest == INT64_MIN ? 0 : std::max<int64_t>(0, from + offset() + lowest);
     }
     int64_t end_key(int64_t to) const {
         return highest == INT64_MAX ? sk : std::min(sk, std::max<int64_t>(0, to - 1 + offset() + highest + 1));
     }
-    // The queries that see some key of [from, to) by position.
+    // Queries that see some key of [from, to) by position.
     int64_t first_query(int64_t from) const {
         return highest == INT64_MAX ? 0 : std::max<int64_t>(0, from - offset() - highest);
     }
@@ -48,16 +47,15 @@ struct Call {
     }
 };
 
-// A tile's length for `count` of them: few lengths, of which each needs micro-kernels of its own.
+// Rounds tile lengths: each length needs its own micro-kernels.
 constexpr int64_t PART = 32;
 int64_t rounded_up(int64_t count, int64_t most) { return std::min(most, up(count, count <= 16 ? 8 : PART)); }
 
-// How a call is cut.
 struct Cut {
     int64_t pairs, per_group;      // batch x key heads; query heads of each
-    int64_t queries, tiles;        // queries of a tile, and how many there are
+    int64_t queries, tiles;  // queries per tile, number of tiles
     int64_t height, key_tiles;     // keys of a tile
-    int64_t together;              // pairs whose K and V lie ready at a time
+    int64_t together;  // pairs whose packed K and V exist at a time
     int threads;
 
     template <typename In>
@@ -75,18 +73,18 @@ struct Cut {
     }
 };
 
-// Part of a tile: the keys [k0, k0 + keys) by the queries [q0, q0 + queries), of which the products have
-// `rows` x `columns` with `ld` numbers from row to row.
+// Part of a tile: keys [k0, k0 + keys) by queries [q0, q0 + queries); its GEMMs are `rows` x `columns`, leading
+// dimension `ld`.
 struct Tile {
     int64_t k0, keys, rows, q0, queries, columns, ld;
 };
 
-// Of a tile of queries and one of keys what comes next: keys from k0 on, and the queries that see some of them. The
-// tile of keys comes as a whole where all queries see all of it by position, else in parts, which leave more out.
+// The next part, from key k0 on, with the queries that see it. Whole if all queries see all of its keys by position,
+// else split, which skips more.
 template <typename M, typename In>
 Tile next_part(const Call<In>& call, int64_t k0, int64_t height, int64_t q0, int64_t queries, int64_t width) {
     const int64_t first = k0 / height * height, end = std::min(first + height, call.sk);
-    // In pairs of rows the micro-kernels read B only whole.
+    // Micro-kernels with paired rows read only whole Bs.
     const bool whole = PAIRS<M> == 2 || width % PART || height % PART ||
                        (call.first_key(q0 + queries - 1) <= first && call.end_key(q0 + 1) >= end);
     if (whole) return {k0, end - k0, height, q0, queries, width, width};
@@ -102,7 +100,7 @@ bool all_visible(const Call<In>& call, const Tile& tile) {
            call.first_key(tile.q0 + tile.queries - 1) <= tile.k0 && call.end_key(tile.q0 + 1) >= tile.k0 + tile.keys;
 }
 
-// t[k][q] = -inf where key k0 + k is hidden from query q0 + q, and where there is no such key or query.
+// t[k][q] = -inf where key k0 + k is hidden from query q0 + q, and in padding.
 template <typename In>
 void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, float* t) {
     const uint8_t* mask = call.mask;
@@ -122,7 +120,7 @@ void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, f
     }
 }
 
-// Drops some of the probabilities of one key for the queries [place, place + count) of all heads, and scales the rest.
+// Dropout of one key's probabilities for queries [place, place + count) of all heads, with scaling.
 template <typename In>
 void drop(const Call<In>& call, int64_t place, int64_t count, int64_t key, float* row) {
     const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));

@@ -1,8 +1,7 @@
-"""Cases of attention, compared with Megatron's local DotProductAttention and with PyTorch's fused function.
+"""Cases of attention, compared with Megatron's local DotProductAttention and PyTorch's SDPA.
 
-The reference writes every score to memory: baddbmm, mask, softmax, bmm. Work counts two operations for each
-multiply-add of the visible pairs, with 2 matmuls forward and 4 backward; bytes are those of q, k, v, the output and
-their gradients.
+The reference writes every score: baddbmm, mask, softmax, bmm. Work counts 2 operations per multiply-add of visible
+pairs, 2 matmuls forward and 4 backward; bytes are q, k, v, the output and their gradients.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 
 @dataclass(frozen=True)
 class Shape:
-    """q [s, b, n, d], k and v [s, b, g, d]; g: 0 for n; w: keys visible before the query's own, -1 for all.
+    """q [s, b, n, d], k, v [s, b, g, d]; g: 0 for n; w: visible keys before the query's own, -1 for all.
 
-    mask: a random one for each sequence. sink: a further logit for each head. packed: three sequences of one pack.
+    mask: random per sequence. sink: one logit per head. packed: three sequences in one pack.
     """
 
     s: int
@@ -60,7 +59,7 @@ class Shape:
 
 
 def visible_pairs(shape: Shape) -> int:
-    """Pairs of query and key that one head computes."""
+    """Visible (query, key) pairs of one head."""
     before = shape.s - 1 if shape.w < 0 else min(shape.w, shape.s - 1)
     # Query i sees min(i, before) keys before its own.
     earlier = before * (before + 1) // 2 + (shape.s - 1 - before) * before
@@ -68,7 +67,7 @@ def visible_pairs(shape: Shape) -> int:
 
 
 def hidden(shape: Shape) -> torch.Tensor | None:
-    """[s, s] bool, True where the key is hidden; None where all keys are visible."""
+    """[s, s] bool, True where the key is hidden; None if all are visible."""
     if not shape.causal and shape.w < 0:
         return None
     visible: torch.Tensor = torch.ones(shape.s, shape.s, dtype=torch.bool)
@@ -92,7 +91,7 @@ def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
         return made
     if shape.mask:
         mask = mask | (torch.rand(b, 1, s, s, **draw.options).cpu() < 0.3)
-        mask[..., range(s), range(s)] = False  # no row without keys, where the reference has another answer
+        mask[..., range(s), range(s)] = False  # no row without keys: the reference differs there
     if shape.packed:
         document = torch.arange(s).unsqueeze(-1).ge(torch.tensor(shape.ends[1:])).sum(-1)
         mask |= document.unsqueeze(-1) != document
@@ -137,7 +136,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def sdpa(shape: Shape) -> Callable[..., torch.Tensor]:
-    """`scaled_dot_product_attention`, with the layout changed there and back."""
+    """`scaled_dot_product_attention`, layout conversions included."""
     function = torch.nn.functional.scaled_dot_product_attention
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -183,7 +182,7 @@ def _is_ordinary(shape: Shape) -> bool:
     return not shape.is_special
 
 
-# A small model short and long, grouped heads (Llama 8B), a window (Mistral).
+# Small model short and long, grouped heads (Llama 8B), a window (Mistral).
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=16,d=64", "s=2048,n=32,g=8,d=128", "s=4096,n=16,d=64,w=1024")
 
 CASES = OperatorCases(
@@ -202,7 +201,7 @@ CASES = OperatorCases(
         "s=192,n=4,d=64,w=32",
         "s=130,n=4,g=1,d=128,causal=0",
         "s=130,n=2,d=64,w=20,causal=0",
-        # Beyond the 2048 x 2048 triangle that stands for every causal mask on an NPU.
+        # Beyond the NPU's 2048 x 2048 causal triangle.
         "s=2080,n=1,d=64",
     ),
     cpu=_TIMED,

@@ -1,33 +1,30 @@
-// Attention forward and backward on the CPU, tile by tile, with matrix products in oneDNN's micro-kernels.
+// Tiled attention forward and backward on the CPU, GEMMs in oneDNN micro-kernels.
 //
-// A tile is KEYS keys by QUERIES queries and is kept transposed, S^T[k][q] = k . q: maximum, sum and everything that
-// belongs to a query then lies along the vector, nothing is reduced across lanes, and the probabilities come out as
-// the operand that the next product wants. The algorithm is that of FlashAttention-2 (Dao, 2023): the forward pass
-// keeps a running maximum and sum for each query, the backward pass recomputes the probabilities from their logarithm.
+// A tile is KEYS x QUERIES and transposed, S^T[k][q] = k . q: per-query values lie along the vector, no reduction
+// crosses lanes, and the probabilities are the next GEMM's operand as they are. FlashAttention-2 (Dao, 2023): forward
+// keeps a running maximum and sum per query, backward recomputes the probabilities from lse.
 //
-// Both passes take a tile of queries as one piece of work and go over its keys. K and V are brought into the forms that
-// the products read once for all queries and query heads, for as many key heads at a time as there are threads. The
-// backward pass adds to the gradients of K and V in a fixed order: a piece of work waits for its turn at each tile of
-// keys, so that results do not depend on the number of threads.
+// A work item is a tile of queries, looping over keys. K and V are packed once for all queries and query heads, for as
+// many key heads at a time as there are threads. dK and dV are accumulated in a fixed order (`Turns`), so results do
+// not depend on the number of threads.
 //
-// Inputs are multiplied as they are where oneDNN has the micro-kernel, else as fp32 (`M` below). Micro-kernels
-// are built for each size that they are called with: tiles have few sizes (`rounded_up`).
+// Inputs are multiplied in their dtype where oneDNN has the micro-kernel, else in fp32 (`M`). Each size needs a
+// micro-kernel, so tiles have few sizes (`rounded_up`).
 //
-// Shapes: q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides with the last one 1; out [sq, b, n, dv]
-// contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys. Results have the
-// inputs' type, or are the fp32 sums themselves (`Result`).
+// q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides, last one 1; out [sq, b, n, dv] contiguous; lse [b,
+// n, sq], -inf for a query without keys. Results have the inputs' type or fp32 (`Result`).
 #include "pieces.h"
 
 namespace {
 
-// The softmax of a tile of queries, as far as their keys have been seen: e^(scale (score - base)) and their sum.
+// Online softmax of a tile of queries: e^(scale (score - base)) and their sum.
 struct Running {
     alignas(64) float base[QUERIES], total[QUERIES], factor[QUERIES];
 };
 
-// Turns a tile's scores into e^(scale (score - base)); whether sums from earlier keys must be taken times `factor`.
+// Turns scores into e^(scale (score - base)); returns whether earlier sums must be multiplied by `factor`.
 //
-// The difference is taken first and scaled then: for large scores the rounded product would be noise.
+// Subtracts before scaling: for large scores the rounded product would be noise.
 template <typename In>
 bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& running, float* scores) {
     float *const base = running.base + from, *const total = running.total + from, *const factor = running.factor + from;
@@ -35,7 +32,7 @@ bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& runnin
     const PowerBounds bounds;
     alignas(64) float most[QUERIES], less[QUERIES];
     std::fill(most, most + tile.columns, -INF);
-    // Four rows at a time: this loop waits for memory. (A tile has a multiple of eight.)
+    // Four rows at a time hide memory latency. (Tiles have a multiple of eight.)
     for (int64_t k = 0; k < tile.rows; k += 4) {
         const float *a = scores + k * tile.ld, *b = a + tile.ld, *c = b + tile.ld, *d = c + tile.ld;
 #pragma omp simd
@@ -47,9 +44,9 @@ bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& runnin
     int32_t grown = 0;
 #pragma omp simd reduction(| : grown)
     for (int64_t q = 0; q < tile.columns; ++q) {
-        // Any base will do that keeps the sums within fp32, so it follows the maximum in large steps only.
+        // Any base that keeps the sums within fp32 works, so it changes in large steps only.
         const bool follows = !((most[q] - base[q]) * scale <= LARGEST_POWER);
-        // A query that has seen no key yet has -inf, and no number less -inf is a power.
+        // Without a key yet the base stays -inf; avoids -inf - -inf.
         const float after = follows ? most[q] : base[q];
         factor[q] = follows ? exp2_((base[q] - after) * scale, bounds) : 1.0f;
         factor[q] = after == -INF ? 1.0f : factor[q];
@@ -70,7 +67,7 @@ bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& runnin
     return grown;
 }
 
-// What a thread of the forward pass works with.
+// Per-thread buffers of the forward pass.
 template <typename M>
 struct ForwardSpace {
     Buffer<float> scores, sums, scratch;
@@ -156,12 +153,12 @@ void forward(const Call<In>& call, const Result<In>& out, float* lse, int thread
     in_pieces<ForwardSpace<M>>(call, cut, guard, prepare, run, [](int64_t, int64_t, int64_t) {});
 }
 
-// What a thread of the backward pass works with.
+// Per-thread buffers of the backward pass.
 template <typename M>
 struct BackwardSpace {
     Buffer<float> scores, slopes, sums, scratch;
     Buffer<M> lines, weights, slope_rows, slope_pairs;
-    // A tile of queries and of dout, in both forms of a right-hand side.
+    // A tile of queries and dout, in both right-hand-side layouts.
     Buffer<M> q_columns, q_rows, dout_columns, dout_rows;
     template <typename In>
     explicit BackwardSpace(const Call<In>& call)
@@ -241,13 +238,11 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
             for (int64_t row = 0; row < tile.rows; ++row) {
                 float *const s = scores + row * width + from, *const ds = slopes + row * width + from;
                 const float *const log = logs + from, *const dot = dots + from;
-                // The derivative of the softmax has the probability itself, dropped or not; the product with v and its
-                // derivative have what is left of it.
+                // The softmax derivative uses p before dropout; the GEMM with v and its derivative use p after dropout.
                 if (call.dropped) drop(call, i * call.sq + tile.q0, columns, k0 + row, ds);
 #pragma omp simd
                 for (int64_t q = 0; q < columns; ++q) {
-                    // Rounded as the maximum was: as part of the difference it would not be, and for large scores that
-                    // difference would be noise.
+                    // Rounded like the maximum: fused into the difference, large scores would give noise.
                     const float scaled = std::fma(s[q], call.scale, 0.0f);
                     const float p = exp2_((scaled - log[q]) * LOG2E, bounds);
                     s[q] = p;
@@ -282,7 +277,7 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
     in_pieces<BackwardSpace<M>>(call, cut, guard, prepare, run, finish);
 }
 
-// The numbers of a call in the order of Call, from `sq` on.
+// Integers in the order of Call's fields, from `sq` on.
 template <typename In>
 Call<In> describe(const In* q, const In* k, const In* v, const int64_t* n, const uint8_t* mask, float scale) {
     return {q,     k,     v,     n[0],  n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
@@ -292,7 +287,7 @@ Call<In> describe(const In* q, const In* k, const In* v, const int64_t* n, const
 
 }  // namespace
 
-// wide: whether the results (out; dq, dk and dv) are fp32 instead of T.
+// wide: results (out; dq, dk and dv) are fp32 instead of T.
 #define EXPORT(NAME, T, M)                                                                                             \
     extern "C" int32_t forward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask, \
                                       float scale, void* out, float* lse, int32_t wide, int32_t threads) {             \

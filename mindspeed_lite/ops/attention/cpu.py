@@ -1,8 +1,8 @@
-"""attention on CPU in C++ (`cpu.cpp`) for bf16 and fp32 on processors with AVX2, else a block of rows at a time.
+"""attention on CPU in C++ for bf16 and fp32 with AVX2, else one block of rows at a time.
 
-The kernel writes nothing of size sq x sk and multiplies in oneDNN's micro-kernels, which PyTorch exports. Processors
-with AVX-512 BF16 or AMX multiply bf16 as it is; on others K, V and each tile of queries are widened to fp32 once.
-Dropout is drawn from a seed by position, so nothing of it is stored. Results do not depend on the number of threads.
+`cpu.cpp` writes nothing of size sq x sk and multiplies in oneDNN micro-kernels exported by PyTorch. AVX-512 BF16 and
+AMX multiply bf16 directly; elsewhere K, V and query tiles are widened to fp32 once. Dropout is a function of seed and
+position. Results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _library = native.Library(
     returns_status=True,
 )
 
-# Probabilities of dropout are multiples of 2^-32, above 0 and below 1.
+# Dropout probabilities are multiples of 2^-32 in (0, 1).
 _DRAWS = 1 << 32
 
 
@@ -65,7 +65,7 @@ def attention(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Pair:
-    """wide: `out` is the fp32 sums, not rounded."""
+    """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
         return blocked.forward(q, k, v, spec, wide=wide)
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -89,7 +89,7 @@ def backward(
     *,
     wide: bool = False,
 ) -> autograd.Triple:
-    """wide: the gradients are the fp32 sums, not rounded."""
+    """wide: gradients are unrounded fp32."""
     if not _in_kernel(q, spec):
         return blocked.backward(dout, q, k, v, out, lse, spec, wide=wide)
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
@@ -107,8 +107,8 @@ _KERNELS = autograd.Kernels(forward, backward)
 
 
 def _in_kernel(q: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Whether the C++ kernel takes the call; logs once why it does not run here."""
-    # Dropout that was drawn for one implementation means nothing to the other.
+    """True if the C++ kernel takes the call; logs once why it cannot run here."""
+    # Dropout state is specific to the implementation.
     if not takes(spec.case) or isinstance(q, FakeTensor) or not (spec.rng is None or isinstance(spec.rng, int)):
         return False
     reason = unusable()
@@ -121,15 +121,14 @@ def _in_kernel(q: torch.Tensor, spec: AttentionSpec) -> bool:
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """The last dimension made contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _numbers_of(q: torch.Tensor, dv: int) -> str:
-    """The dtypes that a kernel reads and multiplies: the end of its name."""
+    """Kernel-name suffix: input dtype and multiply dtype."""
     if q.dtype == torch.float32:
         return "float"
-    # The bf16 micro-kernels take pairs of numbers along a head.
+    # The bf16 micro-kernels take pairs along a head.
     paired = q.shape[3] % 2 == 0 and dv % 2 == 0
     return "bf16" if paired and native.without_micro_kernel(_library, torch.bfloat16) is None else "bf16_as_float"
 
@@ -137,7 +136,7 @@ def _numbers_of(q: torch.Tensor, dv: int) -> str:
 def _describe(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, more: tuple[int, ...]
 ) -> tuple[Any, torch.Tensor | None]:
-    """The kernel's array of numbers, and the mask."""
+    """The kernel's integer array, and the mask."""
     (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
     left, right = spec.positions or (-1, -1)
     mask, dropped = spec.mask, 0

@@ -1,14 +1,12 @@
 """attention on CUDA through PyTorch's fused kernels.
 
-Where a call is what scaled_dot_product_attention takes, PyTorch chooses among cuDNN, flash and memory-efficient, in the
-order of `cuda_flash`. What it does not say or take (log-sum-exp, sink, window, causal order with fewer queries than
-keys) calls the kernels themselves: flash for 16 bit and no mask, which masks a window by position, else
-memory-efficient. Where PyTorch's own choice would be the path that writes the scores out, key heads are repeated.
+Calls that scaled_dot_product_attention supports let PyTorch choose among cuDNN, flash and memory-efficient, in
+`cuda_flash`'s order. Others (lse, sink, window, causal with fewer queries than keys) call the kernels directly: flash
+for 16 bit without mask, else memory-efficient. Key heads are repeated where PyTorch would use the math path.
 
-A bias [sq, sk] of 16 bits is built from a mask of the caller. A window that flash does not serve (fp32, heads of more
-than 256, dropout) and a mask in fp32 go through `blocked`, whose memory grows with sq + sk, as does dropout beside a
-log-sum-exp or a sink. A compiled graph has PyTorch's operator with a bias, and the definition for a log-sum-exp or a
-sink, since PyTorch 2.11's fake kernel of the memory-efficient backward refuses its own schema.
+A mask becomes a 16-bit bias [sq, sk]. `blocked`, with memory O(sq + sk), serves windows without flash (fp32, heads
+above 256, dropout), fp32 masks, and dropout with lse or sink. Under torch.compile: SDPA with a bias, or the reference
+for lse and sink, since PyTorch 2.11's fake kernel of the memory-efficient backward rejects its own schema.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def _is_wide(spec: AttentionSpec) -> bool:
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     d, dv = q.shape[3], v.shape[3]
-    # Only the flash kernel takes grouped key heads: 16 bit, one head size of at most 256, and no mask.
+    # Only flash takes grouped key heads: 16 bit, one head size up to 256, no mask.
     masked = spec.mask is not None or spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
     grouped = not masked and d == dv <= 256 and q.dtype in (torch.float16, torch.bfloat16)
     call = layout.call(q, k, v, spec, grouped=grouped)
@@ -97,7 +95,7 @@ _KERNELS = autograd.Kernels(forward, backward)
 
 
 def why_not_packed(case: Case) -> list[str]:
-    """Why the sequences of a pack go one after the other."""
+    """Reasons why a pack's sequences run one by one."""
     reasons = kernels.why_not_flash(case)
     if case.dropout:
         reasons.append("dropout")
@@ -112,7 +110,7 @@ def packed(
     keys: tuple[int, ...],
     spec: AttentionSpec,
 ) -> autograd.Pair:
-    """q [t, n, d], k [u, g, d], v [u, g, dv], sequences of these lengths; (out [t, n, dv], lse [n, t])."""
+    """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> (out [t, n, dv], lse [n, t])."""
     ends = kernels.Ends.of(queries, keys, q.device)
     both = autograd.Kernels(
         functools.partial(kernels.flash_forward, ends=ends), functools.partial(kernels.flash_backward, ends=ends)

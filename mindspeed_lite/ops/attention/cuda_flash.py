@@ -1,10 +1,10 @@
-"""Which of PyTorch's implementations of flash attention serves: its own (FA2), an installed FA3 or FA4, or cuDNN's.
+"""Chooses the flash attention implementation: PyTorch's (FA2), installed FA3 or FA4, or cuDNN.
 
-FA3 is written for compute capability 9, FA4 for 10; PyTorch puts either in the place of its own for the whole process
-(`torch.nn.attention.activate_flash_attention_impl`), and what they do not take raises there: hence `activate` wants to
-know whether calls will have dropout or a window, and `undo` belongs to its caller. Where neither serves on these
-devices, cuDNN's kernels are asked before FA2, for the time of a call. (FA2 reaches a third to a half of an H100's peak,
-FA3 and cuDNN two thirds to three quarters, by their authors' figures: J. Shah et al., "FlashAttention-3", 2024.)
+FA3 targets compute capability 9, FA4 10. PyTorch replaces its own by either for the whole process
+(`torch.nn.attention.activate_flash_attention_impl`), and unsupported calls then raise: so `activate` needs to know
+about dropout and windows, and its caller runs `undo`. Without them cuDNN is tried before FA2, per call. (Of an H100's
+peak FA2 reaches a third to a half, FA3 and cuDNN two thirds to three quarters: J. Shah et al., "FlashAttention-3",
+2024.)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-# By major compute capability: the implementation, and the package that brings it.
+# Major compute capability -> implementation and its package.
 _WRITTEN_FOR = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}
 _NEWER = 9
 
 
 class Choice(NamedTuple):
-    """An implementation, and why it is not the one that is written for the device."""
+    """An implementation, and why it is not the one written for the device."""
 
     implementation: str
     reasons: tuple[str, ...]
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
 
 def choose(capability: int, *, dropout: bool, window: bool) -> Choice:
-    """For a device of this major compute capability and calls of which some have dropout or a window."""
+    """Choice for this major compute capability; whether some calls have dropout or a window."""
     if capability not in _WRITTEN_FOR:
         return Choice("FA2", ())
     name, package = _WRITTEN_FOR[capability]
@@ -57,7 +57,7 @@ def choose(capability: int, *, dropout: bool, window: bool) -> Choice:
 
 
 def activate(*, dropout: bool, window: bool) -> tuple[Choice, Callable[[], None]]:
-    """Put the chosen implementation in place; returns the choice, and how to take it out again."""
+    """Activates the choice; returns it and an undo callable."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return Choice("FA2", ()), _nothing
     choice = choose(torch.cuda.get_device_capability()[0], dropout=dropout, window=window)
@@ -66,13 +66,13 @@ def activate(*, dropout: bool, window: bool) -> tuple[Choice, Callable[[], None]
         return choice, _nothing
     try:
         attention.activate_flash_attention_impl(choice.implementation)
-    except Exception as error:  # whatever a foreign package raises at import is the reason
+    except Exception as error:  # a vendor package may raise anything at import
         return Choice("FA2", (f"{choice.implementation}: {type(error).__name__}: {error}",)), _nothing
     return choice, functools.partial(_undo, choice.implementation)
 
 
 def order() -> contextlib.AbstractContextManager[Any]:
-    """Within it scaled_dot_product_attention asks cuDNN first, where that is worth it; then all is as it was."""
+    """Context in which scaled_dot_product_attention tries cuDNN first, where that is faster."""
     attention: Any = torch.nn.attention
     switches: Any = torch.backends.cuda
     if torch.compiler.is_compiling() or not _is_newer() or not switches.cudnn_sdp_enabled():
@@ -102,7 +102,7 @@ def _is_newer() -> bool:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 

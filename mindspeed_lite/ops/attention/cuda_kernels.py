@@ -1,10 +1,9 @@
-"""PyTorch's flash and memory-efficient CUDA kernels themselves, with the log-sum-exp that they return.
+"""PyTorch's flash and memory-efficient CUDA kernels, called directly for their lse.
 
-These are the operators behind scaled_dot_product_attention and `torch.nn.attention.varlen`. Both measure causal order
-from the last key.
+The kernels of scaled_dot_product_attention and `torch.nn.attention.varlen`. Both align causal order to the last key.
 
-flash takes 16 bit and one head size, a multiple of 8 up to 256, on compute capability 8.0 and later: heads of another
-size are padded with zeros, which changes no score and adds values that are cut off.
+flash takes 16 bit and one head size, a multiple of 8 up to 256, on compute capability 8.0 and later; other sizes are
+zero-padded.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _aten: Any = torch.ops.aten
 # custom_mask_type of the memory-efficient kernel.
 _FREE, _CAUSAL_TO_LAST_KEY = 0, 2
 
-# Its log-sum-exp has rows in multiples of this, and its bias rows that begin at multiples of 16 bytes.
+# lse rows are padded to multiples of this; bias rows begin at multiples of 16 bytes.
 _LSE_ROWS, _BIAS_ALIGNMENT = 32, 8
 
 
 class Ends(NamedTuple):
-    """Where the sequences of a pack end: cumulative lengths with a leading zero, and the longest."""
+    """Cumulative sequence lengths with a leading zero, and the longest."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -45,7 +44,7 @@ class Ends(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Every layer of a model asks for the same few."""
+    """Cached: every layer of a model asks for the same."""
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
@@ -82,7 +81,7 @@ def flash_serves(spec: AttentionSpec) -> bool:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, ends: Ends | None = None
 ) -> Pair:
-    """[s, b, heads, size] in, (out [sq, b, n, dv], lse [b, n, sq]) back; with `ends` b is 1."""
+    """q, k, v [s, b, heads, size] -> (out [sq, b, n, dv], lse [b, n, sq]); b is 1 with `ends`."""
     sq, b, n, d = q.shape
     dv = v.shape[3]
     out, lse, *_ = _aten._flash_attention_forward(
@@ -110,7 +109,7 @@ def flash_backward(
     sq, _, _, d = q.shape
     dv = v.shape[3]
     nothing = torch.empty(0, device=q.device)
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
     dout, q, k, v, out = (_flash_layout(t, _width(d, dv), ends) for t in (dout, q, k, v, out))
     dq, dk, dv_ = _aten._flash_attention_backward(
         dout,
@@ -147,7 +146,7 @@ def _from_flash(t: torch.Tensor, size: int, ends: Ends | None) -> torch.Tensor:
 
 
 def _lengths(ends: Ends | None, sq: int, sk: int) -> tuple[Any, Any, int, int]:
-    # None where the schema says Tensor arrives as an undefined tensor, which is how PyTorch itself says "no pack".
+    # PyTorch passes "no pack" as None, although the schema says Tensor.
     return (None, None, sq, sk) if ends is None else ends
 
 
@@ -222,9 +221,9 @@ def _efficient_layout(
 def _bias(
     q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """What is added to the scores [b, n, sq, sk], which rows see no key, and how the kernel masks by itself.
+    """Bias for the scores [b, n, sq, sk], rows without keys, and the kernel's custom_mask_type.
 
-    Rows without keys see every key here and are cleared by the caller.
+    Rows without keys see every key here; the caller clears them.
     """
     mask, positions = spec.mask, spec.positions
     if mask is None:

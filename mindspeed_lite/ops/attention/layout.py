@@ -1,4 +1,4 @@
-"""Arguments of scaled_dot_product_attention from [sequence, batch, head, size], and its output back."""
+"""Converts between [sequence, batch, head, size] and scaled_dot_product_attention's layout."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call of scaled_dot_product_attention.
+    """Arguments of scaled_dot_product_attention.
 
-    q, k, v: [b, heads, s, size], or with `folded` batch and heads as one axis of heads.
-    mask: shows a key where it is True, or is added; [.., sq, sk]. Comes without `causal`.
-    causal: from the first key on, sq == sk.
-    empty: rows [b | 1, n | 1, sq, 1] that the caller's mask leaves without keys. They see every key in the kernel and
-        are cleared after it, so that no kernel's own result for an empty row (0, NaN, the average) shows.
+    q, k, v: [b, heads, s, size], or with `folded` batch and heads as one axis.
+    mask: True shows a key, or additive; [.., sq, sk]. Excludes `causal`.
+    causal: aligned to the first key, sq == sk.
+    empty: rows [b | 1, n | 1, sq, 1] without keys by the caller's mask. They see every key in the kernel and are
+        cleared after it, since kernels disagree on empty rows (0, NaN, the average).
     """
 
     q: torch.Tensor
@@ -41,27 +41,26 @@ class Call(NamedTuple):
 
 
 def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, grouped: bool) -> Call:
-    """`grouped`: the kernel takes fewer key heads than query heads."""
+    """`grouped`: the kernel takes grouped key heads."""
     sq, b, n, _ = q.shape
     sk, _, g, _ = v.shape
     if n != g and not grouped:
         k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
     square_causal = spec.causal and sq == sk and spec.mask is None
     visible, empty = (None, None) if square_causal else _mask(q, sk, spec)
-    # Batch and heads as one axis of heads: the kernel then writes [s, b * n, d] in memory, which is the layout to
-    # return; with a batch of its own it would write [b, s, n, d].
+    # With batch and heads folded the kernel writes [s, b * n, d], the layout to return; else [b, s, n, d].
     folded = b > 1 and (visible is None or visible.dim() == 2 or visible.shape[:2] == (1, 1))
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) if folded else t.permute(1, 2, 0, 3) for t in (q, k, v))
     return Call(q, k, v, visible, square_causal, folded, empty)
 
 
 def pad(t: torch.Tensor, width: int) -> torch.Tensor:
-    """Each head padded with zeros to `width`."""
+    """Zero-pads each head to `width`."""
     return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t
 
 
 def _mask(q: torch.Tensor, sk: int, spec: AttentionSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The mask in PyTorch's sense, and which rows [b | 1, n | 1, sq, 1] the caller's mask leaves empty."""
+    """The mask in PyTorch's sense, and the rows [b | 1, n | 1, sq, 1] without keys by the caller's mask."""
     mask, positions, sq = spec.mask, spec.positions, q.shape[0]
     if mask is None:
         return None if positions is None else band.additive(sq, sk, positions, q.device, q.dtype), None
@@ -70,5 +69,5 @@ def _mask(q: torch.Tensor, sk: int, spec: AttentionSpec) -> tuple[torch.Tensor |
         mask = mask | band.hidden(sq, sk, positions, q.device)
     empty = mask.all(-1, keepdim=True)
     visible = ~mask | empty
-    # Kernels want the last two dimensions written out.
+    # Kernels want the last two dimensions materialised.
     return visible.expand(visible.shape[0], visible.shape[1], sq, sk), empty.expand(-1, -1, sq, -1)

@@ -1,12 +1,10 @@
-"""attention on Ascend NPUs through torch_npu.npu_fusion_attention, which brings its own backward.
+"""attention on Ascend NPUs through torch_npu.npu_fusion_attention and its own backward.
 
-Layout "SBH" (heads flattened into the last dimension) is Megatron's own, "TND" that of a pack. sparse_mode names what a
-mask means: 1 a full mask, 2 causal from the upper left corner, 3 causal to the lower right corner, 4 a band from the
-lower right corner; 2 to 4 take one 2048 x 2048 triangle for all lengths. True hides the key.
+Layout "SBH" is Megatron's, "TND" a pack's. sparse_mode: 1 full mask, 2 causal from the upper left corner, 3 causal to
+the lower right corner, 4 band from the lower right corner; 2 to 4 take one 2048 x 2048 triangle. True hides the key.
 
-The operator returns each row's maximum and sum, on eight lanes. Its backward takes the log-sum-exp as a maximum whose
-sum is 1. A sink is an fp32 argument of newer torch_npu; otherwise it is applied to the result, and with dropout
-`blocked` serves.
+The operator returns each row's maximum and sum, in eight lanes; its backward takes lse as maximum with sum 1. Newer
+torch_npu takes a sink in fp32; otherwise it is merged into the result, or with dropout `blocked` serves.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _LANES = 8
 
 
 class _Masking(NamedTuple):
-    """What the operator's documentation calls atten_mask, sparse_mode, pre_tockens and next_tockens."""
+    """atten_mask, sparse_mode, pre_tockens and next_tockens of the operator."""
 
     mask: torch.Tensor | None = None
     mode: int = 0
@@ -74,7 +72,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
 def _call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse [b, n, sq] without gradient, or None unless wanted), differentiable in q, k, v and the sink."""
+    """(out, lse [b, n, sq] without gradient, or None), differentiable in q, k, v and the sink."""
     (sq, b, n, d), dv = q.shape, v.shape[3]
     width = max(d, dv)
     masking, empty = _masking(q, k, spec)
@@ -106,7 +104,7 @@ def backward(
     n, width = q.shape[2], max(q.shape[3], v.shape[3])
     masking, empty = _masking(q, k, spec)
     if empty is not None:
-        # exp(score - maximum) is then 0, without arithmetic on infinities.
+        # exp(score - maximum) is then 0, without infinities.
         lse = lse.masked_fill(empty.squeeze(-1), torch.finfo(torch.float32).max)
     query, key, value, grad, result = (_flatten(t, width) for t in (q, k, v, dout, out))
     gradients = torch_npu.npu_fusion_attention_grad(
@@ -170,7 +168,7 @@ def _fused(
 
 @functools.cache
 def _takes_sink() -> bool:
-    """Whether this torch_npu's operator takes a sink: 2.13 does, and the post releases of its time."""
+    """Whether the operator takes a sink: from torch_npu 2.13 and its contemporary post releases on."""
     operator = torch_npu.npu_fusion_attention
     schema = getattr(getattr(operator, "default", None), "_schema", None)
     names = inspect.signature(operator).parameters if schema is None else [each.name for each in schema.arguments]
@@ -178,10 +176,9 @@ def _takes_sink() -> bool:
 
 
 def _masking(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[_Masking, torch.Tensor | None]:
-    """What tells the operator which keys are hidden, and which rows [b | 1, n | 1, sq, 1] see none.
+    """The operator's mask arguments, and the rows [b | 1, n | 1, sq, 1] without keys.
 
-    What the operator returns for a row without keys is not documented: such rows see every key, and the caller clears
-    them.
+    The operator's result for a row without keys is undocumented: such rows see every key, and the caller clears them.
     """
     (sq, b, _, _), sk = q.shape, k.shape[0]
     mask, positions = spec.mask, spec.positions
@@ -191,7 +188,7 @@ def _masking(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[_Ma
             hidden = hidden | band.hidden(sq, sk, positions, q.device)
         empty = hidden.all(-1, keepdim=True)
         hidden = hidden & ~empty
-        # Documented mask shapes are [b, n, sq, sk], [b, 1, sq, sk], [1, 1, sq, sk] and [sq, sk].
+        # Documented shapes: [b, n, sq, sk], [b, 1, sq, sk], [1, 1, sq, sk] and [sq, sk].
         batches = b if hidden.shape[0] != 1 or hidden.shape[1] != 1 else 1
         written_out = hidden.expand(batches, hidden.shape[1], sq, sk).contiguous()
         return _Masking(written_out, _FULL_MASK), empty.expand(-1, -1, sq, -1)
@@ -206,7 +203,7 @@ def _masking(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[_Ma
 
 
 def why_not_packed(case: Case) -> list[str]:
-    """Why the sequences of a pack go one after the other."""
+    """Reasons why a pack's sequences run one by one."""
     reasons = []
     if case.window:
         reasons.append("a window in layout TND is not documented")
@@ -223,7 +220,7 @@ def packed(
     keys: tuple[int, ...],
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q [t, n, d], k [u, g, d], v [u, g, dv], sequences of these lengths; (out [t, n, dv], lse [n, t] on request)."""
+    """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> (out [t, n, dv], lse [n, t] or None)."""
     (_, n, d), dv = q.shape, v.shape[2]
     size = max(d, dv)
     out, most, total = _fused(
@@ -241,12 +238,12 @@ def packed(
 
 
 def _ends(lengths: tuple[int, ...]) -> list[int]:
-    """Cumulative, without a leading zero, as numbers of the host."""
+    """Cumulative lengths on the host, without a leading zero."""
     return list(itertools.accumulate(lengths))
 
 
 def _lse(most: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """From maximum and sum [..., 8], one number eight times."""
+    """lse from maximum and sum [..., 8], whose lanes are equal."""
     return most.detach()[..., 0] + total.detach()[..., 0].log()
 
 
@@ -255,13 +252,13 @@ def _lanes(t: torch.Tensor) -> torch.Tensor:
 
 
 def _flatten(t: torch.Tensor, width: int) -> torch.Tensor:
-    """[s, b, heads, size] -> [s, b, heads * width]; zeros behind a head change no score and no value."""
+    """[s, b, heads, size] -> [s, b, heads * width], zero-padded."""
     t = pad(t, width)
     return t.reshape(t.shape[0], t.shape[1], -1).contiguous()
 
 
 def _triangle(device: torch.device) -> torch.Tensor:
-    """[2048, 2048] bool, True above the diagonal: the compressed form of every causal or band mask."""
+    """[2048, 2048] bool, True above the diagonal: the compressed causal or band mask."""
     triangle = _triangles.get(device)
     if triangle is None:
         with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""attention over packed sequences of several lengths, each within itself."""
+"""attention over packed sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of each sequence among the queries and among the keys, in order, without overlap."""
+    """Rows of each sequence in the pack's queries and keys, ascending, without overlap."""
 
     q: Spans
     k: Spans
@@ -42,7 +42,7 @@ class Packing:
                 end = stop
 
     def of_queries(self) -> Packing:
-        """Without the sequences that have no query; no query sees their keys."""
+        """Without the sequences that have no query."""
         pairs = [(q, k) for q, k in zip(self.q, self.k, strict=True) if q[1] > q[0]]
         return self if len(pairs) == len(self.q) else Packing(tuple(q for q, _ in pairs), tuple(k for _, k in pairs))
 
@@ -54,15 +54,15 @@ class Packing:
         starts_q: torch.Tensor | Sequence[int] | None = None,
         starts_k: torch.Tensor | Sequence[int] | None = None,
     ) -> Packing:
-        """From cumulative lengths with a leading zero, as flash-attention, Transformer Engine and Megatron have them.
+        """From cumulative lengths with a leading zero, as in flash-attention, Transformer Engine and Megatron.
 
         Args:
             ends_q: cu_seqlens_q; sequence i has ends_q[i + 1] - ends_q[i] queries.
-            ends_k: cu_seqlens_kv; those of the queries unless given.
-            starts_q: cu_seqlens_q_padded: where sequence i's rows begin, if rows of padding stand between sequences.
-            starts_k: cu_seqlens_kv_padded; those of the queries unless given, if the lengths are too.
+            ends_k: cu_seqlens_kv; default: ends_q.
+            starts_q: cu_seqlens_q_padded: first row of each sequence, if there is padding between them.
+            starts_k: cu_seqlens_kv_padded; default: starts_q, if ends_k is not given either.
 
-        Tensors on a device are read once, which waits for it; the same tensors again are not.
+        Synchronises once to read tensors on a device; the result is cached per tensor.
         """
         if ends_k is None:
             ends_k, starts_k = ends_q, starts_q if starts_k is None else starts_k
@@ -104,12 +104,12 @@ def attention(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """The package's `attention` within each sequence of `packing`.
+    """`attention` within each sequence of `packing`.
 
     q: [t, n, d], k: [u, g, d], v: [u, g, dv]. Returns out [t, n, dv], contiguous, and with `return_lse` also lse
-    [n, t]. Rows of no sequence are padding: they return 0 and the lse -inf, and get and give no gradient.
+    [n, t]. Padding rows return 0 and lse -inf, and have no gradient.
 
-    Sequences of one length run as a batch; others in the device's kernel for packs, or one after the other.
+    Sequences of one length run as a batch; others in the device's varlen kernel, or one by one.
     """
     spec = prepare(
         q,
@@ -128,10 +128,10 @@ def attention(
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, **options: Any) -> AttentionSpec:
-    """Check a call's arguments, those of `attention`, against each other, as the package's `prepare` does.
+    """Checks a packed call's arguments.
 
     Raises:
-        ValueError: the tensors do not fit each other or the packing, or a number is out of its range.
+        ValueError: tensors or packing do not fit, or a value is out of range.
     """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError("packed attention: q, k and v must be [tokens, head, head size]")
@@ -144,7 +144,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing,
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of `attention` for a call that `prepare` has checked; without `spec.return_lse` lse may be None."""
+    """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
     packing = packing.of_queries()
     out, lse = _contiguous(
         _joined(q, packing.q),
@@ -170,7 +170,7 @@ def forward(
     wide: bool = False,
     dropout: PositionalDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The package's `forward` within each sequence: (out [t, n, dv], lse [n, t]); 0 and -inf in other rows."""
+    """`forward` within each sequence: (out [t, n, dv], lse [n, t]); 0 and -inf in other rows."""
     (rows, n, _), dv = q.shape, v.shape[2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros(rows, n, dv, dtype=exact if wide else q.dtype)
@@ -196,7 +196,7 @@ def backward(
     wide: bool = False,
     dropout: PositionalDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The package's `backward` within each sequence; dout, out: [t, n, dv], lse: [n, t]. Other rows get zeros."""
+    """`backward` within each sequence; dout, out: [t, n, dv], lse: [n, t]; zeros in other rows."""
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     dq, dk, dv = (torch.zeros_like(t, dtype=exact if wide else t.dtype) for t in (q, k, v))
     for each in _sequences(packing, dropout):
@@ -211,7 +211,7 @@ def backward(
 
 
 class _Sequences(NamedTuple):
-    """One sequence of a pack, or several of one length that stand behind one another: a batch."""
+    """One sequence of a pack, or adjacent ones of one length as a batch."""
 
     first_q: int
     first_k: int
@@ -221,20 +221,20 @@ class _Sequences(NamedTuple):
     dropout: PositionalDropout | None
 
     def of_queries(self, t: torch.Tensor) -> torch.Tensor:
-        """A view [sq, batches, ...] of [t, ...]."""
+        """View [sq, batches, ...] of [t, ...]."""
         rows = t[self.first_q : self.first_q + self.sq * self.batches]
         return rows.view(self.batches, self.sq, *t.shape[1:]).transpose(0, 1)
 
     def of_keys(self, t: torch.Tensor) -> torch.Tensor:
-        """A view [sk, batches, ...] of [u, ...]."""
+        """View [sk, batches, ...] of [u, ...]."""
         rows = t[self.first_k : self.first_k + self.sk * self.batches]
         return rows.view(self.batches, self.sk, *t.shape[1:]).transpose(0, 1)
 
 
 def _sequences(packing: Packing, dropout: PositionalDropout | None) -> Iterator[_Sequences]:
-    """The sequences with queries and keys; those of one length, without padding between them, together.
+    """Sequences with queries and keys; adjacent ones of one length are batched.
 
-    Dropout is drawn by position, which differs within a batch: it keeps them apart.
+    Not with dropout, which depends on the position within the pack.
     """
     pairs = [(q, k) for q, k in zip(packing.q, packing.k, strict=True) if q[1] > q[0] and k[1] > k[0]]
     first = 0
@@ -254,7 +254,7 @@ def _sequences(packing: Packing, dropout: PositionalDropout | None) -> Iterator[
 def _contiguous(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None) of sequences without padding, from their lengths."""
+    """(out, lse or None) of sequences without padding, by length."""
     queries, keys = queries or [0], keys or [0]
     if len(set(queries)) == 1 and len(set(keys)) == 1:
         # [sequences * s, heads, size] -> [s, sequences, heads, size]
@@ -266,7 +266,7 @@ def _contiguous(
     if not (_leaves_rows_empty(queries, keys, spec) or getattr(backend, "why_not_packed", _no_kernel)(spec.case)):
         pair: tuple[torch.Tensor, torch.Tensor | None] = backend.packed(q, k, v, tuple(queries), tuple(keys), spec)
         return pair
-    # A split's backward joins the gradients once, where slices would add up tensors of the whole pack.
+    # The backward of split concatenates once; slices would each add a gradient of the pack's size.
     sequences = zip(_split(q, queries), _split(k, keys), _split(v, keys), strict=True)
     parts = [
         attend_dense(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), spec.for_lengths(len(q), len(k)))
@@ -292,7 +292,7 @@ def _split(t: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.Tenso
 
 
 def _joined(t: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """The rows of the sequences, one behind the other."""
+    """Concatenates the rows of the sequences."""
     sizes, kept = _pieces(spans, t.shape[0])
     if all(kept):
         return t
@@ -301,7 +301,7 @@ def _joined(t: torch.Tensor, spans: Spans) -> torch.Tensor:
 
 
 def _spread(t: torch.Tensor, spans: Spans, rows: int, value: float, dim: int) -> torch.Tensor:
-    """Joined rows at their places among `rows`, and `value` in the others."""
+    """Scatters concatenated rows to their places among `rows`, filling with `value`."""
     sizes, kept = _pieces(spans, rows)
     if all(kept):
         return t.contiguous()
@@ -313,12 +313,12 @@ def _spread(t: torch.Tensor, spans: Spans, rows: int, value: float, dim: int) ->
         return t.new_full(shape, value)
 
     whole = [next(pieces) if keep else padding(size) for size, keep in zip(sizes, kept, strict=True)]
-    # Whatever is left (of an empty pack, nothing) keeps the result differentiable.
+    # An empty remainder keeps the result differentiable.
     return torch.cat([*whole, *pieces], dim)
 
 
 def _pieces(spans: Sequence[tuple[int, int]], rows: int) -> tuple[list[int], list[bool]]:
-    """Sizes of sequences and of the paddings between and behind them, in order, and which are sequences."""
+    """Sizes of sequences and paddings, in order, and which are sequences."""
     sizes, kept, end = [], [], 0
     for start, stop in spans:
         if start > end:

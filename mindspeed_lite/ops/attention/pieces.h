@@ -1,4 +1,4 @@
-// How the passes of attention are cut into pieces of work, and what all of them read and write alike.
+// Scheduling and shared I/O of the attention passes.
 #pragma once
 
 #include <optional>
@@ -9,11 +9,11 @@
 
 namespace {
 
-// A pass: `prepare` for each tile of keys, `run` for each tile of queries of each head, `finish` for each tile of keys.
+// A pass: `prepare` per tile of keys, `run` per tile of queries of each head, `finish` per tile of keys.
 //
-// Pairs of a sequence and a key head go together as many at a time as there are threads; `slot` is a pair's number among
-// those. Pieces are taken in a fixed order, which a schedule of OpenMP's does not promise: work waits for earlier work
-// only. The last tiles have the most keys under a causal mask: they go first.
+// As many (sequence, key head) pairs run together as there are threads; `slot` is the pair's index among them. Items
+// are taken in a fixed order, unlike an OpenMP schedule, so that they wait for earlier items only. The last tiles, with
+// the most keys under a causal mask, go first.
 template <typename Space, typename In, typename Prepare, typename Run, typename Finish>
 void in_pieces(const Call<In>& call, const Cut& cut, Guard& guard, const Prepare& prepare, const Run& run,
                const Finish& finish) {
@@ -46,11 +46,10 @@ void in_pieces(const Call<In>& call, const Cut& cut, Guard& guard, const Prepare
     }
 }
 
-// Who adds next to the gradients of each tile of keys: tiles of queries from the last one on that sees some of it, and
-// heads in their order.
+// Order in which query tiles add to dK and dV of each key tile: from the last visible query tile on, heads in order.
 class Turns {
     std::vector<std::atomic<int64_t>> next_;
-    std::vector<int64_t> last_;  // the last tile of queries of each tile of keys
+    std::vector<int64_t> last_;  // last visible query tile of each key tile
     int64_t tiles_, per_group_;
 
    public:
@@ -63,12 +62,12 @@ class Turns {
         }
     }
     void reset(int64_t slot, int64_t tile) { next_[slot * tiles_ + tile].store(0, std::memory_order_relaxed); }
-    // Until it is the turn of a tile of queries of a head, whose number it returns.
+    // Waits for this query tile and head; returns its turn.
     int64_t wait(int64_t slot, int64_t tile, int64_t queries, int64_t member, const Guard& guard) const {
         const int64_t turn = (last_[tile] - queries) * per_group_ + member;
         const auto& next = next_[slot * tiles_ + tile];
         for (int64_t spins = 0; next.load(std::memory_order_acquire) != turn && !guard.status(); ++spins) {
-            // Threads may be more than processors.
+            // There may be more threads than cores.
             if (spins > 1000) std::this_thread::yield();
         }
         return turn;
@@ -78,15 +77,15 @@ class Turns {
     }
 };
 
-// What a pass writes: numbers rounded to the inputs' type, or, for a caller that sums over several calls, fp32 as they are.
+// Output of a pass: rounded to the inputs' type, or fp32 for callers that accumulate over calls.
 template <typename In>
 class Result {
     char* to_;
-    int64_t bytes_;  // of a number
+    int64_t bytes_;  // bytes of an element
 
    public:
     Result(void* to, bool wide) : to_(static_cast<char*>(to)), bytes_(wide ? sizeof(float) : sizeof(In)) {}
-    // `count` numbers from number `at` on.
+    // Stores `count` values at element `at`.
     void put(const float* from, int64_t count, int64_t at) const {
         char* const to = to_ + at * bytes_;
         if (bytes_ == sizeof(float)) {
@@ -100,11 +99,11 @@ class Result {
     }
 };
 
-// Writes sums [size][width] as rows of a result from number `at` on, each number times its query's factor.
+// Writes sums [size][width] transposed to rows of a result from element `at` on, scaled by each query's factor.
 template <typename In>
 void write_rows(float* sums, const float* factor, int64_t queries, int64_t width, int64_t size, float* scratch,
                 const Result<In>& to, int64_t at, int64_t stride) {
-    // On their way while the rows are made.
+    // Prefetch while the rows are computed.
     for (int64_t q = 0; q < queries; ++q) to.prefetch(size, at + q * stride);
     for (int64_t j = 0; j < size; ++j) {
         float* row = sums + j * width;
@@ -115,7 +114,6 @@ void write_rows(float* sums, const float* factor, int64_t queries, int64_t width
     for (int64_t q = 0; q < queries; ++q) to.put(scratch + q * size, size, at + q * stride);
 }
 
-// a . b of `size` numbers.
 template <typename In>
 float dot(const In* a, const In* b, int64_t size) {
     float sum = 0.0f;
@@ -124,9 +122,9 @@ float dot(const In* a, const In* b, int64_t size) {
     return sum;
 }
 
-// What the backward pass needs of the softmax of some queries of a head, from rows of its output and their gradients.
+// Softmax state for backward of some queries of a head, from rows of out and dout.
 //
-// logs: of the denominator; infinite for a query without keys, whose probabilities are zero. dots: output . gradient.
+// logs: lse; infinite for a query without keys, so its probabilities are zero. dots: out . dout.
 template <typename In>
 void read_softmax(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t stride, int64_t queries,
                   float* logs, float* dots) {

@@ -1,4 +1,4 @@
-"""The definition of attention in plain PyTorch: what every backend is tested against."""
+"""Reference attention in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HAS_WIDE = True
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(scale * q k^T, masked) v, every [sq, sk] matrix written out, in fp32 (float64 for float64)."""
+    """softmax(scale * q k^T, masked) v with materialised [sq, sk] scores, in fp32 (float64 for float64)."""
     sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores, empty = _scores(q, k, spec)
     sink = spec.sink
     if sink is not None:
-        # One more logit of each head in the denominator, whose value is nothing.
+        # The sink adds to the denominator only.
         logit = sink.to(dtype).reshape(1, n, 1, 1).expand(b, n, sq, 1)
         probs = torch.cat([scores, logit], -1).softmax(-1)[..., :-1]
     else:
@@ -48,7 +48,6 @@ def attention(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and log-sum-exp, without gradients."""
     if wide:
         q, k, v = q.float(), k.float(), v.float()
     with torch.no_grad():
@@ -69,7 +68,7 @@ def backward(
     *,
     wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, where p = exp(score - lse), whatever further keys `lse` and `out` hold."""
+    """Gradients of q, k and v with p = exp(score - lse); `lse` and `out` may cover further keys."""
     if wide:
         q, k, v = q.float(), k.float(), v.float()
     sq, b, n, _d = q.shape
@@ -94,10 +93,10 @@ def backward(
 def packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`packed.attend`: each sequence of q [t, n, d], k [u, g, d] and v [u, g, dv] by itself, zeros elsewhere."""
+    """`packed.attend` of q [t, n, d], k [u, g, d], v [u, g, dv], one sequence after another."""
     rows, n = q.shape[:2]
     spec = spec._replace(return_lse=True)
-    # Of no sequence, but a function of all three.
+    # Padding rows stay connected to the graph.
     out = (q.sum() + k.sum() + v.sum()) * q.new_zeros(rows, n, v.shape[2])
     lse = q.new_full((n, rows), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for (first, last), (low, high) in zip(packing.q, packing.k, strict=True):
@@ -110,9 +109,9 @@ def packed(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[b, n, sq, sk], -inf where the key is hidden; and which rows [b | 1, n | 1, sq, 1] see no key.
+    """Scores [b, n, sq, sk], -inf where hidden; and rows [b | 1, n | 1, sq, 1] without keys.
 
-    Those rows are left unmasked here and cleared by the caller: no NaN either way.
+    Those rows are left unmasked, which avoids NaN; the caller clears them.
     """
     sq, b, n, d = q.shape
     sk, _, g, _ = k.shape

@@ -1,4 +1,4 @@
-"""The arguments of a call of attention, checked once and in canonical form."""
+"""Checked, canonical arguments of an attention call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLOAT = torch.finfo(torch.float32)
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
+    """Call properties that select a backend."""
 
     device: str
     dtype: torch.dtype
@@ -28,15 +28,17 @@ class Case(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """The options of a call; made by `prepare`, immutable. A NamedTuple is six times as fast to make as a dataclass.
+    """Immutable options of a call, made by `prepare`.
 
-    causal, window: one band in canonical form (see `band`); a window comes without `causal`.
+    A NamedTuple is created six times faster than a dataclass.
+
+    causal, window: canonical band (see `band`); exclusive.
     mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk].
     scale: above 0 and finite in fp32.
     sink: [n], or None.
-    empty: whether q, k or v has no element, for which the reference serves.
-    rows_without_keys: leading queries that see no key by position; `attend` and the halves cut them off.
-    rng: state of a backend's dropout, for its backward pass; None until it has drawn.
+    empty: q, k or v has no element; the reference serves.
+    rows_without_keys: leading queries without a key by position; cut off before a backend runs.
+    rng: dropout state of a backend for its backward pass; None until drawn.
     """
 
     case: Case
@@ -53,7 +55,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def positions(self) -> band.Window | None:
-        """The band as a window, causal order included; None when every key is visible by position."""
+        """The band as a window, causal included; None if all keys are visible by position."""
         return band.CAUSAL if self.causal else self.window
 
     def for_lengths(self, sq: int, sk: int) -> AttentionSpec:
@@ -81,10 +83,10 @@ def prepare(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> AttentionSpec:
-    """Checks the arguments of `attention` against each other.
+    """Checks the arguments of `attention`.
 
     Raises:
-        ValueError: the tensors do not fit each other, or a number is out of its range.
+        ValueError: the tensors do not fit each other, or a value is out of range.
     """
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError("attention: q, k and v must be [sequence, batch, head, head size]")
@@ -102,10 +104,10 @@ def prepare(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"attention: dropout_p must be in [0, 1), not {dropout_p}")
     if scale is None:
-        # Without features every score is 0.
+        # Zero-size heads: every score is 0.
         scale = d**-0.5 if d else 1.0
     elif not _FLOAT.tiny <= scale <= _FLOAT.max:
-        # Kernels multiply scores that are -inf, since hidden, by it.
+        # Kernels multiply -inf scores by it.
         raise ValueError(f"attention: scale must be above 0 and finite in fp32, not {scale}")
     if mask is not None:
         _check_mask(mask, (b, n, sq, sk))

@@ -1,4 +1,4 @@
-"""What stands between the parts of a transformer layer: a bias, dropout and the residual, as one operator."""
+"""Fused bias, dropout and residual addition after attention and the MLP of a transformer layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ __all__ = ["OPERATOR", "Case", "bias_dropout_add"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
     dtype: torch.dtype
     bias_dtype: torch.dtype | None
 
 
-# A GPU has torch.compile, by which Megatron fuses this.
+# On GPUs Megatron fuses this with torch.compile.
 OPERATOR = Operator("bias_dropout_add", reference.bias_dropout_add)
 
 
@@ -29,13 +27,10 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """y = residual + dropout(x + bias).
 
-    x: [..., H]; residual: the shape and dtype of x; bias: [H], or of any shape with as many elements; dropout_p: from 0
-    to 1, the share that is dropped, the rest being scaled by 1 / (1 - dropout_p). y: as residual. Dropout draws from
-    the device's default generator, each backend in its own way; for the backward pass a backend keeps what it drew from
-    and none of the tensors, and sums the gradient of bias in fp32.
+    x, residual, y: [..., H] in one shape and dtype; bias: H elements in any shape. Backends draw differently from the
+    device's default generator and save only its state. The bias gradient is summed in fp32. Raises ValueError.
 
-    Stands for `megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train`. Raises ValueError for
-    shapes and dtypes that do not fit and for a share that is none.
+    Replaces `megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train`.
     """
     return OPERATOR.choose(_case(x, residual, bias, dropout_p))(x, residual, bias, dropout_p)
 

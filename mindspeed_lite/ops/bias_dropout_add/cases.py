@@ -1,7 +1,4 @@
-"""Cases of bias_dropout_add, compared with Megatron's steps. With dropout, results are random and not compared.
-
-Operations of an element: two additions forward, one backward, and two more each with dropout.
-"""
+"""Cases of bias_dropout_add, compared with Megatron's steps unless random."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 
 @dataclass(frozen=True)
 class Shape:
-    """[rows, width]; p: probability of dropping an element."""
+    """[rows, width]; p: dropout probability."""
 
     rows: int
     width: int
@@ -44,7 +41,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((2 if dropped else 1) * count * size, (1 + dropped) * count)
 
 
-# A small model and Llama 8B, with Megatron's default dropout and without.
 CASES = OperatorCases(
     operator="bias_dropout_add",
     shape=Shape,

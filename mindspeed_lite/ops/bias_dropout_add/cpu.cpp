@@ -1,5 +1,4 @@
-// bias_dropout_add on CPU: rows belong to a thread, and what is dropped to a position, so the result does not depend on
-// the number of threads.
+// bias_dropout_add on CPU. Random values depend on the position, not on the thread count.
 #include "draws.h"
 #include "numbers.h"
 
@@ -29,7 +28,7 @@ static void forward(const T* x, const float* bias, const T* residual, T* y, int6
     }
 }
 
-// dx is null where it is dy; sums [blocks][width], of zeros, is null where the gradient of bias is not wanted.
+// dx: null if equal to dy. sums: zeros [blocks][width], null without a bias gradient.
 template <typename T, bool drops>
 static void backward(const T* dy, T* dx, float* sums, int64_t rows, int64_t blocks, int64_t width, uint32_t dropped,
                      uint64_t seed, float scale, int threads) {

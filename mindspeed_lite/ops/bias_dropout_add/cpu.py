@@ -1,7 +1,6 @@
 """bias_dropout_add on CPU in C++: one pass over memory in each direction.
 
-An element's draw is a hash of a seed and its position, repeated in the backward pass: no mask is stored. The sum is
-rounded once.
+A hash of seed and position replaces a stored mask.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _lib = native.Library(
     },
 )
 
-# Rows are divided into at most so many blocks for the sum over rows, each with a row of fp32 sums of its own.
+# Maximum number of row blocks with own fp32 bias gradient sums.
 _BLOCKS = 64
 
 
@@ -50,7 +49,6 @@ def bias_dropout_add(
     if bias is None and dropout_p == 0.0:
         return residual + x
     if dropout_p == 1.0:
-        # Nothing is left to be scaled.
         return residual + (x if bias is None else x + bias.to(x.dtype).reshape(-1)) * 0.0
     dropped = min(round(dropout_p * 2**32), 2**32 - 1)
     draws = (dropped, int(torch.randint(1 << 62, ())) if dropped else 0)
@@ -72,7 +70,7 @@ def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
 
 def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
     draws, like = options
-    # Without dropout the gradient of x is that of the sum.
+    # Without dropout dx equals dy.
     is_same = not draws[0]
     if (is_same and not wanted[2]) or not (wanted[0] or wanted[2]):
         return dy, dy, None

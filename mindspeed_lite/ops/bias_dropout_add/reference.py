@@ -1,4 +1,4 @@
-"""bias_dropout_add in plain PyTorch, step by step as Megatron writes it."""
+"""Reference of bias_dropout_add: Megatron's steps."""
 
 from __future__ import annotations
 

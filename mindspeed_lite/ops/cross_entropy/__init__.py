@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary of which these logits may be one shard, for the loss of a language model."""
+"""Cross-entropy of logits over a vocabulary, which may be sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ __all__ = ["OPERATOR", "Case", "Gather", "cross_entropy"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
     dtype: torch.dtype
 
@@ -32,16 +30,14 @@ def cross_entropy(
 ) -> torch.Tensor:
     """loss = log(sum_v exp x_v) - x_target over the whole vocabulary, for every row x of the logits.
 
-    logits: [..., V]; target: [...] of integers; the loss: [...] in fp32 (float64 for float64 logits).
+    logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64). A target outside the
+    vocabulary marks a row to mask, with loss log(sum_v exp(x_v - max x)).
 
-    A rank with the shard [vocab_start, vocab_start + V) of a vocabulary of `vocab_size` passes `gather`: it takes the
-    statistics of this shard, [3, T] (per row: maximum, sum of exponentials relative to it, the target's logit), and
-    returns those of all shards, [shards, 3, T]. A target outside the vocabulary marks a row to be masked: its loss is
-    log(sum_v exp(x_v - max x)).
+    For the shard [vocab_start, vocab_start + V) of `vocab_size`, `gather` maps local statistics [3, T] (maximum,
+    relative sum of exponentials, target's logit) to all shards', [shards, 3, T].
 
-    Keeps the logits in their own dtype, the target and two fp32 numbers per row; makes no fp32 copy of the logits. The
-    gradient, (softmax - onehot) dloss, overwrites the logits if only the graph refers to their memory. They then count
-    as modified in place: a second backward pass raises autograd's error. Deterministic.
+    Saves logits, target and two fp32 values per row. The gradient overwrites logits that only the graph references; a
+    second backward pass then raises. Deterministic.
     """
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise ValueError(f"cross_entropy: want logits [..., V] and target [...], not {_shapes(logits, target)}")

@@ -1,7 +1,6 @@
-"""Cases of cross_entropy, compared with `torch.nn.functional.cross_entropy` of fp32 logits, as in Megatron.
+"""Cases of cross_entropy, compared with PyTorch's of fp32 logits (Megatron).
 
-Work counts the logits read, and their gradient written. Operations of an element: 4 forward, 5 backward. The logits are
-a leaf here, so our gradient cannot overwrite them as it does in a model.
+The logits are a leaf, so the gradient cannot overwrite them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Logits and labels."""
     return draw(shape.rows, shape.vocabulary, scale=2.0), draw.integers(shape.vocabulary, shape.rows)
 
 
@@ -53,7 +51,6 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     )
 
 
-# A small model, and Llama 3's vocabulary, also as one of eight ranks holds it.
 _TIMED = ("1024x32768", "512x128256")
 
 CASES = OperatorCases(

@@ -1,8 +1,7 @@
-// cross_entropy on CPU: each pass reads the logits once. A row belongs to one thread, whose blocks come in order: the
-// result does not depend on the number of threads.
+// cross_entropy on CPU: one read of the logits per pass. Results do not depend on the thread count.
 #include "numbers.h"
 
-// A block of the row as fp32 stays in the first-level cache for the second look at it.
+// The fp32 block stays in L1 for its second read.
 static constexpr int64_t BLOCK = 2048;
 
 template <typename T>
@@ -53,7 +52,7 @@ static void gradient(const T* logits, const int64_t* target, const float* top, c
         const float base = top[row], scale = 1.0f / sums[row], outer = dloss[row];
         const int64_t column = target[row] - start;
         const bool here = column >= 0 && column < width;
-        // Before the row is written over.
+        // Read before the row is overwritten.
         const float hit = here ? (exp_(load(x + column) - base) * scale - 1.0f) * outer : 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) store(dx + i, exp_(load(x + i) - base) * scale * outer);

@@ -1,4 +1,4 @@
-"""cross_entropy on CPU: two small C++ kernels for bf16 and fp32 logits, each one pass over them."""
+"""cross_entropy on CPU: C++ kernels for bf16 and fp32 logits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gradient(
 
 
 def kernels(x: torch.Tensor) -> Kernels:
-    """Those for logits made of `x`: other dtypes, a compiler and tensors without memory get plain PyTorch."""
+    """C++ kernels; plain PyTorch for other dtypes, torch.compile and fake tensors."""
     return reference.KERNELS if is_traced(x) or x.dtype not in _NAMES else Kernels(statistics, gradient)
 
 

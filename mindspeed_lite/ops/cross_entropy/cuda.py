@@ -1,4 +1,4 @@
-"""cross_entropy on CUDA: Triton kernels; forward a program per row with an online softmax, backward one per block."""
+"""cross_entropy on CUDA: Triton kernels, forward with an online softmax per row."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -17,7 +17,7 @@ from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 if TYPE_CHECKING:
     from mindspeed_lite.ops.cross_entropy import Case
 
-# Columns of a step: 8 KiB of bf16, which 8 warps load as vectors of 16 bytes, two for each thread.
+# 8 KiB of bf16: two 16-byte vectors per thread.
 BLOCK = 4096
 WARPS = 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,10 +38,10 @@ def statistics_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # rows times columns passes 2^31
+    row = tl.program_id(0).to(tl.int64)  # rows * columns exceeds 2^31
     row_ptr = logits_ptr + row * WIDTH
     columns = tl.arange(0, BLOCK)
-    # A maximum and a sum for each lane; they meet once, behind the loop.
+    # Reduced once after the loop.
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, WIDTH, BLOCK):

@@ -1,11 +1,9 @@
-"""From statistics of slices to the loss and its gradient: what all backends of cross_entropy share.
+"""Merges shard statistics into the loss and its gradient; shared by all cross_entropy backends.
 
-A backend brings two passes over the logits, and this file all that happens on one number per row:
-
-    statistics   m = max_v x_v        s = sum_v exp(x_v - m)        p = x_target, 0 if it is not in this slice
-    merge        M = max_i m_i        S = sum_i s_i exp(m_i - M)    P = sum_i p_i
-    loss         log S - (P - M)
-    gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
+statistics   m = max_v x_v        s = sum_v exp(x_v - m)        p = x_target, 0 outside this shard
+merge        M = max_i m_i        S = sum_i s_i exp(m_i - M)    P = sum_i p_i
+loss         log S - (P - M)
+gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """The two passes over a slice of the logits.
+    """A backend's two passes over a shard of the logits.
 
-    statistics(rows [T, V], target [T], start, whole) -> [3, T]. If the slice is the `whole` vocabulary, the loss
-    replaces the target's logit.
+    statistics(rows [T, V], target [T], start, whole) -> [3, T]. With `whole` (unsharded), row 2 is the loss.
     gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], out [T, V]); `out` may be `rows`.
 
-    Rows and out are contiguous; target is int64; a target that is not in the slice is in none of its columns. A row
-    of minus infinities has the sum 0.
+    Contiguous rows and out; int64 target, possibly outside the shard. A row of -inf has the sum 0.
     """
 
     statistics: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
@@ -38,12 +34,11 @@ class Kernels(NamedTuple):
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and loss."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(parts: torch.Tensor) -> torch.Tensor:
-    """Statistics [slices, 3, T] as those of the union, [3, T]."""
+    """[shards, 3, T] -> [3, T]."""
     if parts.shape[0] == 1:
         return parts[0]
     top = parts[:, 0].amax(0)  # [T]
@@ -54,7 +49,6 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
 
 
 def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The loss of every row, [T], from statistics of the whole vocabulary, [3, T]."""
     top, sums, predicted = merged
     known = (target >= 0) & (target < vocab_size)
     loss: torch.Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
@@ -69,7 +63,6 @@ def cross_entropy(
     vocab_size: int,
     gather: Gather | None,
 ) -> torch.Tensor:
-    """The operator on these kernels; see `mindspeed_lite.ops.cross_entropy.cross_entropy`."""
     loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, target, kernels, vocab_start, vocab_size, gather
     )
@@ -94,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
         flat = target.reshape(-1).to(torch.int64)  # [T]
         statistics = kernels.statistics(rows, flat, vocab_start, gather is None)  # [3, T]
         if gather is None:
-            # The kernel has computed it: on one value per row, what PyTorch's operators cost is their calls.
+            # Computed by the kernel; on one value per row, call overhead dominates.
             loss = statistics[2]
         else:
             statistics = merge(gather(statistics))
@@ -113,18 +106,18 @@ class _CrossEntropy(torch.autograd.Function):
         dloss = dloss.reshape(-1).to(top.dtype).contiguous()
         ctx.kernels.gradient(rows, target, ctx.vocab_start, top, sums, dloss, gradient)
         if ours:
-            # A kernel that writes through a pointer is not seen by autograd.
+            # Autograd does not see writes through a pointer.
             torch.autograd.graph.increment_version(logits)
         return out.view(ctx.shape), None, None, None, None, None
 
 
 def only_the_graph_has(references: tuple[int, ...]) -> bool:
-    """Whether what a backward pass found in ctx.saved_tensors has no other reference; `references` counted there."""
+    """True if a tensor of ctx.saved_tensors has no other reference."""
     return bool(references) and references == of_nobody_else()
 
 
 def references(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How many refer to this tensor and to its memory, from Python and below; empty if there is no telling."""
+    """Reference counts of tensor and storage; empty if unknown."""
     if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
         return ()
     memory = tensor.untyped_storage()
@@ -135,9 +128,9 @@ def references(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def of_nobody_else() -> tuple[int, ...]:
-    """What `references` counts for a tensor that only a graph has: a matter of PyTorch's and Python's bookkeeping.
+    """`references` of a tensor that only a graph holds, on this PyTorch and Python.
 
-    Hooks on saved tensors and dispatch modes change the counts. A thread of its own has none of the caller's.
+    A separate thread avoids the caller's saved-tensor hooks and dispatch modes, which change the counts.
     """
     _Probe.found = ()
     probe = threading.Thread(target=_Probe.run)

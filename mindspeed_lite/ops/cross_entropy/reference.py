@@ -1,7 +1,6 @@
-"""The definition of cross_entropy in plain PyTorch, and both passes over the logits without an index assignment.
+"""Reference of cross_entropy, and passes for devices without own kernels.
 
-The passes run over blocks of rows, so that what is widened to fp32 is never the whole of the logits. They serve
-every device without kernels of its own; the target's column is found by comparing, which neither scatters nor waits.
+Row blocks bound fp32 copies. Comparing for the target avoids scatter and synchronisation.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import torch
 from mindspeed_lite.ops.cross_entropy import loss
 from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 
-# Elements of a block: an fp32 copy of it takes 16 MiB.
+# 16 MiB as fp32.
 _BLOCK = 1 << 22
 
 
 def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss [...] of logits [..., K] over a whole vocabulary, differentiable by PyTorch itself."""
+    """Differentiable loss over a whole vocabulary."""
     wide = logits.to(loss.precision(logits.dtype))
     log_probs = wide.log_softmax(-1)  # [..., K]
     known = (target >= 0) & (target < logits.shape[-1])
     column = target.clamp(0, logits.shape[-1] - 1)[..., None].to(torch.int64)
-    # A row without a target: the loss as if its target were as likely as the likeliest token.
+    # Out-of-vocabulary target: loss as if the target were the likeliest token.
     picked = torch.where(known, log_probs.gather(-1, column)[..., 0], wide.detach().amax(-1) - wide.logsumexp(-1))
     return -picked
 
@@ -36,7 +35,7 @@ def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool
         here = (column >= 0) & (column < width)
         picked = wide.gather(1, column.clamp(0, width - 1)[:, None])[:, 0]
         out[2, block] = torch.where(here, picked, 0.0)
-        # Minus its own infinity a row of them would not be one of zeros.
+        # Avoids -inf - -inf = NaN; such a row becomes zeros.
         base = torch.where(top == -torch.inf, 0.0, top)
         torch.sum((wide - base[:, None]).exp_(), dim=-1, out=out[1, block])
     if whole:

@@ -1,4 +1,4 @@
-"""The linear layers of a mixture of experts: one matrix product per expert over the rows that are its own."""
+"""Linear layers of MoE experts: one matmul per expert over its own rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call.
-
-    widest: the larger one of N and K. contiguous: whether all main gradients are, if there are any.
-    """
+    """Backend selection key; widest: the larger of N and K. contiguous: of all main gradients."""
 
     device: str
     dtype: torch.dtype
@@ -52,16 +49,12 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """y_e = x_e w_e^T + b_e, or y_e = x_e w_e unless `transposed`, for the rows x_e of every expert e.
 
-    x: [T, K], rows sorted by expert, any strides. weights: E tensors [N, K], as torch.nn.Linear has them, or [K, N]
-    unless `transposed`; or one tensor [E, ...]. counts: rows of each expert, which add up to T: int64 on x's device
-    (then the host neither reads nor checks them), or on the host. biases: E tensors [N] or None. All of one dtype.
-    y: [T, N] in that dtype, contiguous, summed in fp32 (float64 for float64) and rounded once.
+    x: [T, K], sorted by expert. weights: E tensors [N, K] (as torch.nn.Linear), or [K, N] unless `transposed`; or one
+    tensor [E, ...]. counts: rows per expert, with sum T; on the host, or int64 on x's device (not read by the host).
+    biases: E tensors [N]. y: [T, N], contiguous, summed in fp32 (float64 for float64), rounded once. Raises ValueError.
 
-    Keeps x, weights and counts for the backward pass. An expert without rows gets zero gradients. `take_gradients` is
-    called there instead of `weight_gradients` and returns the gradient of each weight, or None where it is kept
-    elsewhere; it needs a sequence of weights [N, K].
-
-    Raises ValueError for shapes, dtypes and counts that do not fit.
+    Saves x, weights and counts. An expert without rows gets zero gradients. `take_gradients` replaces
+    `weight_gradients` in backward; it returns None for gradients stored elsewhere and needs separate weights [N, K].
     """
     matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
     width = _check(x, matrices, biases, transposed)
@@ -76,8 +69,8 @@ def grouped_matmul(
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
     """dw_e = dy_e^T x_e: the gradients of the weights of y_e = x_e w_e^T.
 
-    dy: [T, N] and x: [T, K] in one dtype, any strides; counts as for `grouped_matmul`. Returns E tensors [N, K] in
-    that dtype, possibly views of one, summed in fp32 and rounded once. Not differentiable.
+    dy: [T, N] and x: [T, K] in one dtype. Returns E tensors [N, K] in that dtype, possibly views of one, summed in fp32
+    and rounded once. Not differentiable.
     """
     _check_pair(dy, x)
     known = _known(counts, x, len(counts))
@@ -88,8 +81,8 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> list[
 def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> None:
     """main_grad_e += dy_e^T x_e in place, for every expert e.
 
-    main_grads: E tensors [N, K], all in fp32 or all in the dtype of x; dy: [T, N] and x: [T, K] in one dtype, any
-    strides; counts as for `grouped_matmul`. Sums are rounded as `ops.accumulate_wgrad` rounds them. Not differentiable.
+    main_grads: E tensors [N, K], all fp32 or all in x's dtype; dy: [T, N] and x: [T, K] in one dtype. Rounding as in
+    `ops.accumulate_wgrad`. Not differentiable.
     """
     _check_pair(dy, x)
     known = _known(counts, x, len(counts))
@@ -109,14 +102,13 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
 
 
 def _module(x: torch.Tensor, width: int, experts: int, *, biased: bool = False, contiguous: bool = True) -> Any:
-    """The backend's module; the reference if there is nothing to compute."""
     if x.numel() == 0 or width == 0:
         return reference
     return OPERATOR.module(Case(x.device.type, x.dtype, experts, max(width, x.shape[1]), biased, contiguous))
 
 
 def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
-    """Returns N; raises ValueError for what does not fit."""
+    """Returns N."""
     first = weights[0].shape if len(weights) else ()
     form = "[N, K]" if transposed else "[K, N]"
     if x.dim() != 2 or len(first) != 2 or first[1 if transposed else 0] != x.shape[1]:
@@ -144,7 +136,7 @@ def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
-    """Checked counts: a tensor if they are on a device, else a list."""
+    """Checked counts: a tensor if on a device, else a list."""
     given = list(counts.shape) if isinstance(counts, torch.Tensor) else [len(counts)]
     if given != [experts] or not experts:
         raise ValueError(f"grouped_matmul: counts {given} for {experts} experts, of which there must be some")
@@ -162,7 +154,6 @@ def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
 
 
 def _readable(counts: torch.Tensor) -> bool:
-    """False for fake tensors."""
     return type(counts) is torch.Tensor and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""Row counts of experts, and grouped_matmul with gradients: one autograd node for all experts."""
+"""Autograd of grouped_matmul: one node for all experts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from mindspeed_lite.ops.autograd import Inputs, Kernel, KernelFunction, apply
 
 Tensors = Sequence[torch.Tensor]
-# Rows of each expert: an int64 tensor [E], or integers on the host.
+# Rows per expert: int64 tensor [E] or host integers.
 Counts = torch.Tensor | Sequence[int]
-# From dy [T, N], x [T, K] and counts to a gradient per weight, or None where it is kept elsewhere.
+# (dy [T, N], x [T, K], counts) -> a gradient per weight, or None if stored elsewhere.
 TakeGradients = Callable[[torch.Tensor, torch.Tensor, Counts], Sequence[torch.Tensor | None]]
 
 
 def on_host(counts: Counts, rows: int) -> list[int]:
-    """Counts as integers; waits for the device if they are there and there are rows."""
+    """Counts as integers; may synchronise."""
     if not isinstance(counts, torch.Tensor):
         return list(counts)
     found: list[int] = counts.tolist() if rows else [0] * len(counts)
@@ -25,7 +25,7 @@ def on_host(counts: Counts, rows: int) -> list[int]:
 
 
 def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
-    """Counts as an int64 tensor on `device`; on CUDA without waiting for the copy."""
+    """Counts as int64 on `device`, without synchronisation on CUDA."""
     if isinstance(counts, torch.Tensor):
         return counts.to(device)
     cuda = device.type == "cuda"
@@ -33,7 +33,7 @@ def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
 
 
 class Products(NamedTuple):
-    """What a backend computes, without gradients.
+    """Forward and weight-gradient functions of a backend, without autograd.
 
     forward(x [T, K], weights, counts, biases or None, transposed) -> y [T, N], contiguous
     weight_gradients(dy [T, N], x [T, K], counts) -> E tensors [N, K], zeros for an expert without rows
@@ -48,7 +48,7 @@ class _Options(NamedTuple):
     counts: Counts
     transposed: bool
     take_gradients: TakeGradients | None
-    stacked: bool  # all weights are one tensor, which has one gradient
+    stacked: bool  # one weight tensor, one gradient
     number: int  # of weights
 
 
@@ -65,7 +65,6 @@ def run(
     transposed: bool,
     take_gradients: TakeGradients | None,
 ) -> torch.Tensor:
-    """The product, recorded for the backward pass if one may follow."""
     stacked = isinstance(weights, torch.Tensor)
     given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
     options = _Options(products, counts, transposed, take_gradients, stacked, len(given))
@@ -76,7 +75,7 @@ def run(
 def _forward(inputs: Any, options: _Options) -> tuple[torch.Tensor, Inputs]:
     x, weights, biases = inputs[0], inputs[1 : 1 + options.number], inputs[1 + options.number :]
     counts = options.counts
-    # A tensor of counts is autograd's to keep, as all tensors.
+    # Autograd must save a tensor of counts.
     saved = (x, *weights, *((counts,) if isinstance(counts, torch.Tensor) else ()))
     matrices = weights[0].unbind() if options.stacked else weights
     return options.products.forward(x, matrices, counts, biases or None, options.transposed), saved
@@ -99,7 +98,7 @@ def _backward(dy: torch.Tensor, saved: Any, options: _Options, wanted: Sequence[
             found = products.weight_gradients(left, right, counts)
             dweights = [torch.stack([*found])] if options.stacked else found
     if any(wanted[1 + number :]):
-        # A bias is the weight of an input of ones.
+        # Bias gradient: weight gradient for an input of ones.
         found = products.weight_gradients(dy, dy.new_ones(dy.shape[0], 1), counts)
         dbiases = [each.squeeze(-1) for each in found]
     return (dx, *dweights, *dbiases)

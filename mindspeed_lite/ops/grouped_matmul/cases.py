@@ -1,6 +1,6 @@
-"""Cases of grouped_matmul, compared with a loop over the experts' linear layers.
+"""Cases of grouped_matmul, compared with a loop over linear layers.
 
-Groups are uneven, and the last expert has no rows. Work counts inputs, weights and outputs once, and the matmuls.
+The last expert has no rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_lite.ops.grouped_matmul import grouped_matmul
 
 @dataclass(frozen=True)
 class Shape:
-    """x [rows, inputs], a weight [outputs, inputs] for each expert."""
+    """x [rows, inputs], expert weights [outputs, inputs]."""
 
     rows: int
     inputs: int
@@ -31,7 +31,7 @@ class Shape:
 
 @functools.lru_cache(8)
 def counts(shape: Shape) -> tuple[int, ...]:
-    """Rows of each expert; no tensors, which a fake tensor mode would leave without values."""
+    """No tensor: a fake one has no values."""
     if shape.experts == 1:
         return (shape.rows,)
     draws = random.Random(2)
@@ -63,7 +63,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
-    """`torch.nn.functional.grouped_mm` on one tensor of all weights."""
     product: Callable[..., torch.Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = list(itertools.accumulate(counts(shape)))
     return OwnLayout(
@@ -73,7 +72,7 @@ def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
     )
 
 
-# Many small experts and few large ones; on accelerators Qwen3-30B-A3B and Mixtral 8x7B.
+# Qwen3-30B-A3B and Mixtral 8x7B.
 CASES = OperatorCases(
     operator="grouped_matmul",
     shape=Shape,

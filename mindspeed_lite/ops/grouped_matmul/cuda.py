@@ -1,10 +1,7 @@
-"""grouped_matmul on CUDA: one Triton kernel for the products of all experts, one for their weight gradients.
+"""grouped_matmul on CUDA: one Triton kernel for all experts' matmuls, one for their weight gradients.
 
-Kernels find each expert's matrix in a table of addresses, and each program finds its expert from the counts where they
-are, on the device: the host reads nothing. The product's programs stay: as many as the multiprocessors hold walk over
-all tiles, in an order that keeps `GROUP` blocks of rows and a block of columns in the second-level cache. A group reads
-GROUP * ROWS rows of x once and a weight's columns once for all of them: at 128 x 128 tiles a ninth of the reads of an
-order by columns. PyTorch's own product takes over where the weights form one tensor (`torch_grouped`).
+No synchronisation: counts are read on the device. The persistent matmul's tile order keeps `GROUP` row blocks and a
+column block in L2, a ninth of column order's reads at 128 x 128 tiles. Stacked weights use `torch_grouped`.
 """
 
 # Triton's decorator and the arguments of its kernels have no types.
@@ -31,7 +28,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Tiles(NamedTuple):
-    """What a program multiplies at a time, and how: ROWS of x, WIDTH of the result, DEPTH of what is summed over."""
+    """Tile sizes: ROWS of x, WIDTH of the result, DEPTH of the reduction."""
 
     rows: int
     width: int
@@ -41,22 +38,22 @@ class Tiles(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """How to compile it. Told no limit, ptxas may spill to fit more programs than are wanted."""
+        """Compile options. Without a register limit, ptxas may spill to fit unneeded programs."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": 248}
 
 
-# For many rows: half the reads of an operand of LARGE.
+# Many rows: half the reads of one operand of LARGE.
 HUGE = Tiles(128, 256, 64, 8, 3)
-# For matrix units: 96 KiB of shared memory in three stages, and sums that fit the registers.
+# Tensor cores: 96 KiB of shared memory; accumulators fit the registers.
 LARGE = Tiles(128, 128, 64, 8, 3)
-# For experts with few rows.
+# Few rows per expert.
 FLAT = Tiles(64, 128, 64, 4, 3)
-# For decoding, or many experts: little of a tile is padding.
+# Decoding or many experts.
 THIN = Tiles(32, 128, 64, 4, 4)
-# For fp32, which is multiplied outside the matrix units.
+# fp32, without tensor cores.
 WIDE = Tiles(64, 64, 32, 8, 3)
 
-# Blocks of rows that share a block of columns, one after the other.
+# Consecutive row blocks that share a column block.
 GROUP = 8
 
 
@@ -113,7 +110,7 @@ def _forward(
     weights = [each.contiguous() for each in weights]
     biases = None if biases is None else [each.contiguous() for each in biases]
     addresses, aligned = _addresses(weights)
-    # The most tiles that counts can make of the rows.
+    # Upper bound on tiles, without reading counts.
     most = triton.cdiv(n, tiles.width) * (triton.cdiv(rows, tiles.rows) + len(weights))
     with on(x):
         product_kernel[(programs(x.device, 8 // tiles.warps, most),)](
@@ -128,7 +125,7 @@ def _forward(
 def _multiply_gradients(
     out: torch.Tensor, main_grads: Tensors | None, dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Into `out` [E, N, K], or added to the main gradients, of which `out` is one."""
+    """`out` [E, N, K] is the result, or one of the main gradients to add to."""
     n, k, experts = dy.shape[1], x.shape[1], len(counts)
     tiles = WIDE if x.dtype == torch.float32 else LARGE
     addresses, aligned = (None, False) if main_grads is None else _addresses(main_grads)
@@ -153,7 +150,7 @@ def product_kernel(
 ):  # fmt: skip
     numbers = tl.arange(0, PADDED)
     counts = tl.load(counts_ptr + numbers, mask=numbers < EXPERTS, other=0)
-    # Blocks of rows belong to the experts in order; a block's is the first that ends behind it.
+    # A block's expert is the first whose end exceeds it.
     blocks = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
     total_blocks = tl.sum(blocks, axis=0).to(tl.int32)
@@ -237,7 +234,7 @@ def gradient_kernel(
 
 
 def _tiles(x: torch.Tensor, experts: int, n: int) -> Tiles:
-    """By rows of an average expert: the counts are on the device."""
+    """Tiles by average rows per expert: the counts are on the device."""
     if x.dtype == torch.float32:
         return WIDE
     rows = x.shape[0] / experts
@@ -247,17 +244,16 @@ def _tiles(x: torch.Tensor, experts: int, n: int) -> Tiles:
 
 
 def _precision() -> str:
-    """Of fp32 products, as the user has set it for those of PyTorch."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _addresses(tensors: Tensors) -> tuple[torch.Tensor, bool]:
-    """Where the (contiguous) tensors are, [E] on their device, and whether all begin at a multiple of 16 bytes."""
+    """Addresses [E] on the device; True if all are 16-byte aligned."""
     addresses = tuple(map(address, tensors))
     return _table(addresses, tensors[0].device), all(each % 16 == 0 for each in addresses)
 
 
 @functools.lru_cache(maxsize=1024)
 def _table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Those of parameters stay the same, so that they are sent once."""
+    """Cached: parameter addresses do not change."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -1,20 +1,16 @@
 """grouped_matmul on Ascend NPUs: npu_grouped_matmul, which has no autograd of its own.
 
-What its documentation says, and what is done about it here:
+group_type 0 groups rows of one untransposed x [T, K]. Weights: up to 128 float16 or bfloat16 matrices, or one tensor
+[E, K, N] for up to 1024 groups (float32: only this); either may be transposed views. Separate parameters are copied
+only for float32 and above 128 experts.
 
-group_type 0 groups the rows of one x [T, K]. The weights are a list of up to 128 matrices, read where they are, of
-float16 or bfloat16; or one tensor [E, K, N] for up to 1024 groups, the only form for float32. Both may be transposed
-views, all of them or none; x may not. So separate parameters are stacked, which copies them, for float32 and for more
-than 128 experts only; views of one tensor are given as that tensor.
+group_type 2 groups the reduction: x is a transposed view [N, T], the result [E, N, K]. Groups without rows are
+undocumented: they are overwritten with zeros.
 
-group_type 2 groups what is summed over: x is a transposed view, [N, T], and the result one tensor [E, N, K]. What it
-holds for a group without rows is not said: it is overwritten with zeros.
+group_list_type 1 (counts) needs two groups: one expert uses a plain matmul. Biases need a list of weights, and are
+float32 for bfloat16. Last dimensions in memory are below 65536.
 
-group_list_type 1 means counts, of which there must be several: one expert needs no groups, and gets a plain product.
-Biases come as a list beside a list of weights, in float32 with bfloat16. The last dimension of every matrix as it lies
-in memory is below 65536. Nothing checks that K fits.
-
-npu_grouped_matmul_add_ adds to one float32 tensor [E, N, K]. It may ignore group_list_type and take ends of groups.
+npu_grouped_matmul_add_ adds to float32 [E, N, K]. It may ignore group_list_type and expect group ends.
 """
 
 from __future__ import annotations
@@ -129,7 +125,6 @@ _PRODUCTS = autograd.Products(_forward, weight_gradients)
 
 
 def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
-    """A list of all weights, or of one tensor that holds them."""
     one = None if biased else _adjacent(weights)
     if one is None and (dtype not in _HALF or len(weights) > _LONGEST_LIST):
         one = torch.stack([*weights])
@@ -137,7 +132,7 @@ def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
 
 
 def _adjacent(tensors: Tensors) -> torch.Tensor | None:
-    """The matrices as one tensor [E, ...] without a copy, if they lie in one memory, one right behind the other."""
+    """Zero-copy view [E, ...] of matrices adjacent in one storage, else None."""
     first = tensors[0]
     memory, start, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()
     for position, each in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""The definition of grouped_matmul in plain PyTorch, which every backend is tested against."""
+"""Reference of grouped_matmul."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def grouped_matmul(
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
-    """y_e = x_e w_e^T + b_e, keeping only its inputs for the backward pass."""
     counts = autograd.on_host(counts, x.shape[0])
     if torch.compiler.is_compiling() and take_gradients is None:
         matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
@@ -30,7 +29,7 @@ def grouped_matmul(
 def product(
     x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> torch.Tensor:
-    """One product per expert in fp32 (float64 for float64), rounded once; differentiable by itself too."""
+    """Differentiable matmul per expert in fp32 (float64 for float64), rounded once."""
     dtype = wide(x.dtype)
     parts = []
     for expert, rows in enumerate(torch.split(x, list(counts))):
@@ -41,7 +40,6 @@ def product(
 
 
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> list[torch.Tensor]:
-    """dy_e^T x_e of every expert."""
     dtype, sizes = wide(x.dtype), autograd.on_host(counts, x.shape[0])
     pairs = zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)
     return [(a.to(dtype).t() @ b.to(dtype)).to(x.dtype) for a, b in pairs]
@@ -50,13 +48,13 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts)
 def accumulate_weight_gradients(
     main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
 ) -> None:
-    """main_grad_e += dy_e^T x_e, with the product rounded to the dtype of dy and x, as autograd rounds it."""
+    """main_grad_e += dy_e^T x_e, rounded to x's dtype first, as in autograd."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums."""
+    """Accumulation dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

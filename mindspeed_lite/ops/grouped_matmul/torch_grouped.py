@@ -1,8 +1,7 @@
-"""torch.nn.functional.grouped_mm where it takes a call of grouped_matmul.
+"""grouped_matmul through torch.nn.functional.grouped_mm.
 
-It wants all weights in one tensor, bf16, rows of a multiple of 16 bytes, no bias, and compute capability 9 or later.
-Weight gradients stay with our kernel: grouped_mm cannot add to a main gradient, and does not document zeros for an
-expert without rows.
+It needs stacked bf16 weights, 16-byte rows, no bias, and compute capability 9+. Weight gradients use our kernel:
+grouped_mm cannot accumulate and does not document zeros for an expert without rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
-    """True if grouped_mm takes the product; the reasons against it are logged once if the weights are one tensor."""
+    """True if grouped_mm supports the call; logs once why not for stacked weights."""
     if not is_one(weights):
         return False
     reasons = list(_missing())
@@ -40,7 +39,7 @@ def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
 
 
 def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """y [T, N] of x [T, K] and E weights in one tensor, [N, K] each or [K, N]; counts [E] on the device."""
+    """y [T, N] of x [T, K] and weights [E, N, K] or [E, K, N]; counts [E] on the device."""
     first = weights[0]
     together = first.detach().as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
     grouped: Any = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
@@ -50,7 +49,6 @@ def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed:
 
 
 def is_one(weights: Tensors) -> bool:
-    """True if contiguous matrices are adjacent in one storage."""
     first = weights[0]
     if len(weights) < 2 or not all(each.is_contiguous() for each in weights):
         return False

@@ -1,4 +1,4 @@
-"""The 2-norm of a list of tensors as if they were one, for gradient clipping."""
+"""2-norm of a list of tensors, for gradient clipping."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ __all__ = ["OPERATOR", "Case", "l2norm"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
 
 
-# PyTorch's norms of a list are the best there is on every device.
+# PyTorch's foreach norm is the fastest on every device.
 OPERATOR = Operator("l2norm", reference.l2norm)
 
 
 @torch.no_grad()
 def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """sqrt(sum of the squares of all elements of all tensors), a tensor without dimensions, in fp32.
+    """sqrt(sum of squares of all elements), a 0-d fp32 tensor.
 
-    tensors: at least one, on one device, any shapes, strides and floating-point dtypes. Summed in fp32 (float64, with a
-    float64 result, where all tensors are). Nothing is read back to the host. No gradient.
+    tensors: at least one, on one device, any floating-point dtypes. float64 if all are. No synchronisation, no
+    gradient.
     """
     if not tensors:
         raise ValueError("l2norm: want at least one tensor")

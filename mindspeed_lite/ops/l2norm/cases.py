@@ -1,7 +1,4 @@
-"""Cases of l2norm, compared with Megatron's norm of norms without its transfers to the host.
-
-The tensors are gradients in fp32, also for 16-bit models. Operations of an element: a multiplication and an addition.
-"""
+"""Cases of l2norm, compared with Megatron's, without host transfers."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from mindspeed_lite.ops.l2norm import l2norm
 
 @dataclass(frozen=True)
 class Shape:
-    """`tensors` tensors of `elements`."""
-
     tensors: int
     elements: int
 
@@ -40,7 +35,6 @@ def work(shape: Shape, size: int) -> tuple[Work, None]:
     return Work(count * max(4, size), 2 * count), None
 
 
-# Many small matrices, a few, and layers of a large model.
 _TIMED = ("256x4096", "8x1048576", "4x16777216")
 
 CASES = OperatorCases(

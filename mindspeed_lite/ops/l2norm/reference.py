@@ -1,4 +1,4 @@
-"""l2norm in plain PyTorch: the norm of every tensor, then the norm of those, as Megatron computes it."""
+"""Reference of l2norm: norm of norms, as in Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 
 def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """sqrt(sum x^2) over all elements of all tensors, in fp32, or in float64 where all of them are."""
     dtype = torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)))
     return norm

@@ -1,4 +1,4 @@
-"""Layer normalisation over the last dimension, for the norm modules of a transformer."""
+"""Layer normalisation over the last dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OPERATOR", "Case", "layer_norm"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call; weight and bias have one dtype."""
+    """Weight and bias have one dtype."""
 
     device: str
     dtype: torch.dtype
@@ -27,14 +27,11 @@ OPERATOR = Operator("layer_norm", reference.layer_norm)
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
 ) -> torch.Tensor:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * w + `bias`, where w is `weight`, or 1 + `weight` if `zero_centered`.
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * w + `bias`, w = `weight` (+ 1 if `zero_centered`).
 
-    Mean and (biased) variance are those of a row of x: [..., H], any strides. weight, bias: [H], of one dtype, x's
-    or another; y: [..., H] in x's dtype.
-
-    Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. The backward pass keeps
-    x, weight and two fp32 values per row (mean and 1 / standard deviation). The gradients of weight and bias are
-    summed over rows in fp32 and have their dtype. Each backend's file states where it differs.
+    x, y: [..., H] in one dtype; weight, bias: [H] in one dtype, maybe another; biased variance. Computed in fp32
+    (float64 for float64) and rounded once. Saves x, weight and two fp32 values per row (mean, 1 / std). Weight and bias
+    gradients are summed in fp32. Backend files state deviations.
     """
     if weight.dim() != 1 or bias.shape != weight.shape or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(

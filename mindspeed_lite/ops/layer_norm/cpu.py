@@ -1,6 +1,6 @@
-"""layer_norm on CPU: the kernel of `ops.norm_cpu` for bf16 and fp32, PyTorch's for other dtypes.
+"""layer_norm on CPU: `ops.norm_cpu` for bf16 and fp32, PyTorch for other dtypes.
 
-PyTorch's adds the gradients of weight and bias up in bf16 for a bf16 x, so that their error grows with the rows.
+PyTorch sums bf16 weight and bias gradients in bf16, so their error grows with the row count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def layer_norm(
             return norm_cpu.norm(x, weight, bias, eps, zero_centered)
         report_fallback("layer_norm", "cpu", (reason,), "PyTorch's own kernel")
     if zero_centered or weight.dtype != x.dtype:
-        # It takes weights of x's dtype, and fp32 ones with a 16-bit x.
+        # PyTorch supports weights of x's dtype, and fp32 ones with 16-bit x.
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight, bias = weight.to(wide), bias.to(wide)
     return torch.nn.functional.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)

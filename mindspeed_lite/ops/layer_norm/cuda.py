@@ -1,8 +1,7 @@
-"""layer_norm on CUDA: PyTorch's fused kernels where they serve, Triton's elsewhere.
+"""layer_norm on CUDA: PyTorch's fused kernels where they apply, else Triton.
 
-PyTorch takes weights of x's dtype and gives each row a block of threads, so rows as short as a head are left to Triton
-(`ops.norm_kernels`), as are mixed dtypes and zero-centred weights in 16 bit, where 1 + weight would be rounded before
-it is multiplied.
+Triton (`ops.norm_kernels`) takes rows too short for PyTorch's thread block, mixed dtypes, and 16-bit zero-centred
+weights, where PyTorch would round 1 + weight.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mindspeed_lite.ops.layer_norm import reference
 if TYPE_CHECKING:
     from mindspeed_lite.ops.layer_norm import Case
 
-# Numbers in a row that are too few for a block of threads.
+# Row length too short for a thread block.
 _SHORT = 256
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -44,7 +43,6 @@ def layer_norm(
     if _torch_serves(x, weight, zero_centered):
         return torch.nn.functional.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
     if torch.compiler.is_compiling() or x.numel() == 0:
-        # A compiler fuses the plain formula itself.
         return reference.layer_norm(x, weight, bias, eps, zero_centered)
     from mindspeed_lite.ops import norm_kernels
 

@@ -1,7 +1,6 @@
-"""layer_norm on Ascend NPUs through PyTorch's own operator, which torch_npu serves with one kernel and a backward.
+"""layer_norm on Ascend NPUs: PyTorch's operator, one kernel per direction in torch_npu.
 
-With `zero_centered` and a 16-bit weight, 1 + weight is rounded to the weight's dtype before it is multiplied: one
-rounding more than the definition has.
+A 16-bit `zero_centered` weight adds one rounding, of 1 + weight.
 """
 
 from __future__ import annotations

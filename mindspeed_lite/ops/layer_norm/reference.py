@@ -1,4 +1,4 @@
-"""The definition of layer_norm in plain PyTorch: what every backend is tested against."""
+"""Reference of layer_norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
 ) -> torch.Tensor:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * (1 + weight if zero_centered else weight) + bias, in x's dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = x.to(dtype)  # [..., H]
     scale = weight.to(dtype)  # [H]

@@ -1,4 +1,4 @@
-"""The output layer of a language model and its cross-entropy in one, with few of the logits in memory."""
+"""Fused output layer and cross-entropy that materialises only chunks of the logits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ __all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
     dtype: torch.dtype
 
@@ -35,15 +33,14 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """cross_entropy(hidden @ weight^T, target), a chunk of the vocabulary at a time.
 
-    hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; the loss: [...] in fp32 (float64
-    for float64). `vocab_start`, `vocab_size` and `gather` are those of `cross_entropy`: with a sharded vocabulary,
-    weight is one shard and the gradient of hidden is this shard's contribution.
+    hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; loss: [...] in fp32 (float64 for
+    float64). `vocab_start`, `vocab_size` and `gather` as in `cross_entropy`; hidden's gradient is then this shard's
+    contribution.
 
-    Logits are in hidden's dtype. Up to 64 MiB of them are kept for the backward pass and overwritten by their gradient;
-    the others are recomputed a chunk at a time, one matrix product more than a linear layer and a loss take. Kept
-    besides are hidden, weight, target and two fp32 numbers per row. Gradients are summed in fp32 and rounded once.
+    Saves hidden, weight, target, two fp32 values per row and up to 64 MiB of logits, which their gradient overwrites;
+    other logits are recomputed (one extra matmul). Gradients are summed in fp32 and rounded once.
 
-    accumulate: takes weight's gradient instead of autograd.
+    accumulate: receives weight's gradient instead of autograd.
     """
     fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != target.shape or hidden.dtype != weight.dtype:

@@ -1,8 +1,7 @@
-"""linear_cross_entropy by chunks of the vocabulary, on a backend's passes over a chunk of logits.
+"""linear_cross_entropy by vocabulary chunks, on a backend's cross_entropy kernels.
 
-Chunks of the vocabulary and not of the tokens: the product for a chunk of weight's gradient runs over all tokens and
-needs no fp32 copy of weight's size. Only the gradient of hidden is summed over chunks. The logits of the first columns
-are kept for the backward pass, up to KEPT_BYTES, and form one chunk; the others are recomputed.
+Unlike token chunks, each weight gradient chunk is one matmul without an fp32 copy; only hidden's gradient is summed
+over chunks. Logits of the first columns, up to KEPT_BYTES, are kept.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from torch.autograd.function import once_differentiable
 from mindspeed_lite.ops import accumulate_wgrad
 from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, losses, merge
 
-# Fewest entries of the vocabulary in a chunk: a product over fewer columns does not fill a machine.
+# Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
 
-# Logits that one loss keeps. A constant, so that memory does not grow with vocabulary or tokens.
+# Constant, so that memory does not grow with vocabulary or tokens.
 KEPT_BYTES = 1 << 26
 
 
 class Accumulate(NamedTuple):
-    """Where weight's gradient goes instead of to autograd.
+    """Sink for weight's gradient instead of autograd.
 
-    add(rows, dlogits [T, n], hidden [T, H]): dlogits^T hidden is the gradient of these rows of weight; dlogits is
-    valid during the call. done(): all of them have been added; returns what autograd gets as the gradient.
+    add(rows, dlogits [T, n], hidden [T, H]): dlogits^T hidden is the gradient of these weight rows; dlogits is valid
+    during the call. done(): after the last add; returns autograd's gradient of weight.
     """
 
     add: Callable[[slice, torch.Tensor, torch.Tensor], None]
@@ -45,7 +44,7 @@ def linear_cross_entropy(
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    """The operator on these kernels, with chunks of about so many elements."""
+    """linear_cross_entropy with chunks of about `elements`."""
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -55,20 +54,17 @@ def linear_cross_entropy(
 
 
 class _Parts(NamedTuple):
-    """The vocabulary in parts: `kept` columns, whose logits stay for the backward pass, then `step` at a time."""
-
     width: int
     kept: int
     step: int
 
     def computed(self) -> list[slice]:
-        """The parts whose logits are computed in every pass."""
         return [slice(first, min(first + self.step, self.width)) for first in range(self.kept, self.width, self.step)]
 
 
 def _parts(count: int, weight: torch.Tensor, elements: int, keeps: bool) -> _Parts:
     width = weight.shape[0]
-    # Parts are multiples of what vectors and tiles like.
+    # Multiples of 64 suit vectors and tiles.
     fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
     kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0
     rest = max(width - kept, 1)
@@ -118,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dloss = dloss.reshape(-1).to(top.dtype).contiguous()
         accumulate = ctx.accumulate if wants_weight else None
         parts, kept = ctx.parts, kept if ctx.parts.kept else None
-        # Written over below: a second backward pass through the same graph computes all of them.
+        # Kept logits are overwritten below: a second backward pass recomputes them.
         ctx.parts = parts._replace(kept=0)
         alone = parts.kept == parts.width
         dhidden = None
@@ -144,11 +140,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, summed in total's dtype, which is that of a and b or wider."""
+    """total += a @ b, summed in total's dtype (not narrower than a and b)."""
     if accumulate_wgrad.sums_in_main_dtype(total, b):
         accumulate_wgrad.accumulate_wgrad(total, a.t(), b)
     else:
-        # The 16-bit product and what its rounding lost: one rounding per chunk would add up.
+        # Adds the 16-bit product and its rounding error, which would accumulate over chunks.
         rounded = torch.mm(a, b)
         total += rounded
         total += torch.addmm(rounded, a, b, beta=-1)
@@ -157,10 +153,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _logits(
     rows: torch.Tensor, weight: torch.Tensor, parts: _Parts, kept: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(part of the vocabulary, its logits [T, n]) for every part: those kept, then the others.
-
-    The others are in the same memory, one at a time.
-    """
+    """(vocabulary slice, logits [T, n]); recomputed chunks reuse one buffer."""
     if kept is not None:
         yield slice(0, parts.kept), kept
     computed = parts.computed()

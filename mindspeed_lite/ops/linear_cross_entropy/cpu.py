@@ -1,4 +1,4 @@
-"""linear_cross_entropy on CPU: chunks that stay in a cache, looked at by the C++ kernels of cross_entropy."""
+"""linear_cross_entropy on CPU: cache-sized chunks, C++ kernels of cross_entropy."""
 
 from __future__ import annotations
 

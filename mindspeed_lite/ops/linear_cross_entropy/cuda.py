@@ -1,8 +1,7 @@
-"""linear_cross_entropy on CUDA: chunks looked at by the Triton kernels of cross_entropy, between matrix products.
+"""linear_cross_entropy on CUDA: matmul chunks, Triton kernels of cross_entropy.
 
-Each chunk of n columns reads hidden [T, H] three times and adds a product to its fp32 gradient, which takes a share of
-the time of the chunk's four matrix products (8 T n H operations) that depends on n alone. At 3.35 TB/s and 600 TFLOP/s
-of bf16 (an H100) it is 0.61 for 512 columns and 0.04 for 8192; at 8 TB/s and 1600 TFLOP/s (a B200) 0.68 and 0.04.
+Relative to its four matmuls, a chunk's accesses to hidden and its fp32 gradient cost 0.61 for 512 columns and 0.04 for
+8192 on an H100 (3.35 TB/s, 600 bf16 TFLOP/s), 0.68 and 0.04 on a B200 (8 TB/s, 1600 TFLOP/s).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The definition of linear_cross_entropy in plain PyTorch, and the chunks on plain passes over the logits."""
+"""Reference of linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from mindspeed_lite.ops.cross_entropy import reference as cross_entropy
 from mindspeed_lite.ops.linear_cross_entropy import chunks
 from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 
-# Elements of a chunk of logits: 8 MiB of bf16.
+# 8 MiB of bf16.
 CHUNK = 1 << 22
 
 
 def definition(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss [...] of hidden [..., H] with weight [K, H] over a whole vocabulary, differentiable by PyTorch."""
     return cross_entropy.definition(hidden @ weight.t(), target)
 
 

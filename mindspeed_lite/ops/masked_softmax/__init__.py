@@ -1,4 +1,4 @@
-"""Scale, mask and softmax of attention scores as one operator, for attention that makes the whole score matrix."""
+"""Fused scale, mask and softmax for attention that materialises its score matrix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
     dtype: torch.dtype
     is_tiled: bool
@@ -34,19 +32,14 @@ def masked_softmax(
 ) -> torch.Tensor:
     """p = softmax(scale * scores, hidden entries set to -10000) over the last dimension.
 
-    scores: [b, n, sq, sk] in bf16, fp16, fp32 or fp64, any strides. mask: bool, broadcastable to the scores; True
-    hides. causal: key j is hidden from query i if j > i; a single query sees all keys. p: [b, n, sq, sk] in the scores'
-    dtype. Computed in fp32 (float64 for float64) and rounded once.
+    scores, p: [b, n, sq, sk] in bf16, fp16, fp32 or fp64. mask: bool, broadcastable; True hides. causal: query i hides
+    keys j > i; needs sq 1 (sees all) or sk. Computed in fp32 (float64 for float64), rounded once.
 
-    Hidden entries are -10000, as in Megatron: a query from which every key is hidden gets a uniform row. Their gradient
-    is zero. NaN and infinity among visible scores act as in torch.softmax.
+    As in Megatron, hidden entries are -10000: a fully hidden query gets a uniform row (on NPUs it sees all keys). Their
+    gradient is zero. NaN and infinity act as in torch.softmax.
 
-    The CPU kernel keeps the scores, the mask and two fp32 numbers per row for the backward pass, makes no fp32 copy and
-    no causal matrix, and is deterministic. An NPU keeps the probabilities and a mask; there a query from which every
-    key is hidden sees all of them.
-
-    Raises ValueError for arguments that do not fit, and for `causal` with a number of queries that is neither 1 nor the
-    number of keys.
+    The CPU kernel saves scores, mask and two fp32 values per row, and is deterministic. An NPU saves probabilities and
+    a mask. Raises ValueError.
     """
     return OPERATOR.choose(_case(scores, mask, causal, scale))(scores, mask, causal, scale)
 
@@ -54,7 +47,7 @@ def masked_softmax(
 def why_not(
     scores: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False, scale: float = 1.0
 ) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    """Reasons why this call would run on the reference; empty if none."""
     return OPERATOR.why_not(_case(scores, mask, causal, scale))
 
 

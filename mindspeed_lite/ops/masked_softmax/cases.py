@@ -1,7 +1,6 @@
 """Cases of masked_softmax, compared with the steps of Megatron's local attention.
 
-Work counts visible scores read, all probabilities written, and a mask tensor read; backward likewise with gradients.
-Under the causal mask only the lower triangle is visible. Operations of a visible score: 5 forward, 7 backward.
+Work of a visible score: 5 operations forward, 7 backward.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mindspeed_lite.ops.masked_softmax import masked_softmax
 
 @dataclass(frozen=True)
 class Shape:
-    """Scores [b, n, sq, sk]; the causal mask, or a random one."""
+    """Scores [b, n, sq, sk]; causal or random mask."""
 
     b: int
     n: int
@@ -30,7 +29,6 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Scores, and the mask: True where the key is hidden."""
     scores = draw(shape.b, shape.n, shape.sq, shape.sk, scale=2.0)
     if shape.causal:
         mask = torch.ones(1, 1, shape.sq, shape.sk, dtype=torch.bool).triu(1)
@@ -58,7 +56,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((2 * visible + total) * size + mask, 7 * visible)
 
 
-# correctness: lengths that NPUs take.
+# correctness: lengths that NPUs support.
 CASES = OperatorCases(
     operator="masked_softmax",
     shape=Shape,

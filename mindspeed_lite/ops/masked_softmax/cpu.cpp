@@ -1,21 +1,20 @@
-// masked_softmax on CPU: a row of scores is read, and one of probabilities or gradients written, once. In between it is
-// fp32 in a buffer of its thread. A row belongs to one thread: the result does not depend on the number of threads.
+// masked_softmax on CPU: rows are read and written once, through an fp32 buffer per thread. Results do not depend on
+// the thread count.
 #include <vector>
 
 #include "guard.h"
 #include "numbers.h"
 
-// What Megatron sets hidden scores to.
+// Megatron's value of hidden scores.
 static constexpr float HIDDEN = -10000.0f;
-// Rows that a thread takes at a time: few, for those of a causal mask grow longer.
+// Rows per thread at a time; small, because causal rows grow longer.
 #define ROWS 16
 
 struct fp16 {
     uint16_t bits;
 };
 
-// Exact. The exponent is moved by a multiplication, which keeps infinities and NaNs; what has none (a subnormal) is
-// the mantissa of a number in [0.5, 1) instead.
+// Exact. A multiplication shifts the exponent; a subnormal is the mantissa of a value in [0.5, 1).
 static inline float load(const fp16* p) {
     const uint32_t word = static_cast<uint32_t>(p->bits) << 16;
     const uint32_t twice = word + word;
@@ -24,8 +23,8 @@ static inline float load(const fp16* p) {
     return as_float((word & 0x80000000u) | (twice < (1u << 27) ? as_bits(subnormal) : as_bits(normal)));
 }
 
-// The nearest fp16, ties to even as in PyTorch. A power of two is added beside which an fp32 has just the digits of the
-// fp16, so that the addition rounds; the two factors before make an infinity of what is too large.
+// Nearest fp16, ties to even. Adding a power of two rounds to fp16's digits; the two factors before turn overflow into
+// infinity.
 static inline void store(fp16* p, float value) {
     const uint32_t word = as_bits(value), twice = word + word;
     const float size = (std::fabs(value) * 0x1p+112f) * 0x1p-110f;
@@ -38,14 +37,14 @@ static inline void store(fp16* p, float value) {
 
 struct Form {
     int64_t batch, heads, queries, keys;
-    // The mask's steps in elements; keys lie side by side.
+    // Mask strides in elements; keys are contiguous.
     int64_t batch_stride, head_stride, query_stride;
     int causal;
     float scale;
     int threads;
 
     int64_t rows() const { return batch * heads * queries; }
-    // The keys of a row up to the diagonal. Those right of it all are HIDDEN, and need no looking at.
+    // Keys up to the diagonal; the rest is HIDDEN and is not read.
     int64_t width(int64_t row) const { return causal ? std::min(row % queries + 1, keys) : keys; }
     const uint8_t* hidden(const uint8_t* mask, int64_t row) const {
         if (mask == nullptr) return nullptr;
@@ -54,8 +53,8 @@ struct Form {
     }
 };
 
-// The scaled scores as fp32, hidden ones replaced. A loop of its own, so that a compiler does not merge the product
-// and the difference that follows: both directions, and PyTorch, see the same rounded product.
+// Scaled fp32 scores; a separate loop prevents fusing with the following difference, so that both directions and
+// PyTorch round alike.
 template <typename T>
 static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_t width, float* s) {
     if (hidden == nullptr) {
@@ -94,7 +93,7 @@ static void forward(const T* scores, const uint8_t* mask, T* probs, float* stati
                 s[i] = exp_(s[i] - top);
                 sum += s[i];
             }
-            // Nothing, unless all that is visible is about as low.
+            // Zero unless all visible scores are about as low.
             const float beyond = width < form.keys ? exp_(HIDDEN - top) : 0.0f;
             sum += beyond * static_cast<float>(form.keys - width);
             const float factor = 1.0f / sum;

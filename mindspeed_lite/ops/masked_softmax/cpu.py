@@ -1,4 +1,4 @@
-"""masked_softmax on CPU: from scores to probabilities, and from gradient to gradient, row by row in C++."""
+"""masked_softmax on CPU: C++ kernels, row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ library = native.Library(
     returns_status=True,
 )
 
-# An exponential makes a score cost as much as so many elements of a pass over memory.
+# Cost of an exponential in elements of a memory pass.
 _WORK = 4
 
 
@@ -38,7 +38,7 @@ def supported(case: Case) -> list[str]:
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
     if is_traced(scores) or (mask is not None and is_traced(mask)):
-        # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
+        # torch.compile fuses the definition; fake tensors have no memory.
         return reference.masked_softmax(scores, mask, causal, scale)
     probs: torch.Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
     return probs
@@ -48,8 +48,7 @@ def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[torch.Tensor, au
     scores, mask = inputs
     given = scores.contiguous()
     probs = torch.empty(scores.shape, dtype=scores.dtype)
-    # Per row: the maximum, and the sum of exponentials relative to it. The logarithm of the sum would lose most of its
-    # digits to a large maximum.
+    # Maximum and relative sum per row: log(sum) would lose digits to a large maximum.
     statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
     hidden, sizes = _sizes(scores, mask, *options)
     getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(given, hidden, probs, statistics, *sizes)
@@ -72,7 +71,6 @@ _KERNEL = autograd.Kernel(_forward, _backward)
 def _sizes(
     scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor | None, tuple[float, ...]]:
-    """The mask with contiguous keys, and the arguments after the addresses."""
     batch, heads, queries, keys = scores.shape
     strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:

@@ -1,13 +1,9 @@
-"""masked_softmax on Ascend NPUs through torch_npu.npu_scaled_masked_softmax, which brings its own backward.
+"""masked_softmax on Ascend NPUs: torch_npu.npu_scaled_masked_softmax, with its own backward.
 
-It keeps for the gradient the probabilities alone, which the product with the values keeps anyway. It always takes a
-mask, written out over queries and keys; `fixed_triu_mask`, which would make the causal one inside, is documented as not
-implemented.
+It saves only the probabilities. It needs a mask: `fixed_triu_mask` is documented as not implemented.
 
-What hidden scores are set to is not documented: -10000 in torch_npu's own tests, minus infinity in a guide. The two
-differ for a row in which everything is hidden, which the operator is therefore never handed: it sees every key. Nor
-does anything say in which type scores are multiplied by the scale; float16 could overflow, where Megatron scales
-because it did, so those that are scaled are not taken.
+The value of hidden scores is undocumented (-10000 in torch_npu's tests, -inf in a guide): fully hidden rows, which
+differ, are passed as visible. So is the dtype of scaling; float16 could overflow, so scaled scores are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore
 if TYPE_CHECKING:
     from mindspeed_lite.ops.masked_softmax import Case
 
-# Masks that were not given, by device, queries, keys, and whether they are causal: the latest few.
+# Generated masks by device, queries, keys and causality: the latest few.
 _masks: dict[tuple[torch.device, int, int, bool], torch.Tensor] = {}
 _MOST = 4
 
@@ -52,7 +48,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool
 
 
 def _own_mask(queries: int, keys: int, causal: bool, device: torch.device) -> torch.Tensor:
-    """[1, 1, sq, sk] bool: True above the diagonal if `causal`, nowhere otherwise."""
+    """[1, 1, sq, sk] bool: True above the diagonal if `causal`, else all False."""
     made_for = (device, queries, keys, causal)
     mask = _masks.get(made_for)
     if mask is None:

@@ -1,15 +1,14 @@
-"""The definition of masked_softmax in plain PyTorch: what every backend is tested against."""
+"""Reference of masked_softmax."""
 
 from __future__ import annotations
 
 import torch
 
-# What Megatron's attention_mask_func sets hidden scores to.
+# Value of Megatron's attention_mask_func.
 HIDDEN = -10000.0
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    """The probabilities [b, n, sq, sk] in the dtype of the scores."""
     wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32) * scale
     queries, keys = scores.shape[-2:]
     if causal and queries > 1:

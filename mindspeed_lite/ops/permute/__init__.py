@@ -1,4 +1,4 @@
-"""Token permutation of a mixture of experts: rows expert by expert, back to tokens, and chunks of rows reordered."""
+"""MoE token permutation and its inverse, and reordering of row chunks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ _MOST_OF_A_TOKEN = 512
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
     dtype: torch.dtype
     probs_dtype: torch.dtype | None
@@ -43,23 +41,21 @@ def permute(
     *,
     topk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(permuted, permuted_probs, row_ids): a copy of its token for every routed pair, expert by expert.
+    """(permuted, permuted_probs, row_ids): one token copy per routed pair, sorted by expert.
 
-    tokens: [T, H] of a floating type, any strides; routing_map: [T, E], True where the expert takes the token;
-    probs: [T, E] in a dtype of its own. permuted: [P, H], the tokens of an expert ascending; permuted_probs: [P], the
-    pairs' probs; row_ids: for `unpermute`.
+    tokens: [T, H] floating point; routing_map: [T, E] bool; probs: [T, E], any dtype. permuted: [P, H], tokens
+    ascending within an expert; permuted_probs: [P]; row_ids: for `unpermute`.
 
-    P is `num_out_tokens`, or the number of routed pairs, which is then read from the device. Fewer rows leave the last
-    pairs out; more are filled with unrouted pairs, expert by expert. With `drop_and_pad` each expert has capacity =
-    num_out_tokens // E rows: its first tokens, then its first unrouted ones.
+    P is `num_out_tokens`, or the number of routed pairs (synchronises). A smaller P drops the last pairs, a larger one
+    adds unrouted pairs by expert. With `drop_and_pad` each expert has num_out_tokens // E rows: its first tokens, then
+    its first unrouted ones.
 
-    Differentiable in tokens and probs: the gradient of a token is the sum over its rows, in fp32 (float64 for
-    float64), rounded once. Keeps row_ids for it: two int32 per row and one per token.
+    Differentiable in tokens and probs; token gradients are summed in fp32 (float64 for float64), rounded once. Saves
+    two int32 per row and one per token.
 
-    topk: every token has exactly so many experts, and P is T * topk. torch_npu's operators take nothing else, and it
-    cannot be checked without waiting for the device. It changes no result.
+    topk: every token has exactly topk experts and P is T * topk. torch_npu needs this; checking would synchronise.
 
-    Raises ValueError for shapes that do not fit, 2^31 pairs or more, a capacity above T or without num_out_tokens.
+    Raises ValueError, also for 2^31 pairs, or a capacity above T or without num_out_tokens.
     """
     if tokens.dim() != 2 or routing_map.dim() != 2 or routing_map.shape[0] != tokens.shape[0]:
         raise ValueError(
@@ -90,16 +86,13 @@ def unpermute(
     routing_map: torch.Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> torch.Tensor:
-    """[T, H]: every token the sum over its rows, each weighted with its pair's prob if `probs` are given.
+    """[T, H]: sum of each token's rows, weighted by its pairs' probs if given.
 
-    permuted: [P, H], the rows of `permute`, with any H; row_ids: from that call; restore_shape: (T, H); probs:
-    [T, E] in a dtype of its own, and then routing_map [T, E]; map and drop_and_pad as in that call.
+    permuted: [P, H], any H; row_ids, routing_map, drop_and_pad: from `permute`; restore_shape: (T, H); probs: [T, E],
+    needs routing_map [T, E].
 
-    Sums run over a token's rows in the order of its experts, in fp32 (float64 for float64), and are rounded once, to
-    permuted's dtype; deterministic. Differentiable in permuted and probs. Keeps row_ids, probs, and, where probs want a
-    gradient, permuted.
-
-    Raises ValueError for shapes that do not fit, and for row ids of another call.
+    Sums in expert order in fp32 (float64 for float64), rounded once; deterministic. Differentiable in permuted and
+    probs. Saves row_ids, probs, and permuted if probs need a gradient. Raises ValueError.
     """
     if permuted.dim() != 2 or len(restore_shape) != 2 or restore_shape[1] != permuted.shape[1]:
         raise ValueError(
@@ -131,13 +124,10 @@ def sort_chunks(
     order: torch.Tensor | Sequence[int],
     probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(sorted, sorted_probs): x cut into chunks of `split_sizes` rows, joined in `order`, and probs likewise.
+    """(sorted, sorted_probs): chunks of `split_sizes` rows of x and probs, joined in `order`.
 
-    x: [P, ...]; split_sizes: [C], which add up to P; order: [C], a permutation of the chunks; probs: [P, ...]. Sizes
-    and order are tensors or sequences. Chunks known to the host are copied as blocks; sizes on another device stay
-    there, and rows are looked up without waiting. Differentiable in x and probs; keeps sizes and order.
-
-    Raises ValueError for sizes and orders that do not fit, as far as the host knows them.
+    x, probs: [P, ...]; split_sizes: [C] with sum P; order: permutation [C]; tensors or sequences. Device sizes are not
+    read back. Differentiable in x and probs. Raises ValueError for arguments known to the host.
     """
     if probs is not None and probs.shape[:1] != x.shape[:1]:
         raise ValueError(f"sort_chunks: want x [P, ...] and probs [P, ...], not {_shape(x)} and {_shape(probs)}")
@@ -148,7 +138,7 @@ def sort_chunks(
 def _size(
     routing_map: torch.Tensor, num_out_tokens: int | torch.Tensor | None, drop_and_pad: bool
 ) -> tuple[int, int | None]:
-    """The number of rows, and of rows of each expert if that is fixed."""
+    """Number of rows, and rows per expert if fixed."""
     tokens, experts = routing_map.shape
     if not drop_and_pad:
         size = int(routing_map.sum() if num_out_tokens is None else num_out_tokens)

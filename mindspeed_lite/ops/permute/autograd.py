@@ -1,4 +1,4 @@
-"""permute and unpermute with gradients, on a backend's kernels: each gradient is a kernel of the other direction."""
+"""Autograd of permute and unpermute: each gradient uses the other direction's kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mindspeed_lite.ops.permute import rows
 
 
 class Kernels(NamedTuple):
-    """A backend's passes over memory. Tensors have any strides, results are contiguous.
+    """Kernels of a backend: any strides in, contiguous out.
 
     row_ids(routing_map, count, capacity) -> row ids
-    spread(tokens [T, H], row_ids, count) -> [count, H], every token copied to its rows
-    gather(permuted [P, H], row_ids, tokens, probs) -> [T, H], the (weighted) sums over each token's rows
+    spread(tokens [T, H], row_ids, count) -> [count, H], tokens copied to their rows
+    gather(permuted [P, H], row_ids, tokens, probs) -> [T, H], (weighted) sums over each token's rows
     backward(dy [T, H], permuted or None, row_ids, probs) -> d permuted, and d probs if `permuted` is given
     """
 
@@ -66,7 +66,7 @@ def _permute_backward(dy: torch.Tensor, saved: Any, options: _Options, wanted: S
 
 def _unpermute(inputs: Any, options: _Options) -> tuple[torch.Tensor, autograd.Inputs]:
     (permuted, probs, row_ids), (kernels, _, tokens) = inputs, options
-    # The gradient of probs alone reads the rows.
+    # Only the gradient of probs reads the rows.
     kept = permuted if probs is not None and probs.requires_grad else None
     return kernels.gather(permuted, row_ids, tokens, probs), (row_ids, probs, kept)
 

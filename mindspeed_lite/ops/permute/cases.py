@@ -1,8 +1,4 @@
-"""Cases of permute and unpermute, compared with Megatron's sorts of the map and sums by scatter_add.
-
-A layer without its experts: tokens are permuted, weighted by fp32 probs and summed again. Work counts tokens and rows
-read and written. Operations of an element of a row: 2 forward, 4 backward.
-"""
+"""Cases of permute and unpermute, compared with Megatron's sort and scatter_add."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Tokens, probs [tokens, experts] that are 0 where a token does not go, and the routing map."""
+    """Tokens, probs (zero for unrouted pairs) and routing map."""
     chosen = torch.rand(shape.tokens, shape.experts, **draw.options).topk(shape.topk, 1).indices
     routing_map = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool, device=chosen.device)
     routing_map.scatter_(1, chosen, True)
@@ -56,7 +52,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return Work(2 * (once + rows) * size, 2 * rows), Work((2 * once + 3 * rows) * size, 4 * rows)
 
 
-# Many small experts, and few large ones.
 _TIMED = ("4096x512x64x6", "2048x1024x8x2")
 
 CASES = OperatorCases(

@@ -1,4 +1,4 @@
-"""Chunks of rows in another order: blocks where the host knows their sizes, looked-up rows where it does not."""
+"""Reorders row chunks: block copies if the host knows their sizes, else an index lookup."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from mindspeed_lite.ops.autograd import linear_map
 
 
 class Blocks(NamedTuple):
-    """Sizes of the chunks as they lie, and the chunk that comes at each place."""
-
     sizes: list[int]
     order: list[int]
 
@@ -25,8 +23,6 @@ class Blocks(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """The same on the device."""
-
     sizes: torch.Tensor
     order: torch.Tensor
 
@@ -38,7 +34,7 @@ class Lookup(NamedTuple):
 
     @staticmethod
     def _rows(sizes: torch.Tensor, order: torch.Tensor, count: int) -> torch.Tensor:
-        """Where each row of the result comes from."""
+        """Source row of each output row."""
         sizes = sizes.long()
         start = sizes.cumsum(0) - sizes  # [C]
         end = sizes[order].cumsum(0)  # [C], of the result
@@ -49,7 +45,6 @@ class Lookup(NamedTuple):
 
 
 def plan(x: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], order: torch.Tensor | Sequence[int]) -> Any:
-    """How to sort the rows of x."""
     if _on_device(split_sizes) or _on_device(order):
         device = split_sizes.device if _on_device(split_sizes) else order.device  # type: ignore[union-attr]
         sizes, places = (torch.as_tensor(each, device=device).reshape(-1) for each in (split_sizes, order))
@@ -65,7 +60,6 @@ def plan(x: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], order: torc
 
 
 def sort(x: torch.Tensor, by: Blocks | Lookup) -> torch.Tensor:
-    """x in the order of the plan."""
     if isinstance(by, Blocks) and by.order == list(range(len(by.order))):
         return x
     return linear_map(x, by.apply, by.undo)

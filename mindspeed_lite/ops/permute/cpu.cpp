@@ -1,7 +1,4 @@
-// permute on CPU: one pass over the map for the row ids, and passes over the tokens, each of which belongs to one
-// thread that walks over its rows in their order: results do not depend on the number of threads.
-//
-// Row ids of P rows and T tokens: pair [P], order [P], offsets [T + 1]; see rows.py.
+// permute on CPU. One thread per token: results do not depend on the thread count. Row ids: see rows.py.
 #include <utility>
 #include <vector>
 
@@ -10,9 +7,9 @@
 
 namespace {
 
-constexpr int64_t kBlock = 1024;  // columns whose sums stay in the first-level cache
-constexpr int64_t kRun = 256;     // terms of a product of two rows that are added in fp32
-constexpr int32_t kMost = 4;      // rows of a token that are read side by side
+constexpr int64_t kBlock = 1024;  // columns whose sums fit the L1 cache
+constexpr int64_t kRun = 256;  // terms of a row dot product summed in fp32
+constexpr int32_t kMost = 4;  // rows of a token read in parallel
 
 double load(const double* p) { return *p; }
 void store(double* p, double value) { *p = value; }
@@ -24,7 +21,7 @@ struct Rows {
     Rows(int32_t* ids, int64_t rows) : pair(ids), order(ids + rows), offsets(ids + 2 * rows) {}
 };
 
-// visit(e) for every expert of a token, in order; eight flags at a time, each of them 0 or 1.
+// Calls visit(e) for a token's experts in order, testing eight 0/1 flags at a time.
 template <typename Visit>
 inline void each_expert(const uint8_t* flags, int64_t experts, Visit visit) {
     int64_t e = 0;
@@ -37,7 +34,7 @@ inline void each_expert(const uint8_t* flags, int64_t experts, Visit visit) {
         if (flags[e]) visit(e);
 }
 
-// Routed pairs alone: every block of tokens knows where its rows begin.
+// Routed pairs only.
 void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t blocks,
           std::vector<int64_t>& next, const std::vector<int64_t>& kept, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -56,7 +53,7 @@ void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t
     out.offsets[tokens] = static_cast<int32_t>(rows);
 }
 
-// With unrouted pairs behind the routed ones: `capacity` rows of each expert, or, where it is negative, `rows` of all.
+// Adds unrouted pairs after routed ones: `capacity` rows per expert, or `rows` in total if negative.
 void fill_padded(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t capacity,
                  std::vector<int64_t> before, const std::vector<int64_t>& routed) {
     const bool drop = capacity >= 0;
@@ -76,7 +73,7 @@ void fill_padded(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, 
     out.offsets[tokens] = static_cast<int32_t>(place);
 }
 
-// call(index_sequence<0, ..., count - 1>) for a count of 1 to kMost known at run time.
+// Dispatches a runtime count of 1 to kMost.
 template <typename Call>
 inline void with_count(int64_t count, Call call) {
     switch (count) {
@@ -87,11 +84,11 @@ inline void with_count(int64_t count, Call call) {
     }
 }
 
-// out = carried (or nothing) + the weighted rows n..., which are read side by side and added in their order.
+// out = carried (or nothing) + weighted rows n..., added in order.
 template <typename T, typename A, typename Out, size_t... n>
 void add_rows(std::index_sequence<n...>, const T* const* rows, const A* weights, const A* carried, Out* out,
               int64_t size) {
-    // Copies, which no store can be taken to change.
+    // Cannot alias stores.
     const T* const x[] = {rows[n]...};
     const A w[] = {weights[n]...};
 #pragma omp simd
@@ -109,7 +106,7 @@ void gather(const T* permuted, Rows ids, const A* probs, T* out, int64_t tokens,
     for (int64_t t = 0; t < tokens; ++t) {
         const int32_t first = ids.offsets[t], end = ids.offsets[t + 1];
         if (first == end) std::memset(out + t * width, 0, width * sizeof(T));
-        A sum[kBlock];  // of the rows so far, where a token has more than are added at a time
+        A sum[kBlock];  // partial sums for tokens with more than kMost rows
         for (int64_t start = 0; start < width && first < end; start += kBlock) {
             const int64_t size = std::min(kBlock, width - start);
             for (int32_t i = first; i < end; i += kMost) {
@@ -133,7 +130,7 @@ void gather(const T* permuted, Rows ids, const A* probs, T* out, int64_t tokens,
     }
 }
 
-// Gradients of a row whose token has gradient g, and, given the row, of its weight, summed in runs.
+// Gradients of a row and, given the row, of its weight, for token gradient g.
 template <typename T, typename A>
 A backward_row(const T* g, const T* row, A weight, T* drow, int64_t width) {
     double total = 0;
@@ -178,7 +175,7 @@ void index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, in
     for (int64_t b = 0; b < blocks; ++b)
         for (int64_t t = tokens * b / blocks; t < tokens * (b + 1) / blocks; ++t)
             each_expert(map + t * experts, experts, [&](int64_t e) { ++next[b * experts + e]; });
-    std::vector<int64_t> before(experts);  // each expert's first row, or with a capacity zero
+    std::vector<int64_t> before(experts);  // first row per expert; zero with a capacity
     int64_t total = 0;
     for (int64_t e = 0; e < experts; ++e) {
         before[e] = capacity < 0 ? total : 0;
@@ -187,7 +184,7 @@ void index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, in
             next[b * experts + e] = total;
             total += count;
             routed[e] += count;
-            // What this block keeps, for the places of those behind it.
+            // Rows kept by this block, for the offsets of later ones.
             if (b + 1 < blocks) kept[b + 1] += std::clamp(rows - (total - count), int64_t{0}, count);
         }
     }

@@ -1,4 +1,4 @@
-"""permute on CPU in C++: indices from one pass over the map, rows copied, sums over a token's rows in fp32."""
+"""permute on CPU in C++; row sums in fp32."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ def _backward(
     weights = _weights(probs, g.dtype)
     count = (row_ids.numel() - g.shape[0] - 1) // 2
     dpermuted = g.new_empty(count, g.shape[1])
-    # Unrouted pairs have no row and no gradient.
     dprobs = None if x is None else torch.zeros_like(weights)
     getattr(_lib, f"permute_backward_{_NAMES[g.dtype]}")(
         g,

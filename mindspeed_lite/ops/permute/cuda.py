@@ -1,4 +1,4 @@
-"""permute on CUDA: Triton kernels. Counts stay on the device, and nothing waits for it."""
+"""permute on CUDA: Triton kernels without synchronisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_lite.ops.rows import as_rows
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
 
-# Pairs of a program that makes row ids, and columns of one that moves rows: 16 bytes of a 16-bit tensor a thread.
+# Pairs per row-id program, columns per copy program (16 bytes of a 16-bit tensor per thread).
 _PAIRS, _BLOCK = 1024, 1024
 _MOST_EXPERTS = 4096
 
@@ -115,7 +115,6 @@ def _backward(
     pair, order, offsets = rows.split(row_ids, count)
     weights = probs.contiguous()
     dx = g.new_empty(count, width)
-    # Unrouted pairs have no row and no gradient.
     dprobs = None if x is None else torch.zeros_like(weights)
     (grid, _), how = _launch(tokens, width)
     how |= {"WANTS_DPROBS": x is not None, "DOUBLE": g.dtype == torch.float64}
@@ -128,6 +127,5 @@ _KERNELS = autograd.Kernels(_row_ids, _spread, _gather, _backward)
 
 
 def _launch(tokens: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid (tokens, pieces of a row), and how the kernels are told the row's width."""
     block = min(_BLOCK, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), {"WIDTH": width, "BLOCK": block, "num_warps": max(1, block // 256)}

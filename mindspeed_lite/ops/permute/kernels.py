@@ -1,4 +1,4 @@
-"""permute's Triton kernels: row ids from the map in two passes, and a program for each token that sees all its rows."""
+"""Triton kernels of permute: row ids in two passes; one program per token."""
 
 # A kernel's parameters have no types in Python.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def count_kernel(routed, counts, tokens, experts, blocks, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts [E, blocks]: how many tokens of a block each expert takes."""
+    """counts [E, blocks]: tokens of each block per expert."""
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -22,10 +22,10 @@ def count_kernel(routed, counts, tokens, experts, blocks, TOKENS: tl.constexpr, 
 
 @triton.jit
 def _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS):
-    """Of a block of tokens: its pairs [TOKENS, EXPERTS], the row of each pair, and whether it has one.
+    """Pairs of a token block [TOKENS, EXPERTS], their rows, and whether they have one.
 
-    A routed pair's rank is the number of routed pairs before it; an unrouted one's, the number of all routed pairs and
-    of unrouted ones before it. Ranks count within an expert (flat 0) or all over (flat T).
+    Rank: routed pairs before it; unrouted pairs follow all routed ones. Counted per expert (flat 0) or globally (flat
+    T).
     """
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -45,7 +45,6 @@ def pair_kernel(
     routed, before, totals, pairs, kept, tokens, experts, blocks, limit, stride, flat,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The pair of each row, and the number of rows of each token."""
     pair, row, has = _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
     tl.store(pairs + row, pair, mask=has)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -57,7 +56,6 @@ def order_kernel(
     routed, before, totals, offsets, order, tokens, experts, blocks, limit, stride, flat,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each token, from its offset on."""
     _, row, has = _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     offset = tl.load(offsets + token, mask=token < tokens, other=0)

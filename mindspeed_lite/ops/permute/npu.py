@@ -1,9 +1,8 @@
-"""permute on Ascend NPUs through torch_npu's operators with a routing map, which bring their own backward.
+"""permute on Ascend NPUs: torch_npu's routing-map operators, with their own backward.
 
-They want the same number of experts for every token, or drop_and_pad; row ids are theirs, one int32 for each row, and
-the map is kept for the backward pass. Which unrouted tokens fill an expert's rows is not in their documentation, but in
-op-plugin's own test: the first ones, as here. The precision in which rows are summed is not documented. The documents
-of torch_npu and of CANN disagree on whether unpermute is deterministic unless PyTorch is told to be.
+They need equal experts per token, or drop_and_pad. They save the map and one int32 per row. Padding takes the first
+unrouted tokens, per op-plugin's test. The summation precision is undocumented; torch_npu and CANN disagree on default
+determinism.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def unpermute(
     drop_and_pad: bool,
 ) -> torch.Tensor:
     x, weights = _matched(permuted, probs)
-    # The operator of the same name without the underscore is this one's first result.
+    # The public operator returns only the first result of this one.
     out: torch.Tensor = torch_npu._npu_moe_token_unpermute_with_routing_map(
         x,
         row_ids,
@@ -75,7 +74,7 @@ def unpermute(
 
 
 def _matched(x: torch.Tensor, probs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both in one dtype, or bfloat16 with float32 probs: what the operators take."""
+    """Casts both to one dtype, or keeps bfloat16 with float32 probs, as the operators need."""
     if probs is None or probs.dtype == x.dtype or (x.dtype, probs.dtype) == (torch.bfloat16, torch.float32):
         return x, probs
     return x.float(), probs.float()

@@ -1,4 +1,4 @@
-"""The definition of permute and unpermute in plain PyTorch: what every backend is tested against."""
+"""Reference of permute and unpermute."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ def permute(
     count: int,
     capacity: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`count` rows; with a capacity that many for each expert."""
     pair = _pairs(routing_map, count, capacity)  # [P]
     experts = routing_map.shape[1]
     row_ids = rows.of_pairs(pair, tokens.shape[0], experts)
-    # Widened, so that the gradient is summed in fp32.
+    # Widened to sum the gradient in fp32.
     permuted = tokens.to(_wide(tokens.dtype)).index_select(0, pair // experts).to(tokens.dtype)
     return permuted, None if probs is None else probs.reshape(-1).index_select(0, pair), row_ids
 
@@ -31,7 +30,6 @@ def unpermute(
     routing_map: torch.Tensor | None,
     drop_and_pad: bool,
 ) -> torch.Tensor:
-    """The row ids name the pairs, so that neither the map nor drop_and_pad is asked."""
     count, hidden = permuted.shape
     pair, order, offsets = rows.split(row_ids.long(), count)
     wide = permuted.to(_wide(permuted.dtype))
@@ -48,7 +46,7 @@ def _pairs(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch
     tokens, experts = routing_map.shape
     by_expert = routing_map.t().to(torch.int8)  # [E, T]
     if capacity is None:
-        # Routed pairs first, expert by expert; unrouted ones behind them if more rows are asked for.
+        # Unrouted pairs follow as padding.
         found = by_expert.reshape(-1).argsort(descending=True, stable=True)[:count]
         return found % max(tokens, 1) * experts + found // max(tokens, 1)
     token = by_expert.argsort(dim=-1, descending=True, stable=True)[:, :capacity]  # [E, capacity]

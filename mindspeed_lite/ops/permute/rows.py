@@ -1,4 +1,4 @@
-"""Row ids: which pair of a token and an expert each permuted row is, seen from the rows and from the tokens."""
+"""Row ids: the (token, expert) pair of each permuted row, and the rows of each token."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class Rows(NamedTuple):
-    """The parts of a tensor of row ids, int32 all of them: two numbers for each of P rows and one for each token.
+    """Parts of an int32 row id tensor.
 
-    pair: [P], of each row token * E + expert, which is where its probability stands in [T, E].
-    order: [P], the rows token by token, those of one token by expert.
-    offsets: [T + 1], where each token's rows begin in `order`, and P.
+    pair: [P], token * E + expert.
+    order: [P], rows sorted by token, then expert.
+    offsets: [T + 1], start of each token in `order`, and P.
     """
 
     pair: torch.Tensor
@@ -21,7 +21,6 @@ class Rows(NamedTuple):
 
 
 def of_pairs(pair: torch.Tensor, tokens: int, experts: int) -> torch.Tensor:
-    """Row ids of rows whose pairs [P] are known."""
     order = pair.argsort(stable=True)
     first = torch.arange(tokens + 1, dtype=pair.dtype, device=pair.device) * experts
     offsets = torch.searchsorted(pair[order], first)
@@ -29,10 +28,8 @@ def of_pairs(pair: torch.Tensor, tokens: int, experts: int) -> torch.Tensor:
 
 
 def size(rows: int, tokens: int) -> int:
-    """Numbers in the row ids of so many rows and tokens."""
     return 2 * rows + tokens + 1
 
 
 def split(row_ids: torch.Tensor, rows: int) -> Rows:
-    """The parts of `row_ids`, as views."""
     return Rows(row_ids[:rows], row_ids[rows : 2 * rows], row_ids[2 * rows :])

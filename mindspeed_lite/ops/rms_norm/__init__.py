@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension, for the norm modules of a transformer."""
+"""Root-mean-square normalisation over the last dimension."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ __all__ = ["OPERATOR", "Case", "rms_norm"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
     device: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -27,11 +25,9 @@ OPERATOR = Operator("rms_norm", reference.rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x^2, -1) + eps) * w, where w is `weight`, or 1 + `weight` if `zero_centered`.
 
-    x: [..., H], any strides; weight: [H], in x's dtype or another; y: [..., H] in x's dtype.
-
-    Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. The backward pass keeps
-    x, weight and one fp32 value per row (1 / rms). The gradient of weight is summed over rows in fp32 and has
-    weight's dtype. Each backend's file states where it differs.
+    x, y: [..., H] in one dtype; weight: [H], any dtype. Computed in fp32 (float64 for float64) and rounded once. Saves
+    x, weight and one fp32 value per row (1 / rms). The weight gradient is summed in fp32. Backend files state
+    deviations.
     """
     if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"rms_norm: want x [..., H] and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}")

@@ -1,7 +1,4 @@
-"""Cases of rms_norm, compared with `torch.nn.functional.rms_norm`, which Megatron's local norm calls.
-
-Work counts every tensor once. Operations of an element: 4 forward, 9 backward.
-"""
+"""Cases of rms_norm, compared with `torch.nn.functional.rms_norm` (Megatron's local norm)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """x, and a weight to which 1 can be added without rounding."""
+    """x, and a weight for which 1 + weight is exact."""
     x, weight = draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0)
     return x, (weight.detach() - 1).requires_grad_() if shape.zero_centered else weight
 
@@ -49,13 +46,12 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel with Gemma's rounding (all in fp32, like ours), without overwriting dy."""
+    """Liger-Kernel with Gemma's rounding (all fp32, like ours), not overwriting dy."""
     function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
 
 
 def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Transformer Engine's module, with the problem's weight as its own."""
     module: Any = importlib.import_module("transformer_engine.pytorch")
 
     @functools.lru_cache(1)
@@ -73,7 +69,7 @@ def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# A small model, Llama 8B and 70B, and heads (QK norm).
+# Llama 8B and 70B, and heads (QK norm).
 _TIMED = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
 
 CASES = OperatorCases(

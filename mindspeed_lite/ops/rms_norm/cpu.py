@@ -1,4 +1,4 @@
-"""rms_norm on CPU: the kernel of `ops.norm_cpu` for bf16 and fp32, the definition for other dtypes."""
+"""rms_norm on CPU: `ops.norm_cpu` for bf16 and fp32, the reference for other dtypes."""
 
 from __future__ import annotations
 

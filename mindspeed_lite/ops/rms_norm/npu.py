@@ -1,7 +1,6 @@
-"""rms_norm on Ascend NPUs through torch_npu's fused operator, which brings its own backward.
+"""rms_norm on Ascend NPUs: torch_npu's fused operator, with its own backward.
 
-With `zero_centered` and a 16-bit weight, 1 + weight is rounded to the weight's dtype before it is multiplied:
-the operator wants x and weight in one dtype, and this is one rounding more than the definition has.
+It needs one dtype for x and weight: a 16-bit `zero_centered` weight adds one rounding, of 1 + weight.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def supported(case: Case) -> list[str]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
-    # The operator documents 2 to 8 dimensions.
+    # Documented for 2 to 8 dimensions.
     rows = x if 2 <= x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., H]
     y: torch.Tensor = torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, epsilon=eps)[0]
     return y.view(x.shape)

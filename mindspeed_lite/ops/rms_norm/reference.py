@@ -1,4 +1,4 @@
-"""The definition of rms_norm in plain PyTorch: what every backend is tested against."""
+"""Reference of rms_norm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
-    """y = x / sqrt(mean(x^2, -1) + eps) * (1 + weight if zero_centered else weight), in x's dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = x.to(dtype)  # [..., H]
     scale = weight.to(dtype)  # [H]

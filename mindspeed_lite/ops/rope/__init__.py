@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of elements of a head turned by an angle that grows with the position."""
+"""Rotary position embedding (RoPE)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call.
-
-    batch_angles: sequences of a batch have angles of their own. learned: cos or sin want a gradient.
-    """
+    """Backend selection key; batch_angles: angles differ by sequence. learned: cos or sin need gradients."""
 
     device: str
     dtype: torch.dtype
@@ -45,27 +42,24 @@ def rope(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y1 = x1 * cos1 - x2 * sin1, y2 = x2 * cos2 + x1 * sin2, where x1 and x2 are the pairs of x[start : start + R].
+    """y1 = x1 * cos1 - x2 * sin1, y2 = x2 * cos2 + x1 * sin2 for the pairs of x[start : start + R].
 
-    x: [s, b, n, d], or [t, n, d] for packed sequences; any strides. y: contiguous, in x's shape and dtype.
-    cos, sin: [rows, 1 or b, 1, R], R even; `angles.cos_sin` makes them, once for all layers. Both are multiplied
-    by `scale`. Row p belongs to position p; x[i] is at position i, or at positions[i] (integers [s] of any stride,
-    on x's device; -1 where there is none). What lies outside start .. start + R is copied.
+    x: [s, b, n, d], or [t, n, d] packed. y: contiguous; other elements are copied. cos, sin: [rows, 1 or b, 1, R], R
+    even, from `angles.cos_sin`; multiplied by `scale`. x[i] has row i, or positions[i] (integers [s] on x's device, -1
+    for none).
 
-    pairs, and with them the halves 1 and 2 of cos and sin:
+    Halves 1 and 2 by `pairs`:
         half         x1 = x[: R/2], x2 = x[R/2 :], and y alike
         interleaved  x1 = x[0::2], x2 = x[1::2], and y, cos and sin alike
         regrouped    x1 = x[0::2], x2 = x[1::2]; y, cos and sin in halves (multi-latent attention)
 
-    Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. For the backward pass
-    only cos, sin and positions are kept: it is the same operator with the signs of sin turned and halves swapped.
-    Raises ValueError for shapes, devices and dtypes that do not fit. A position without a row is an error of the
-    reference and NaN elsewhere, where the host does not wait to look.
+    Computed in fp32 (float64 for float64), rounded once. Saves only cos, sin and positions. Raises ValueError. A
+    position without a row fails in the reference and gives NaN elsewhere, without synchronisation.
     """
     case = _case(x, cos, sin, pairs, start, positions)
     chosen = OPERATOR.choose(case)
     if positions is not None:
-        # Kernels read them by address: int64, side by side.
+        # Kernels read contiguous int64.
         positions = positions.to(torch.int64).contiguous()
     if x.dim() == 4:
         return chosen(x, cos, sin, pairs, start, scale, positions)

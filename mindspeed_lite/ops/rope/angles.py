@@ -1,4 +1,4 @@
-"""cos and sin of rotary angles, and positions in packed sequences: computed once for all the layers that ask."""
+"""Cached cos and sin of rotary angles, and positions in packed sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _kept = StorageVersionCache()
 
 
 def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of `angles` in fp32 (float64 for float64), contiguous; the same tensors while angles stand."""
+    """cos and sin in fp32 (float64 for float64), contiguous; cached until `angles` change."""
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         wide = angles if angles.dtype == torch.float64 else angles.float()
@@ -24,12 +24,11 @@ def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def packed_positions(
     cu_seqlens: torch.Tensor, tokens: int, rows: int = -1, *, cp_size: int = 1, cp_rank: int = 0
 ) -> torch.Tensor:
-    """Position of each of this rank's `tokens` in its sequence, int64 [tokens]; nothing waits for the device.
+    """Position of each local token in its sequence, int64 [tokens]; no device synchronisation.
 
-    cu_seqlens: [sequences + 1], cumulative lengths over all ranks. Under context parallelism each sequence is cut
-    into 2 * cp_size pieces, of which rank r has piece r and piece 2 * cp_size - 1 - r. Where `rows` of angles are
-    as many as all tokens together, they belong to tokens rather than to positions, and do not start again.
-    On the CPU tokens that are in no sequence are a ValueError; elsewhere their position is -1.
+    cu_seqlens: [sequences + 1], cumulative lengths over all ranks. Context-parallel rank r holds pieces r and 2 *
+    cp_size - 1 - r of 2 * cp_size. If `rows` of angles equals all tokens, positions do not restart. Tokens outside any
+    sequence raise ValueError on CPU and get -1 elsewhere.
     """
 
     def make() -> torch.Tensor:
@@ -39,7 +38,7 @@ def packed_positions(
         if cu_seqlens.device.type == "cpu" and int(lengths.sum()) != tokens:
             raise ValueError(f"rope: {tokens} tokens, but the sequences of cu_seqlens have {int(lengths.sum())}")
         token = torch.arange(tokens, device=cu_seqlens.device)
-        index = torch.searchsorted(ends, token, right=True)  # the first sequence that ends behind the token
+        index = torch.searchsorted(ends, token, right=True)  # first sequence ending after the token
         known = index < lengths.shape[0]
         index = index.clamp(max=lengths.shape[0] - 1)
         length = lengths[index]

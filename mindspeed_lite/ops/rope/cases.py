@@ -1,7 +1,6 @@
 """Cases of rope, compared with Megatron's local implementation.
 
-x is part of a fused projection: only its last dimension is contiguous. cos and sin are computed once, as in every layer
-but the first. Work counts x, y, cos and sin (fp32), and 3 operations of a rotated element, in each direction.
+x is part of a fused projection: only its last dimension is contiguous. cos and sin are cached.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mindspeed_lite.ops.rope.angles import cos_sin
 
 @dataclass(frozen=True)
 class Shape:
-    """[s, b, n, d]; r: rotated elements of a head, 0 for all."""
+    """[s, b, n, d]; r: rotated elements per head, 0 for all."""
 
     s: int
     n: int
@@ -72,7 +71,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel, which rotates queries and keys: half of the heads each."""
+    """Liger-Kernel rotates queries and keys: half of the heads each."""
     function: Any = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
     first = shape.n // 2
 
@@ -97,7 +96,7 @@ def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
     return lambda x, angles: function(x, angles, **options)
 
 
-# A small model, Llama 8B's queries and keys, multi-latent attention.
+# Llama 8B's queries and keys, multi-latent attention.
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
 
 CASES = OperatorCases(

@@ -1,8 +1,7 @@
-// rope on the CPU: one pass over x that turns pairs and copies the rest, for any strides of x but the last.
-//
-// The factors of a token are laid out once, as four contiguous rows of at most PAIRS, and serve all of its heads:
-//     y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2
-// The transposed rotation has y1 = x1 * cos1 + x2 * sin2 and y2 = x2 * cos2 - x1 * sin1: other rows, the same loop.
+// rope on CPU: one pass over x with any strides but the last. A token's factors are four contiguous rows of at most
+// PAIRS:
+// y1 = x1 * cos1 - x2 * sin1,  y2 = x2 * cos2 + x1 * sin2
+// The transposed rotation reads other rows: y1 = x1 * cos1 + x2 * sin2, y2 = x2 * cos2 - x1 * sin1.
 #include "numbers.h"
 
 constexpr int64_t PAIRS = 256;
@@ -24,7 +23,7 @@ static void rotate(const T* x, const float* cos, const float* sin, const int64_t
                    int64_t stride_b, int64_t stride_n, int64_t row, int64_t batch, float scale, int in, int out,
                    int transposed, int threads) {
     const int64_t half = width / 2, after = start + width;
-    // The table is interleaved where x and y both are.
+    // The table is interleaved if x and y both are.
     const int64_t step = in && out ? 2 : 1, second = in && out ? 1 : half;
     const auto turned = in ? (out ? turn<true, true, T> : turn<true, false, T>)
                            : (out ? turn<false, true, T> : turn<false, false, T>);

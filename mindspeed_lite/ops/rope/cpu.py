@@ -1,4 +1,4 @@
-"""rope on CPU through a C++ kernel that reads x once, however it lies in a fused projection, and writes y once."""
+"""rope on CPU: a C++ kernel for any strides of x."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, Pairs
 
 _ARGUMENTS = "ppppp" + "l" * 12 + "fiiii"
-# fp32 forms of the cos and sin that callers have in 16 bit.
+# fp32 copies of 16-bit cos and sin.
 _kept = StorageVersionCache()
 _lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"rope_bf16": _ARGUMENTS, "rope_fp32": _ARGUMENTS})
 
@@ -40,7 +40,7 @@ def rope(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    # A compiler fuses the plain formula itself; a tensor without memory of its own (a fake one) has no address.
+    # torch.compile fuses the plain formula; fake tensors have no address.
     plain = torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter)
     if plain or x.dtype not in (torch.bfloat16, torch.float32):
         return reference.rope(x, cos, sin, pairs, start, scale, positions)

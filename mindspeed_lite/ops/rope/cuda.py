@@ -1,7 +1,4 @@
-"""rope on CUDA through a Triton kernel: one pass over x, however it lies in a fused projection, forward and backward.
-
-A program turns the heads of one token, a block of them at a time: their cos and sin are loaded once for the block.
-"""
+"""rope on CUDA: a Triton kernel; each program rotates a block of heads of one token."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, Pairs
 
-# Elements of x that a program has in flight: 16 a thread of 4 warps.
+# Elements of x per program: 16 per thread of 4 warps.
 _TILE = 2048
 _WARPS = 4
 
@@ -42,7 +39,7 @@ def rope(
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if x.dtype == torch.float64 or torch.compiler.is_compiling():
-        # The kernel's factors are fp32; a compiler fuses the plain formula itself.
+        # Kernel factors are fp32; torch.compile fuses the plain formula.
         return reference.rope(x, cos, sin, pairs, start, scale, positions)
     return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
 
@@ -92,7 +89,7 @@ def _turn(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_pairs(pointers, width, mask, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves [ROWS, BLOCK_PAIRS] of rows of `width` elements; `pointers` and `mask` are [ROWS, 1]."""
+    """Halves [ROWS, BLOCK_PAIRS]; `pointers` and `mask` are [ROWS, 1]."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
         both = tl.load(pointers + column, mask=mask & (column < width), other=0.0).to(tl.float32)
@@ -143,7 +140,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     nothing = tl.zeros((1, 1), tl.int64)
     cos1, cos2 = _load_pairs(cos + table + nothing, width, everything, TABLE, BLOCK_PAIRS, 1)
     sin1, sin2 = _load_pairs(sin + table + nothing, width, everything, TABLE, BLOCK_PAIRS, 1)
-    # A position without a row: no memory is touched that is not ours, and the result shows it.
+    # A position without a row reads no memory and gives NaN.
     factor = tl.where(known, scale, float("nan"))
     cos1, cos2, sin1, sin2 = cos1 * factor, cos2 * factor, sin1 * factor, sin2 * factor
     if TRANSPOSED:
@@ -167,7 +164,6 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(target + start + width // 2 + column, y2, mask=inside)
     if PASSED:
         column = tl.arange(0, PASSED)[None, :]
-        # Before the turned part, then behind it.
         column = tl.where(column < start, column, column + width)
         copied = mask & (column < d)
         tl.store(target + column, tl.load(source + column, mask=copied), mask=copied)

@@ -1,9 +1,8 @@
-"""rope on Ascend NPUs through torch_npu's fused operator.
+"""rope on Ascend NPUs: torch_npu's fused operator.
 
-The wheel's own backward keeps x, to have gradients of cos and sin that are not needed; here the backward is the same
-operator with other factors, and x is not kept. Factors come in x's dtype, so cos and sin are rounded to it, as in
-PyTorch's composition in 16 bit. They are documented for values from -1 to 1, so `scale` is multiplied in afterwards;
-tables that a caller has scaled beforehand are handed on as they are.
+torch_npu's backward saves x for gradients of cos and sin; ours reruns the operator with transposed factors. cos and sin
+are rounded to x's dtype, as in PyTorch's 16-bit composition. They are documented for [-1, 1], so `scale` is applied
+afterwards; pre-scaled tables pass unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mindspeed_lite.ops.storage_cache import StorageVersionCache
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, Pairs
 
-# Documented limits: elements of a head, sequences and heads, each below.
+# Documented exclusive limits: head size; sequences and heads.
 _WIDTH, _COUNT = 896, 1000
 
 _kept = StorageVersionCache()
@@ -75,9 +74,9 @@ def _turn(
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`table` [rows, ...] at positions [s]: NaN for a position that has no row. Each is computed once."""
+    """`table` [rows, ...] at positions [s], NaN where there is no row; cached."""
     rows = table.shape[0]
-    # An index out of range is undefined on a device: such a position gets a row of its own, at the end.
+    # Out-of-range indices are undefined on a device: they map to an extra NaN row.
     extended = _kept.get(table, "extended", lambda: torch.cat((table, torch.full_like(table[:1], torch.nan))))
     index = _kept.get(positions, rows, lambda: torch.where((positions >= 0) & (positions < rows), positions, rows))
     return extended.index_select(0, index)
@@ -86,7 +85,7 @@ def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def _factors(
     cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, interleaved: bool, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [rows, 1 or b, 1, R] in `dtype`; transposed: with the signs of sin turned and its halves swapped."""
+    """cos and sin [rows, 1 or b, 1, R] in `dtype`; transposed: sin negated with halves swapped."""
 
     def swapped() -> torch.Tensor:
         if interleaved:

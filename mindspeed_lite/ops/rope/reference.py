@@ -1,4 +1,4 @@
-"""The definition of rope in plain PyTorch: what every backend is tested against."""
+"""Reference of rope."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def rope(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pairs of x[..., start : start + R] turned by the angles of cos and sin, in x's dtype; x is [s, b, n, d]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = cos.shape[-1]
 

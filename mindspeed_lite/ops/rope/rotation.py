@@ -1,4 +1,4 @@
-"""rope's options as kernels take them, and its gradient: the backward pass is the transposed rotation of dy."""
+"""Kernel options and autograd of rope; backward is the transposed rotation of dy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class RotationSpec(NamedTuple):
-    """The options of `rope`; transposed: for the backward pass."""
-
     pairs: Pairs
     start: int
     scale: float
@@ -23,7 +21,7 @@ class RotationSpec(NamedTuple):
 
     @property
     def sides(self) -> tuple[bool, bool]:
-        """Whether the pairs are interleaved in the input, and in the output."""
+        """Whether pairs are interleaved in the input, and in the output."""
         return _SIDES[self.pairs, self.transposed]
 
 
@@ -40,7 +38,6 @@ Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, 
 def rotate(
     turn: Turn, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
 ) -> torch.Tensor:
-    """`turn` with its gradient for x."""
     y: torch.Tensor = autograd.apply(_ROTATION, (x, cos, sin, positions), (turn, how))
     return y
 

@@ -1,10 +1,6 @@
-"""Cases of vocab_embedding, compared with Megatron's embedding and its assignments to masked positions.
+"""Cases of vocab_embedding, compared with Megatron's masked embedding.
 
-The rank holds one of four vocabulary shards. Work counts a row read for each local id and one written for each id;
-backward the output's gradient read and the weight's written.
-
-`main=1`: the shard is the whole vocabulary, and the case adds the lookup's gradient to an fp32 main gradient, as one
-micro-batch does.
+The rank holds one of four shards. `main=1`: unsharded; adds the lookup's gradient to an fp32 main gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """weight and ids; with a main gradient also dy and that gradient."""
     weight = draw(shape.rows, shape.hidden, gradient=not shape.main)
     ids = draw.integers(shape.rows * (1 if shape.main else SHARDS), shape.ids)
     if not shape.main:
@@ -63,7 +58,7 @@ def reference(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torc
         out[mask, :] = 0.0
         return out
     dy, main_grad = main
-    # What autograd does, in a form that torch.compile can trace.
+    # Autograd's computation in a form that torch.compile can trace.
     out = torch.nn.functional.embedding(ids, weight)
     gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
     return main_grad.add_(gradient)
@@ -77,7 +72,6 @@ def work(shape: Shape, size: int) -> tuple[Work, Work | None]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel's embedding, whose dense gradient is added."""
     function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
 
     def run(weight: torch.Tensor, ids: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
@@ -89,7 +83,6 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-# A rank's shard of vocabularies of 32k and 128k.
 CASES = OperatorCases(
     operator="vocab_embedding",
     shape=Shape,

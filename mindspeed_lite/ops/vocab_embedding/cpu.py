@@ -1,7 +1,6 @@
-"""vocab_embedding on CPU: ids of other slices cost nothing but the zeros in their places.
+"""vocab_embedding on CPU: looks up and sums gradients for local ids only.
 
-Asking how many ids are here costs no wait on this device, so rows are looked up, and gradients summed, for those
-alone. Per id that is here two numbers are kept for the backward pass.
+Counting them needs no synchronisation. Saves two integers per local id.
 """
 
 from __future__ import annotations

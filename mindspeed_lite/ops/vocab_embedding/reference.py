@@ -9,6 +9,6 @@ def vocab_embedding(
     ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, sparse: bool = False
 ) -> torch.Tensor:
     local = ids.contiguous() - vocab_start
-    row = local.remainder(weight.shape[0])  # itself where the row is here
+    row = local.remainder(weight.shape[0])  # unchanged for local ids
     out = torch.nn.functional.embedding(row, weight, sparse=sparse)  # [..., H]
     return out.masked_fill_((row != local)[..., None], 0.0)
