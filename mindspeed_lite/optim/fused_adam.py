@@ -79,7 +79,7 @@ class _Fused(torch.optim.Optimizer):
     decoupled: bool
     # : Called with the reasons if torch's own step runs.
     on_fallback: Callable[[list[str]], None] | None = None
-    # : Called with this optimizer, the group and `adamw`'s arguments before each call.
+    # : Called with this optimizer, the group and `adamw`'s arguments.
     before_update: Callable[..., None] | None = None
 
     @torch.optim.Optimizer.profile_hook_step
@@ -97,7 +97,7 @@ class _Fused(torch.optim.Optimizer):
                 self.on_fallback(reasons)
             scale_gradients(data.grad_scales)
             with self.materialized():
-                # Unwrapped: the profiler's hooks already surround this call.
+                # The profiler's hooks already surround this call.
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
             return loss
         halves = {} if self.split_params is None else self.split_params.halves()
