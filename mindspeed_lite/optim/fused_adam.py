@@ -29,7 +29,9 @@ class StatePlacement(Protocol):
     # : False if tensors are readable only in a step and inside `materialized`.
     device_addressable: bool
 
-    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
+    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Moves the parameter's moments to their place, before a step."""
+        ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Yields parameters in parts, each updated when the next is requested."""
@@ -41,7 +43,9 @@ class StatePlacement(Protocol):
         """Context to read, write and replace parameters and state; not from a step."""
         ...
 
-    def restore(self) -> None: ...
+    def restore(self) -> None:
+        """Moves everything to the device, permanently."""
+        ...
 
 
 @dataclass(frozen=True)
