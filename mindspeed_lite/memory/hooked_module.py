@@ -19,7 +19,7 @@ class HookedModule:
         )
 
     def __reduce__(self) -> Any:
-        """Copies of the module do nothing: their hooks are never removed."""
+        """Copies do nothing: their hooks are never removed."""
         return _idle, ()
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:

@@ -23,7 +23,7 @@ class HostMappedMoments:
 
     Args:
         budget: bytes of all optimizers that share this; None for no limit.
-        on_refusal: called once with the reason when host memory or the budget is exhausted.
+        on_refusal: called once with the reason when memory is exhausted.
     """
 
     device_addressable = True

@@ -24,7 +24,6 @@ EXPERTS, SHARED, SHARED_ACTIVATION = "experts", "shared_experts", "shared_activa
 LAYER = "layer"
 # Part -> all nested parts.
 INSIDE = {MLP: {EXPERTS, ACTIVATION, SHARED, SHARED_ACTIVATION}, EXPERTS: {ACTIVATION}, SHARED: {SHARED_ACTIVATION}}
-# Timed too: backward of a layer, without recomputation.
 BACKWARD = "backward"
 NONE = -1
 
@@ -89,7 +88,6 @@ class LayerRecorder(Tracker):
         self._saved_by: dict[int, tuple[StorageWeakRef, list[SavedStorage]]] = {}
         self._shared: dict[int, int] = {}
         self._most_shared = 0
-        # : Whether a layer runs; the layer being recomputed.
         self._is_inside, self._again = False, -1
         # : Keys of storages that layers saved.
         self._of_layers: set[int] = set()
@@ -103,7 +101,7 @@ class LayerRecorder(Tracker):
 
     @property
     def moments(self) -> dict[Instant, int]:
-        """Moment -> maximum bytes saved outside of layers or by several of them."""
+        """Moment -> maximum bytes saved outside of layers or by several."""
         return {moment: size + self._most_shared for moment, size in self._outside.items()}
 
     @contextlib.contextmanager

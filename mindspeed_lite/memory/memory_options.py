@@ -95,7 +95,6 @@ def layer_options(
     for again in _subsets(parts):
         if again & _inside(again):
             continue
-        # Recomputed experts keep their inputs on the device.
         stay = again | ({MLP} if again & {EXPERTS, SHARED} else set())
         for swapped in _subsets([part for part in movable if part not in stay]):
             option = _option(record, again, swapped)
@@ -114,7 +113,7 @@ def _undominated(found: Mapping[tuple[float, ...], LayerOption]) -> list[LayerOp
     import numpy
 
     measures = numpy.array(list(found))
-    # Measures are unique, so only an option itself matches it in all of them.
+    # Measures are unique: only the option itself matches in all.
     return [
         option
         for mine, option in zip(measures, found.values(), strict=True)
@@ -159,7 +158,7 @@ def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
 
 def _moves(each: SavedStorage, record: LayerRecord, again: frozenset[str], swapped: frozenset[str]) -> bool:
     """True if offloaded: only offloaded parts save it, and no caller holds it."""
-    # Autograd holds the input of a recomputed norm or activation as a leaf.
+    # Autograd holds inputs of recomputed norms and activations as leaves.
     if each.enters and (each.enters in again or (each.enters == INPUT_NORM and record.is_first)):
         return False
     return bool(each.parts) and each.parts <= swapped | _inside(swapped)

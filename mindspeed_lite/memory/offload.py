@@ -107,10 +107,10 @@ class Offload:
 
     Args:
         budget: bytes of host memory; None for no limit.
-        on_refusal: called once with the reason when host memory is exhausted; the rest stays on the device.
+        on_refusal: called once with the reason when host memory is exhausted.
 
     Attributes:
-        counter: counts device bytes saved by autograd; None to count nothing.
+        counter: counts device bytes saved by autograd, or None.
     """
 
     def __init__(
@@ -276,7 +276,6 @@ class Offload:
         def fetch(gradient: torch.Tensor) -> None:
             before, group.before = group.before, None
             if before is not None:
-                # Last saved, first needed.
                 for record in reversed(before.alive()):
                     if record.storage is None:
                         self._fetch(record)

@@ -28,7 +28,6 @@ class AheadFunction:
     def __call__(self, *inputs: Any) -> Any:
         if self._restored is None:
             self._inputs, self._restored = inputs, self._snapshot()
-            # Nested checkpoints are not recorded.
             with self._paused():
                 return self._function(*inputs)
         if self._outputs is None:

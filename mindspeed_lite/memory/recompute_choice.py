@@ -156,7 +156,6 @@ def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfer
 
 
 def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
-    """Non-dominated moments."""
     found: dict[Instant, int] = {}
     for moment, outside in sorted(moments.items(), key=lambda each: (sum(each[0].counts), each[1]), reverse=True):
         if not any(
@@ -199,7 +198,6 @@ def _solve(
         limits.append(at_most)
 
     for moment, outside in _binding(moments).items():
-        # Without copies a forward pass peaks at its end.
         if moment.is_forward and not moving:
             continue
         for half in ("late", "early") if moment.layer != NONE and not moment.is_forward else ("late",):

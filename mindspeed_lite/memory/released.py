@@ -9,7 +9,7 @@ class ReleasedTensor:
     """Tensor whose storage is empty until `fill`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # `.data` has its own version counter: filling does not modify a saved tensor.
+        # `.data` has its own version counter, so `fill` does not modify a saved tensor.
         self._values = tensor.data
         self._bytes = tensor.untyped_storage().nbytes()
         tensor.untyped_storage().resize_(0)

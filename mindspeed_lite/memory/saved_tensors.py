@@ -18,10 +18,7 @@ _Hooks = torch.autograd.graph.saved_tensors_hooks
 
 @dataclass(frozen=True)
 class SavedTensorStats:
-    """Bytes saved at the peak by one place (calling functions, innermost first, without torch's own).
-
-    shape: of the storage's first saved tensor.
-    """
+    """Bytes saved at the peak by one place: calling functions, innermost first, without torch's own."""
 
     where: tuple[str, ...]
     shape: tuple[int, ...]
@@ -111,8 +108,6 @@ class Tracker:
 
 
 class _Reference:
-    """Held by autograd instead of a saved tensor."""
-
     __slots__ = ("key", "tensor", "tracker")
 
     def __init__(self, tracker: Tracker, key: int, tensor: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ class SwappedOptimizerState:
         for pairs in on_host[:1]:
             self._fetch(pairs)
         for group, pairs, following in zip(groups, on_host, [*on_host[1:], []], strict=False):
-            # Before compute waits for this group, so that the copy starts earlier.
+            # Starts the copy before compute waits for this group.
             self._fetch(following)
             self._ready(parameters[group])
             yield group

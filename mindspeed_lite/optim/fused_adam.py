@@ -29,7 +29,9 @@ class StatePlacement(Protocol):
     # : False if tensors are readable only in a step and inside `materialized`.
     device_addressable: bool
 
-    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
+    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Moves the parameter's moments to their place, before a step."""
+        ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Yields parameters in parts, each updated when the next is requested."""
@@ -41,7 +43,9 @@ class StatePlacement(Protocol):
         """Context to read, write and replace parameters and state; not from a step."""
         ...
 
-    def restore(self) -> None: ...
+    def restore(self) -> None:
+        """Moves everything to the device, permanently."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class _Fused(torch.optim.Optimizer):
     decoupled: bool
     # : Called with the reasons if torch's own step runs.
     on_fallback: Callable[[list[str]], None] | None = None
-    # : Called with this optimizer, the group and `adamw`'s arguments before each call.
+    # : Called with this optimizer, the group and `adamw`'s arguments.
     before_update: Callable[..., None] | None = None
 
     @torch.optim.Optimizer.profile_hook_step
@@ -97,7 +101,7 @@ class _Fused(torch.optim.Optimizer):
                 self.on_fallback(reasons)
             scale_gradients(data.grad_scales)
             with self.materialized():
-                # Unwrapped: the profiler's hooks already surround this call.
+                # The profiler's hooks already surround this call.
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
             return loss
         halves = {} if self.split_params is None else self.split_params.halves()

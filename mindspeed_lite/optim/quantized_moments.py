@@ -64,7 +64,6 @@ class QuantizedMoments:
             # The outermost context quantizes for all.
             if not self._depth:
                 asked, self._asked = self._asked, []
-                # Includes parameters added meanwhile.
                 everything = any(each is None for each in asked)
                 self._narrow(list(self._state) if everything else [each for some in asked for each in some or ()])
 

@@ -36,7 +36,6 @@ _FILE = json_file.fields(
     {
         "place": json_file.anything,
         "message_seconds": _SECONDS,
-        # Name -> number of chunks -> seconds of each round.
         "trials": json_file.table(
             json_file.table(json_file.rows(_SECONDS, least=1), r"[1-9]\d{0,6}", "a number of chunks"),
             r".+",

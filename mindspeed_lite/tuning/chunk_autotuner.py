@@ -48,7 +48,7 @@ class Trial:
 
     @classmethod
     def of(cls, phase: str, shape: tuple[int, int, int], kept: Mapping[str, list[float]]) -> Trial | None:
-        """From cached rounds; None if a trial would now measure others."""
+        """None if a trial would now measure others."""
         rounds = {int(number): times for number, times in kept.items()}
         sound = 1 in rounds and set(rounds) <= set(CANDIDATES)
         return cls(phase, shape, rounds) if sound and all(len(each) == ROUNDS for each in rounds.values()) else None
@@ -89,7 +89,7 @@ class ChunkAutotuner:
         return trial.best
 
     def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """Same without a trial: 1 for a new shape, e.g. in evaluation."""
+        """1 for a new shape, e.g. in evaluation, without a trial."""
         trial = self._found.get(_key(phase, x, w))
         return 1 if trial is None else trial.best
 

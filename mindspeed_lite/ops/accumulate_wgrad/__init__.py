@@ -13,8 +13,6 @@ __all__ = ["OPERATOR", "Case", "accumulate_wgrad", "sums_in_main_dtype"]
 
 
 class Case(NamedTuple):
-    """`contiguous` refers to main_grad."""
-
     device: str
     dtype: torch.dtype
     main_dtype: torch.dtype

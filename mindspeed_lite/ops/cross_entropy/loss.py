@@ -87,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
         flat = target.reshape(-1).to(torch.int64)  # [T]
         statistics = kernels.statistics(rows, flat, vocab_start, gather is None)  # [3, T]
         if gather is None:
-            # Computed by the kernel; on one value per row, call overhead dominates.
+            # Computed by the kernel, which saves calls.
             loss = statistics[2]
         else:
             statistics = merge(gather(statistics))

@@ -75,7 +75,6 @@ def run(
 def _forward(inputs: Any, options: _Options) -> tuple[torch.Tensor, Inputs]:
     x, weights, biases = inputs[0], inputs[1 : 1 + options.number], inputs[1 + options.number :]
     counts = options.counts
-    # Autograd must save a tensor of counts.
     saved = (x, *weights, *((counts,) if isinstance(counts, torch.Tensor) else ()))
     matrices = weights[0].unbind() if options.stacked else weights
     return options.products.forward(x, matrices, counts, biases or None, options.transposed), saved

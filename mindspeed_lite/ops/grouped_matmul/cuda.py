@@ -46,7 +46,6 @@ class Tiles(NamedTuple):
 HUGE = Tiles(128, 256, 64, 8, 3)
 # Tensor cores: 96 KiB of shared memory; accumulators fit the registers.
 LARGE = Tiles(128, 128, 64, 8, 3)
-# Few rows per expert.
 FLAT = Tiles(64, 128, 64, 4, 3)
 # Decoding or many experts.
 THIN = Tiles(32, 128, 64, 4, 4)
@@ -125,7 +124,7 @@ def _forward(
 def _multiply_gradients(
     out: torch.Tensor, main_grads: Tensors | None, dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """`out` [E, N, K] is the result, or one of the main gradients to add to."""
+    """`out` [E, N, K]: the result, or one of the main gradients to add to."""
     n, k, experts = dy.shape[1], x.shape[1], len(counts)
     tiles = WIDE if x.dtype == torch.float32 else LARGE
     addresses, aligned = (None, False) if main_grads is None else _addresses(main_grads)
@@ -234,7 +233,7 @@ def gradient_kernel(
 
 
 def _tiles(x: torch.Tensor, experts: int, n: int) -> Tiles:
-    """Tiles by average rows per expert: the counts are on the device."""
+    """By average rows per expert: the counts are on the device."""
     if x.dtype == torch.float32:
         return WIDE
     rows = x.shape[0] / experts

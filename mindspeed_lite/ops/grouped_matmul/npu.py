@@ -132,7 +132,7 @@ def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
 
 
 def _adjacent(tensors: Tensors) -> torch.Tensor | None:
-    """Zero-copy view [E, ...] of matrices adjacent in one storage, else None."""
+    """Zero-copy view [E, ...] of adjacent matrices, or None."""
     first = tensors[0]
     memory, start, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()
     for position, each in enumerate(tensors):

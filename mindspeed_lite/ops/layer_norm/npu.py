@@ -1,4 +1,4 @@
-"""layer_norm on Ascend NPUs: PyTorch's operator, one kernel per direction in torch_npu.
+"""layer_norm on Ascend NPUs: PyTorch's operator.
 
 A 16-bit `zero_centered` weight adds one rounding, of 1 + weight.
 """

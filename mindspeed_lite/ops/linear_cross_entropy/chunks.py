@@ -64,7 +64,6 @@ class _Parts(NamedTuple):
 
 def _parts(count: int, weight: torch.Tensor, elements: int, keeps: bool) -> _Parts:
     width = weight.shape[0]
-    # Multiples of 64 suit vectors and tiles.
     fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
     kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0
     rest = max(width - kept, 1)

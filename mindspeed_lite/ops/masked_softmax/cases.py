@@ -1,7 +1,4 @@
-"""Cases of masked_softmax, compared with the steps of Megatron's local attention.
-
-Work of a visible score: 5 operations forward, 7 backward.
-"""
+"""Cases of masked_softmax, compared with the steps of Megatron's local attention."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ def supported(case: Case) -> list[str]:
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
     if is_traced(scores) or (mask is not None and is_traced(mask)):
-        # torch.compile fuses the definition; fake tensors have no memory.
         return reference.masked_softmax(scores, mask, causal, scale)
     probs: torch.Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
     return probs

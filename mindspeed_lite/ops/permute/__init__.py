@@ -138,7 +138,6 @@ def sort_chunks(
 def _size(
     routing_map: torch.Tensor, num_out_tokens: int | torch.Tensor | None, drop_and_pad: bool
 ) -> tuple[int, int | None]:
-    """Number of rows, and rows per expert if fixed."""
     tokens, experts = routing_map.shape
     if not drop_and_pad:
         size = int(routing_map.sum() if num_out_tokens is None else num_out_tokens)

@@ -25,7 +25,6 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Tokens, probs (zero for unrouted pairs) and routing map."""
     chosen = torch.rand(shape.tokens, shape.experts, **draw.options).topk(shape.topk, 1).indices
     routing_map = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool, device=chosen.device)
     routing_map.scatter_(1, chosen, True)

@@ -1,4 +1,4 @@
-"""Row ids: the (token, expert) pair of each permuted row, and the rows of each token."""
+"""Row ids: which (token, expert) pair each permuted row is."""
 
 from __future__ import annotations
 

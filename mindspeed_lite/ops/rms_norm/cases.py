@@ -18,7 +18,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Shape:
-    """[rows, hidden]; zero_centered: the weight is stored minus 1."""
+    """[rows, hidden]."""
 
     rows: int
     hidden: int
@@ -46,7 +46,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel with Gemma's rounding (all fp32, like ours), not overwriting dy."""
+    """Liger-Kernel with Gemma's fp32 rounding, not overwriting dy."""
     function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
 

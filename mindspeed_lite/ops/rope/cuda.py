@@ -39,7 +39,6 @@ def rope(
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if x.dtype == torch.float64 or torch.compiler.is_compiling():
-        # Kernel factors are fp32; torch.compile fuses the plain formula.
         return reference.rope(x, cos, sin, pairs, start, scale, positions)
     return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
 
@@ -140,7 +139,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     nothing = tl.zeros((1, 1), tl.int64)
     cos1, cos2 = _load_pairs(cos + table + nothing, width, everything, TABLE, BLOCK_PAIRS, 1)
     sin1, sin2 = _load_pairs(sin + table + nothing, width, everything, TABLE, BLOCK_PAIRS, 1)
-    # A position without a row reads no memory and gives NaN.
+    # No row: reads no memory and gives NaN.
     factor = tl.where(known, scale, float("nan"))
     cos1, cos2, sin1, sin2 = cos1 * factor, cos2 * factor, sin1 * factor, sin2 * factor
     if TRANSPOSED:

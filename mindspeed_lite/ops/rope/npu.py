@@ -76,7 +76,7 @@ def _turn(
 def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`table` [rows, ...] at positions [s], NaN where there is no row; cached."""
     rows = table.shape[0]
-    # Out-of-range indices are undefined on a device: they map to an extra NaN row.
+    # Out-of-range indices are undefined on a device; they use an extra NaN row.
     extended = _kept.get(table, "extended", lambda: torch.cat((table, torch.full_like(table[:1], torch.nan))))
     index = _kept.get(positions, rows, lambda: torch.where((positions >= 0) & (positions < rows), positions, rows))
     return extended.index_select(0, index)

@@ -1,4 +1,4 @@
-"""Kernel options and autograd of rope; backward is the transposed rotation of dy."""
+"""Kernel options and autograd of rope."""
 
 from __future__ import annotations
 
