@@ -1,4 +1,4 @@
-"""One autograd.Function for all kernels with a backward pass of their own."""
+"""autograd.Function for kernels with a backward pass of their own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 class Kernel(NamedTuple):
     """Forward and backward pass of an operator.
 
-    forward(inputs, options) -> (outputs, saved): one tensor, or a tuple of which only the first is differentiable; and
-        the tensors that the backward pass reads.
-    backward(dout, saved, options, wanted) -> the gradient of each input, None where it is not wanted.
+    forward(inputs, options) -> (outputs, saved): a tensor, or a tuple with only the first differentiable; saved
+    tensors.
+    backward(dout, saved, options, wanted) -> the gradient of each input, or None.
     """
 
     forward: Callable[[Any, Any], tuple[Any, Inputs]]
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 def apply(kernel: Kernel, inputs: Inputs, options: Any = None) -> Any:
-    """The outputs of `kernel`, recorded for the backward pass if an input requires a gradient."""
+    """Runs `kernel`, recorded by autograd if an input requires a gradient."""
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
         return _Function.apply(kernel, options, *inputs)  # type: ignore[no-untyped-call]
     return kernel.forward(inputs, options)[0]
@@ -53,7 +53,7 @@ class _Function(torch.autograd.Function):
 
 
 def linear_map(x: torch.Tensor, forward: Map, adjoint: Map) -> torch.Tensor:
-    """`forward(x)` of a linear function, whose backward pass applies the adjoint; keeps no tensor."""
+    """Linear `forward(x)` whose backward applies the adjoint; saves no tensor."""
     kernel = Kernel(lambda inputs, _: (forward(inputs[0]), ()), lambda dy, *_: (adjoint(dy),))
     y: torch.Tensor = apply(kernel, (x,))
     return y
