@@ -1,8 +1,8 @@
 """Chooses the implementation of an operator call by the device of its tensors.
 
-A *case* is a named tuple that describes a call; its `device` is the device type. `Operator.choose` caches per case: 2
-to 4 us with the public function's checks. A backend is `cpu.py`, `cuda.py` or `npu.py` next to `reference.py`, imported
-at the first case of its device. It defines a function with the operator's name, and
+A *case* is a named tuple that describes a call; `Operator.choose` caches per case. A backend is `cpu.py`, `cuda.py` or
+`npu.py` next to `reference.py`, imported at the first case of its device. It defines a function with the operator's
+name, and
 
     supported(case) -> list[str]        reasons why it cannot serve the case
 
@@ -114,7 +114,6 @@ class Operator:
         return [] if module is None else [module]
 
     def _module(self, backend: str) -> ModuleType | str | None:
-        """Backend module, reason why it does not load, or None."""
         if backend not in self.backends:
             return None
         try:

@@ -1,16 +1,13 @@
 """rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, widths up to 16384.
 
 Memory-bound: an H100 needs 20 KiB of reads in flight per multiprocessor (3.35 TB/s, 0.8 us), a B200 43 KiB. Persistent
-programs with fixed rows prefetch `STAGES` tiles into shared memory. `plan` chooses tiles by that model; tests check
-registers, shared memory and occupancy.
+programs prefetch `STAGES` tiles into shared memory; `plan` chooses tiles by that model.
 
-Weight gradients are summed over rows in registers, too few for rows above 8192: `SPLITS` programs then share a row,
-each summing its own columns and reading the others, mostly from L2, for the row's slope. The split width is 4096 for
-32-bit backward and for rows that cannot be vectorised (width or stride no multiple of 16), where the model does not
-apply. `row_kernels.add_up` sums parts in order: deterministic.
+Weight gradients are summed in registers, too few for rows above 8192 (4096 for 32 bits, or if width or stride is no
+multiple of 16): `SPLITS` programs then share a row, each summing its own columns and reading the others, mostly from
+L2, for the row's slope. `row_kernels.add_up` sums parts in order: deterministic.
 """
 
-# Triton is untyped.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 In the first stage each program sums a fixed set of rows into one row of parts. No atomics: deterministic.
 """
 
-# Triton is untyped.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

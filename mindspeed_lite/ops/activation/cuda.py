@@ -1,6 +1,5 @@
 """activation on CUDA: one Triton kernel per direction, one pass over memory each."""
 
-# Triton is untyped.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

@@ -49,8 +49,6 @@ class AuxPass(NamedTuple):
 def route(
     backend: Pass, logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differentiable topk_routing."""
-
     def forward(inputs: Any, _: None) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
         routed = backend.forward(inputs[0], expert_bias, form)
         kept = inputs[0] if form.scores == PRE_SOFTMAX else routed.kept
@@ -66,8 +64,6 @@ def route(
 
 
 def aux_scores(backend: AuxPass, logits: torch.Tensor, topk: int, function: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """aux_loss_scores, differentiable through the scores."""
-
     def forward(inputs: Any, _: None) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
         chosen, scores, sums = backend.forward(inputs[0], topk, function)
         return (scores, chosen), (scores, sums)

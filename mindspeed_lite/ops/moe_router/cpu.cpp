@@ -35,7 +35,6 @@ inline int64_t columns_for(int64_t topk) {
     return 0;
 }
 
-// Per-thread buffers.
 struct Desk {
     std::vector<float> raw, key, worth;  // scores; selection keys, padded with LOWEST; group scores
     std::vector<Ranked> queue;
@@ -230,7 +229,6 @@ struct Form {
     bool order, coarse;
 };
 
-// Fills desk.chosen from desk.raw plus bias.
 void choose(Desk& desk, const float* bias, const Form& form) {
     const int64_t experts = form.experts;
     const float* raw = desk.raw.data();
@@ -263,7 +261,6 @@ inline float sum_of(const float* x, int64_t n) {
     return sum;
 }
 
-// In-place softmax.
 inline void softmax(float* x, int64_t n) {
     const float top = highest(x, n);
 #pragma omp simd

@@ -158,7 +158,6 @@ _AUX = autograd.AuxPass(_aux_forward, _aux_backward)
 
 @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
 def _unusable() -> str | None:
-    """Why the compiled kernel is unusable here."""
     return _refusal()
 
 

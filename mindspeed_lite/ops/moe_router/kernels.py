@@ -3,7 +3,6 @@
 Each row of [T, E] is written once: columns are compared with the chosen experts in turn.
 """
 
-# Triton is untyped.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ def supported(case: Case) -> list[str]:
 
 
 def _softmax(form: Form) -> list[str]:
-    """Reasons against npu_moe_gating_top_k_softmax."""
     reasons = []
     if form.groups is not None:
         reasons.append("groups of experts chosen by a softmax: npu_moe_gating_top_k_softmax has no groups")
@@ -44,7 +43,6 @@ def _softmax(form: Form) -> list[str]:
 
 
 def _sigmoid(form: Form, experts: int) -> list[str]:
-    """Reasons against npu_moe_gating_top_k."""
     if form.scores == SOFTMAX:
         return ["the softmax of the chosen logits: torch_npu's operators choose by the softmax of all of them"]
     if form.scores != SIGMOID:

@@ -1,11 +1,8 @@
 """C++ kernels for the CPU: compiled for this machine at first use, cached, called by address.
 
-A kernel is one C++17 file in its operator's folder. It includes only headers from here, from that folder and from the
-standard library, uses OpenMP and compiles in a second or two. Without a compiler `Library.unusable` has the reason.
-
-Libraries are cached (`platform/cache.py`) under a hash of sources, compiler, flags, processor and PyTorch; one process
-compiles while others wait. Not linked to an OpenMP runtime, they share PyTorch's threads; clang needs LLVM's runtime
-there, which is checked.
+A kernel is one C++17 file that includes only local and standard headers and uses OpenMP. Libraries are cached
+(`platform/cache.py`) under a hash of sources, compiler, flags, processor and PyTorch; one process compiles while others
+wait. Not linked to an OpenMP runtime, they share PyTorch's threads; clang needs LLVM's runtime there.
 """
 
 from __future__ import annotations
@@ -156,7 +153,6 @@ def _without_micro_kernel(library: Library, dtype: torch.dtype) -> str | None:
 
 
 def _status(code: int) -> None:
-    """Raises for a `guard.h` error."""
     if code:
         raise MemoryError("a CPU kernel found no memory") if code == 1 else RuntimeError("a CPU kernel failed")
 
@@ -167,7 +163,6 @@ def threads(work: int) -> int:
 
 
 def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path:
-    """The cached library of `source`, compiled if missing."""
     headers = sorted({*_HEADERS.glob("*.h"), *source.parent.glob("*.h")})
     compiler = _compiler()
     # --no-as-needed: weak symbols alone would not link libtorch_cpu.
@@ -246,7 +241,6 @@ def _compiler() -> list[str]:
 
 
 def _torch() -> str:
-    """PyTorch properties in the cache key."""
     return f"{torch.__version__} {torch.version.git_version} {_torch_has_llvm_openmp()}"
 
 

@@ -20,7 +20,6 @@ class Guard {
         if (!status()) always(body);
     }
 
-    // Runs `body` even after a failure.
     template <typename Body>
     inline void always(Body&& body) noexcept {
         try {

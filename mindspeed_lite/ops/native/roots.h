@@ -95,7 +95,6 @@ inline Way find() {
     return nullptr;
 }
 
-// Roots of at most MOST non-negative values.
 inline void take(int64_t n, const float* numbers, float* roots) {
     static const Way way = find();
     if (!way || !way(n, numbers, roots)) by_mkl(n, numbers, roots);

@@ -60,7 +60,6 @@ constexpr int64_t PAIRS = sizeof(T) == 2 ? 2 : 1;
 
 static inline int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// Cache-line-aligned memory.
 template <typename T>
 struct Buffer {
     struct Free {
