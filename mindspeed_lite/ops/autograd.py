@@ -1,4 +1,4 @@
-"""One autograd.Function for all kernels with a backward pass of their own."""
+"""autograd.Function for kernels with a backward pass of their own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 class Kernel(NamedTuple):
     """Forward and backward pass of an operator.
 
-    forward(inputs, options) -> (outputs, saved): one tensor, or a tuple of which only the first is differentiable; and
-        the tensors that the backward pass reads.
-    backward(dout, saved, options, wanted) -> the gradient of each input, None where it is not wanted.
+    forward(inputs, options) -> (outputs, saved): a tensor, or a tuple with only the first differentiable; saved
+    tensors.
+    backward(dout, saved, options, wanted) -> the gradient of each input, or None.
     """
 
     forward: Callable[[Any, Any], tuple[Any, Inputs]]
@@ -55,7 +55,7 @@ def apply(kernel: Kernel, inputs: Inputs, options: Any = None, function: type[Ke
 
 
 def linear_map(x: torch.Tensor, forward: Map, adjoint: Map) -> torch.Tensor:
-    """`forward(x)` of a linear function, whose backward pass applies the adjoint; keeps no tensor."""
+    """Linear `forward(x)` whose backward applies the adjoint; saves no tensor."""
     kernel = Kernel(lambda inputs, _: (forward(inputs[0]), ()), lambda dy, *_: (adjoint(dy),))
     y: torch.Tensor = apply(kernel, (x,))
     return y

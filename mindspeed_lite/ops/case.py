@@ -1,7 +1,6 @@
-"""Declares what an operator is tested and timed on: shapes, inputs, work, and the implementations to compare.
+"""Declares an operator's test and benchmark shapes, inputs, work and compared implementations.
 
-`mindspeed_lite/ops/<op>/cases.py` defines `CASES`, an `OperatorCases`. Tests, fuzzing, the self-test, the NPU contract
-and `bench-ops` all read it.
+`ops/<op>/cases.py` defines `CASES`, read by tests, fuzzing, the self-test, the NPU contract and `bench-ops`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Function = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """Least memory traffic in bytes, and floating-point operations."""
+    """Minimum memory traffic in bytes, and floating-point operations."""
 
     bytes: int
     flops: int
@@ -35,10 +34,10 @@ class Work:
 
 @dataclass(frozen=True)
 class OwnLayout:
-    """A library's function that needs another layout, or overwrites its inputs.
+    """A library function that needs another layout, or overwrites its inputs.
 
-    arrange: the problem's inputs -> copies in the library's layout, not timed. call: timed. restore: its result -> the
-    problem's output, not timed. note: what the time leaves out, for the report.
+    arrange: inputs -> copies in its layout, untimed. call: timed. restore: result -> output, untimed. note: for the
+    report.
     """
 
     arrange: Callable[..., tuple[torch.Tensor, ...]]
@@ -54,7 +53,7 @@ class OwnLayout:
 class Peer:
     """Another implementation. make: shape -> function of the inputs, or `OwnLayout`.
 
-    package: listed on a GPU where this package is installed; always listed if empty. takes: whether it has the shape.
+    package: needed on a GPU; always listed if empty. takes: whether it supports the shape.
     """
 
     make: Callable[[Any], Function]
@@ -64,7 +63,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Contender:
-    """A named implementation of a problem; `load` may raise, and its error is reported instead of a time."""
+    """A named implementation; an error of `load` is reported instead of a time."""
 
     name: str
     load: Callable[[], Function]
@@ -74,8 +73,8 @@ class Contender:
 class Problem:
     """One shape and dtype of an operator.
 
-    make: the inputs, equal at every call. contenders: `OURS` first, then `TORCH`. both: work of forward and backward;
-    None for an operator without gradients. is_random: results are not compared.
+    make: the same inputs at every call. contenders: `OURS` first, then `TORCH`. both: forward plus backward; None
+    without gradients. is_random: results are not compared.
     """
 
     operator: str
@@ -89,14 +88,13 @@ class Problem:
     is_random: bool = False
 
     def only(self, *names: str) -> Problem:
-        """The problem with these contenders."""
         return replace(self, contenders=tuple(each for each in self.contenders if each.name in names))
 
 
 class Draw:
-    """Draws the inputs of a problem in its dtype, from one seed; on a GPU by the GPU, which is faster.
+    """Draws seeded inputs in a problem's dtype, on the GPU if there is one.
 
-    options: `generator` and `device` for calls of torch's own random functions.
+    options: `generator` and `device` for torch's random functions.
     """
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
@@ -116,20 +114,18 @@ class Draw:
         return torch.randint(end, shape, **self.options).to(self.device)
 
     def of(self, values: torch.Tensor, *, wide: bool = False, gradient: bool = True) -> torch.Tensor:
-        """`values` as an input."""
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         return values.to(self.device, dtype).requires_grad_(gradient)
 
 
 @dataclass(frozen=True)
 class OperatorCases:
-    """All shapes of an operator, as texts: sizes joined by x, then options, such as `4096x64,k=6`.
+    """All shapes of an operator as texts: sizes joined by x, then options, such as `4096x64,k=6`.
 
     shape: frozen dataclass of int, bool, float and Literal fields; `__post_init__` raises ValueError.
-    inputs: (shape, draw) -> tensors. ours, reference: (shape, *inputs) -> output; `reference` is what a user without
-    this package runs. work: (shape, bytes of an element) -> forward and backward.
-    correctness: small shapes, one for each code path of a backend. not_on_npu: those that the NPU backend refuses.
-    cpu, accelerator: timed there. quick: timed by `bench-ops --quick`; default: the first of `cpu`.
+    inputs: (shape, draw) -> tensors. ours, reference: (shape, *inputs) -> output. work: (shape, itemsize) -> forward
+    and backward. correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu,
+    accelerator: timed. quick: for `bench-ops --quick`; default: the first of `cpu`.
     """
 
     operator: str
@@ -147,11 +143,11 @@ class OperatorCases:
     is_random: Callable[[Any], bool] = lambda shape: False
 
     def checked(self, device: str) -> tuple[str, ...]:
-        """Texts of the shapes that are compared with float64."""
+        """Shapes compared with float64."""
         return self.correctness if device == "npu" else self.correctness + self.not_on_npu
 
     def timed(self, device: str, quick: bool) -> tuple[str, ...]:
-        """Texts of the shapes that `bench-ops` times."""
+        """Shapes that `bench-ops` times."""
         if quick:
             return (self.quick or self.cpu[0],)
         return self.cpu if device == "cpu" else self.accelerator
@@ -168,24 +164,19 @@ class OperatorCases:
         )
 
     def parse(self, text: str) -> Any:
-        """The shape of a text.
-
-        Raises:
-            ValueError: the text is no shape of this operator.
-        """
+        """Parses a shape; raises ValueError."""
         try:
             return _parse(self.shape, text)
         except ValueError as error:
             raise ValueError(f"{error}; want {self.syntax}, for example {self.cpu[0]}") from None
 
     def problem(self, text: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None) -> Problem:
-        """The problem of a text. peers: names of those to list, wherever they run; default: those installed."""
+        """The problem of a text. peers: names to list on any device; default: those installed."""
         return self.of(self.parse(text), f"{text} {dtype_name(dtype)}", device, dtype, peers)
 
     def of(
         self, shape: Any, name: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None
     ) -> Problem:
-        """The problem of a shape."""
         forward, backward = self.work(shape, dtype.itemsize)
 
         def ours(*inputs: torch.Tensor) -> torch.Tensor:
@@ -224,7 +215,7 @@ class OperatorCases:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bf16` for torch.bfloat16, as --dtype spells it."""
+    """`bf16` for torch.bfloat16, as in --dtype."""
     return next((name for name, each in DTYPES.items() if each == dtype), str(dtype).removeprefix("torch."))
 
 
@@ -275,7 +266,7 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 
 def _compile(function: Function) -> Function:
-    """Compiles for exactly one shape; otherwise the second shape of a function is compiled for any shape."""
+    """Compiles for one static shape: torch would make the second shape dynamic."""
     torch.compiler.reset()
     compiled: Function = torch.compile(function, dynamic=False)
     return compiled
@@ -284,5 +275,5 @@ def _compile(function: Function) -> Function:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # a broken parent package, or a stub without a spec
+    except (ImportError, ValueError):  # broken parent package, or stub without a spec
         return False

@@ -1,4 +1,4 @@
-"""Finds the operators: every folder here with a `reference.py`. Imports no torch until cases are read."""
+"""Finds the operators: folders with a `reference.py`. Imports torch only with cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mindspeed_lite.ops.case import OperatorCases
 
-# Operator name -> package that defines OPERATOR, in alphabetical order.
+# Operator name -> package that defines OPERATOR, sorted.
 OPERATORS: Mapping[str, str] = MappingProxyType(
     {
         path.parent.name: f"mindspeed_lite.ops.{path.parent.name}"
@@ -21,11 +21,7 @@ OPERATORS: Mapping[str, str] = MappingProxyType(
 
 
 def cases(name: str) -> OperatorCases:
-    """The cases of an operator.
-
-    Raises:
-        ValueError: there is no operator of that name.
-    """
+    """The cases of an operator; raises ValueError for an unknown name."""
     if name not in OPERATORS:
         raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
     found: OperatorCases = importlib.import_module(f"{OPERATORS[name]}.cases").CASES

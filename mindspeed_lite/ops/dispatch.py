@@ -1,16 +1,15 @@
 """Chooses the implementation of an operator call by the device of its tensors.
 
-A *case* is a named tuple of metadata that describes a call; its field `device` is the device type. `Operator.choose`
-remembers its answer for a case: a later call costs one dictionary lookup (2 to 4 us with the checks of the public
-function). A backend is the file `cpu.py`, `cuda.py` or `npu.py` beside the operator's `reference.py`. It is
-imported at the first case of its device and defines a function with the operator's name, and
+A *case* is a named tuple that describes a call; `Operator.choose` caches per case. A backend is `cpu.py`, `cuda.py` or
+`npu.py` next to `reference.py`, imported at the first case of its device. It defines a function with the operator's
+name, and
 
-    supported(case) -> list[str]        every reason why it cannot serve the case
+    supported(case) -> list[str]        reasons why it cannot serve the case
 
-Refused cases run on the reference, and each (operator, backend, reasons) is logged once.
+Refused cases run on the reference; each (operator, backend, reasons) is logged once.
 
-Operators with a backward pass of their own use autograd.Function and not torch.library.custom_op, which costs 86 us
-more per forward call instead of 30 us (rms_norm of [8, 64], torch 2.11).
+Backward passes use autograd.Function: torch.library.custom_op costs 86 us more per forward call, not 30 us (rms_norm
+[8, 64], torch 2.11).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _subscribers: list[FallbackCallback] = []
 
 
 class Case(Protocol):
-    """What all cases have in common; hashable and compared by value."""
+    """Common fields of all cases; hashable, compared by value."""
 
     @property
     def device(self) -> str: ...
@@ -55,14 +54,14 @@ class Case(Protocol):
 
 
 class Selection(NamedTuple):
-    """The backend that serves a device, and the reasons why a better one does not."""
+    """The backend for a device, and why a better one is unusable."""
 
     backend: str
     reasons: tuple[str, ...]
 
 
 class Operator:
-    """An operator: its reference and the modules of its backends by device type (default: the files beside it)."""
+    """An operator: its reference and backend modules by device type (default: adjacent files)."""
 
     def __init__(self, name: str, reference: Implementation, backends: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -72,20 +71,19 @@ class Operator:
         self._forced: str | None = None
 
     def choose(self, case: Case) -> Implementation:
-        """The implementation for `case`."""
         chosen = self._chosen.get(case)
         return self._resolve(case) if chosen is None else chosen
 
     def module(self, case: Case) -> Any:
-        """The module of the implementation for `case`, for operators of several functions."""
+        """Backend module for `case`, for operators of several functions."""
         return sys.modules[self.choose(case).__module__]
 
     def why_not(self, case: Case) -> list[str]:
-        """Every reason why the backend of the case's device cannot serve it; none if there is no such backend."""
+        """Reasons why the device's backend refuses the case; empty without a backend."""
         return self._reasons(self._forced or case.device, case)
 
     def unusable(self, backend: str) -> list[str]:
-        """Why `backend` can serve no case in this process."""
+        """Why `backend` serves no case in this process."""
         if backend == REFERENCE:
             return []
         if backend not in self.backends:
@@ -101,7 +99,7 @@ class Operator:
         if reasons and self._forced is not None:
             raise RuntimeError(f"{self.name}: {backend} is forced and cannot serve this call: {'; '.join(reasons)}")
         if reasons:
-            # First, so that the next call reports again if a subscriber raises (strict mode).
+            # Before caching, so that the next call reports again if a subscriber raises (strict mode).
             report_fallback(self.name, backend, tuple(reasons))
         module = None if reasons else self._module(backend)
         chosen: Implementation = getattr(module, self.name) if isinstance(module, ModuleType) else self.reference
@@ -116,12 +114,11 @@ class Operator:
         return [] if module is None else [module]
 
     def _module(self, backend: str) -> ModuleType | str | None:
-        """The backend's module, the reason why it does not load, or None if there is none."""
         if backend not in self.backends:
             return None
         try:
             return importlib.import_module(self.backends[backend])
-        except Exception as error:  # whatever a vendor's library raises at import is the reason
+        except Exception as error:  # a vendor library may raise anything at import
             return f"{self.backends[backend]} failed to import: {type(error).__name__}: {error}"
 
 
@@ -132,7 +129,6 @@ def _found_beside(reference: Implementation) -> dict[str, str]:
 
 
 def operator(name: str) -> Operator:
-    """The operator called `name`."""
     if name not in OPERATORS:
         raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
     found: Operator = importlib.import_module(OPERATORS[name]).OPERATOR
@@ -140,13 +136,13 @@ def operator(name: str) -> Operator:
 
 
 def backends(op: str) -> dict[str, list[str]]:
-    """Every backend of `op` with the reasons why it is unusable here."""
+    """Backends of `op` with the reasons why they are unusable."""
     found = operator(op)
     return {name: found.unusable(name) for name in (REFERENCE, *found.backends)}
 
 
 def selected(op: str, device: str) -> Selection:
-    """The backend that serves tensors of `device` unless it refuses a case."""
+    """The backend for `device`, unless it refuses a case."""
     found = operator(op)
     if device not in found.backends:
         return Selection(REFERENCE, ())
@@ -157,7 +153,7 @@ def selected(op: str, device: str) -> Selection:
 
 
 def device_unusable(device: str) -> list[str]:
-    """Why this process has no device of that type; empty if it has one."""
+    """Why this process has no such device; empty if it has."""
     if device == "cuda" and not torch.cuda.is_available():
         return ["no CUDA device"]
     if device == "npu":
@@ -167,7 +163,7 @@ def device_unusable(device: str) -> list[str]:
             if error.name == "torch_npu":
                 return ["torch_npu is not installed"]
             return [f"torch_npu failed to import: {error}"]
-        except Exception as error:  # a missing CANN library surfaces as OSError, ImportError or RuntimeError
+        except Exception as error:  # a missing CANN library raises OSError, ImportError or RuntimeError
             return [f"torch_npu failed to import: {type(error).__name__}: {error}"]
         if not torch_npu.npu.is_available():
             return ["no NPU device"]
@@ -175,9 +171,9 @@ def device_unusable(device: str) -> list[str]:
 
 
 def on_fallback(callback: FallbackCallback) -> Callable[[], None]:
-    """Calls `callback(op, backend, reasons)` at every new fallback. Returns a function that unsubscribes.
+    """Calls `callback(op, backend, reasons)` at every new fallback; returns an unsubscribe function.
 
-    An exception of the callback reaches the operator's caller, and the fallback then counts as not reported.
+    Its exceptions reach the operator's caller, and the fallback then counts as unreported.
     """
     with _lock:
         _subscribers.append(callback)
@@ -192,7 +188,7 @@ def on_fallback(callback: FallbackCallback) -> Callable[[], None]:
 
 @contextmanager
 def force(op: str, backend: str) -> Iterator[None]:
-    """Runs `op` on `backend` only, within the block and on all threads; RuntimeError for what it cannot serve."""
+    """Forces `op` to `backend` in the block, on all threads; RuntimeError for unsupported cases."""
     found = operator(op)
     reasons = found.unusable(backend)
     if reasons:
@@ -210,7 +206,7 @@ def force(op: str, backend: str) -> Iterator[None]:
 
 
 def report_fallback(op: str, backend: str, reasons: tuple[str, ...], to: str = "the reference") -> None:
-    """Logs once that `op` on `backend` runs on something lesser, and why; further operators with the reason at INFO."""
+    """Logs a fallback once; further operators with the same reason at INFO."""
     fallback = (op, backend, reasons)
     with _lock:
         if fallback in _reported:

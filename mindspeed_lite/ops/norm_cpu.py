@@ -1,7 +1,7 @@
-"""rms_norm and layer_norm in C++ (`native/norms.cpp`) for bf16 and fp32, each direction one pass over memory.
+"""rms_norm and layer_norm in C++ (`native/norms.cpp`) for bf16 and fp32, one pass per direction.
 
-Rows may be at any regular distance: heads cut out of one projection (QK-norm) are not copied. Each thread has a fixed
-share of the rows, and shares of the parameters' gradients are added in order: results are deterministic.
+Strided rows, such as QK-norm heads of one projection, are not copied. Threads have fixed rows and parameter gradients
+are added in order: deterministic.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ _lib = native.Library(
 
 
 def has_kernel(dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether the kernel is written for these dtypes."""
     return (dtype, weight_dtype) in _PAIRS
 
 
 def unusable() -> str | None:
-    """Why the kernel cannot run on this machine, or None."""
+    """Reason why the kernel cannot run here, or None."""
     return _lib.unusable()
 
 
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
 ) -> torch.Tensor:
-    """layer_norm, or rms_norm where bias is None, with gradients; x has elements."""
+    """Differentiable layer_norm, or rms_norm without bias; x is not empty."""
     y: torch.Tensor = autograd.apply(_NORM, (x, weight, bias), (eps, zero_centered))
     return y
 

@@ -1,17 +1,13 @@
-"""rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, rows of any width up to 16384.
+"""rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, widths up to 16384.
 
-Both are bound by memory. An H100 needs 20 KiB of reads in flight per multiprocessor (3.35 TB/s, 0.8 us), a B200 43 KiB.
-Programs are persistent, each with a fixed set of rows, and prefetch the next rows into shared memory (`STAGES` tiles).
-`plan` chooses tiles by that model; the tests compile them and check registers, shared memory and occupancy.
+Memory-bound: an H100 needs 20 KiB of reads in flight per multiprocessor (3.35 TB/s, 0.8 us), a B200 43 KiB. Persistent
+programs prefetch `STAGES` tiles into shared memory; `plan` chooses tiles by that model.
 
-The weights' gradients are summed over rows in registers, which does not fit rows of more than 8192: such a row has
-several programs (`SPLITS`), each of which sums its own columns and reads the others, mostly from L2, for the row's
-slope. Parts are of 4096 for 32 bits in the backward pass, and for rows that vectors cannot load (width or stride no
-multiple of 16), to which the model does not apply. `row_kernels.add_up` sums the programs' parts in order: no atomics,
-deterministic.
+Weight gradients are summed in registers, too few for rows above 8192 (4096 for 32 bits, or if width or stride is no
+multiple of 16): `SPLITS` programs then share a row, each summing its own columns and reading the others, mostly from
+L2, for the row's slope. `row_kernels.add_up` sums parts in order: deterministic.
 """
 
-# A kernel's parameters have no types in Python.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -29,15 +25,15 @@ from mindspeed_lite.ops.rows import as_rows
 
 WIDEST = 16384
 
-# Bytes of a multiprocessor, for the faster one of the two.
+# Bytes in flight per multiprocessor (B200).
 _UNDER_WAY = 43 * 1024
 
 
 class Plan(NamedTuple):
-    """Shape of a program.
+    """Launch shape of a kernel.
 
-    rows, block: its tile. splits: programs that share a row. warps: threads / 32. stages: tiles in shared memory.
-    resident: programs that a multiprocessor holds at once.
+    rows, block: tile. splits: programs per row. warps: threads / 32. stages: tiles in shared memory. resident: programs
+    per multiprocessor.
     """
 
     rows: int
@@ -49,15 +45,15 @@ class Plan(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """How to compile it. Told no limit, ptxas may spill to fit more programs than are wanted."""
+        """Compile options. Without a register limit ptxas may spill for more occupancy than needed."""
         return {"num_warps": self.warps, "maxnreg": 65536 // (32 * self.warps * self.resident)}
 
 
 @functools.cache
 def plan(width: int, itemsize: int, aligned: bool, sums: bool) -> Plan:
-    """`sums`: the backward pass, which holds sums of columns beside its tile."""
+    """`sums`: backward pass, with column sums next to its tile."""
     block: int = triton.next_power_of_2(width)
-    lanes = 16 if block > 1024 else 8  # elements of a thread
+    lanes = 16 if block > 1024 else 8  # elements per thread
     if not aligned:
         lanes //= 2
     if (not aligned and block > 4096) or (sums and itemsize == 4 and block > 2048):
@@ -66,14 +62,14 @@ def plan(width: int, itemsize: int, aligned: bool, sums: bool) -> Plan:
     rows = max(1, min(16, 128 * lanes // block))
     warps = max(4, min(32, rows * block // (32 * lanes)))
     resident = max(1, (32 if aligned and block <= 1024 and not sums else 16) // warps)
-    read = rows * width * itemsize * (2 if sums else 1)  # by a program for a tile
+    read = rows * width * itemsize * (2 if sums else 1)  # bytes per tile
     ahead = -(-_UNDER_WAY // (resident * read)) if aligned else 0
     return Plan(rows, block, -(-width // block), warps, 1 + ahead, resident)
 
 
 @triton.jit
 def _load_factor(weight, lane, width, always, ZERO_CENTERED: tl.constexpr):
-    """fp32 factors of columns, 0 outside; under a condition, lest every row fetch them into shared memory again."""
+    """fp32 factors, 0 outside; conditional, lest every row prefetches them to shared memory."""
     factor = tl.zeros(lane.shape, dtype=tl.float32)
     if always:
         factor = tl.load(weight + lane, mask=lane < width, other=0.0).to(tl.float32)
@@ -84,7 +80,7 @@ def _load_factor(weight, lane, width, always, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _load_rows(x, rest, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of x in fp32, 0 outside of `rest` rows and `width` columns."""
+    """fp32 tile of x, 0 outside of `rest` rows and `width` columns."""
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
     inside = (line < rest) & (lane < width)
@@ -93,7 +89,7 @@ def _load_rows(x, rest, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _merge(count, middle, squares, value, width, BLOCK: tl.constexpr, CENTERED: tl.constexpr):
-    """Count, mean and sum of squared distances from it (from 0 unless CENTERED), with `width` more columns.
+    """Merges `width` columns into count, mean and sum of squared deviations (from 0 unless CENTERED).
 
     T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
@@ -115,7 +111,7 @@ def forward_kernel(
 ):  # fmt: skip
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
-    begin = tl.program_id(1) * BLOCK  # of the columns that are this program's own
+    begin = tl.program_id(1) * BLOCK  # this program's own columns
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * ROWS
         xs = x + first * x_stride
@@ -146,7 +142,7 @@ def _load(
     dy, x, weight, rest, width, dy_stride, x_stride, middle, inverse, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Of `rest` rows and `width` columns: dy, x normalised, and its factor. dy and the factor are 0 elsewhere."""
+    """dy, normalised x and factor of `rest` rows and `width` columns; dy and factor 0 outside."""
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
     inside = (line < rest) & (lane < width)
@@ -163,9 +159,9 @@ def backward_kernel(
 ):  # fmt: skip
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
-    begin = tl.program_id(1) * BLOCK  # of the columns that are this program's own
-    share = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # of the weight's gradient
-    plain = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # of the bias's
+    begin = tl.program_id(1) * BLOCK  # this program's own columns
+    share = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # weight gradient
+    plain = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # bias gradient
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * ROWS
         row = first + tl.arange(0, ROWS)
@@ -209,7 +205,7 @@ def backward_kernel(
 
 
 class Norm(torch.autograd.Function):
-    """(x, weight, bias, eps, zero_centered) -> y; rms_norm where bias is None."""
+    """layer_norm, or rms_norm where bias is None."""
 
     @staticmethod
     def forward(
@@ -268,5 +264,5 @@ class Norm(torch.autograd.Function):
 
 
 def _is_aligned(*numbers: int) -> bool:
-    """Whether Triton knows that vectors of 16 bytes may be loaded."""
+    """Whether Triton can use 16-byte vector loads."""
     return all(number % 16 == 0 for number in numbers)

@@ -1,10 +1,8 @@
-"""What Triton kernels over rows share: the shape of a program, and the second stage of sums over rows.
+"""Launch shapes of Triton row kernels, and the second stage of sums over rows.
 
-The first stage is the kernel's own: each program sums over a fixed set of rows and writes one row of parts. There are
-no atomics, so results repeat.
+In the first stage each program sums a fixed set of rows into one row of parts. No atomics: deterministic.
 """
 
-# A kernel's parameters have no types in Python.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-WIDEST = 16384  # numbers of a row that one program can hold
+WIDEST = 16384  # values of a row per program
 
 
 _PARTS, _COLUMNS = 128, 32
@@ -35,13 +33,13 @@ def total_kernel(parts, out, count, width, PARTS: tl.constexpr, COLUMNS: tl.cons
 
 
 def add_up(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """out [N] = the sum over P of parts [P, N], both contiguous, in out's dtype; in the same order at every call."""
+    """out [N] = sum over P of parts [P, N], both contiguous, in out's dtype; deterministic."""
     count, width = parts.shape
     total_kernel[(triton.cdiv(width, _COLUMNS),)](parts, out, count, width, _PARTS, _COLUMNS)
 
 
 class Launch(NamedTuple):
-    """Shape of a program's tile, and its warps."""
+    """Tile shape and warps."""
 
     rows: int
     block: int
@@ -50,14 +48,14 @@ class Launch(NamedTuple):
 
 @functools.cache
 def launch(width: int) -> Launch:
-    """Eight numbers for a thread, as long as there are threads: more registers would leave too few programs."""
+    """Eight values per thread while threads last: more registers would lower occupancy."""
     block: int = triton.next_power_of_2(width)
     rows = max(1, min(16, 1024 // block))
     return Launch(rows, block, 4 if block <= 1024 else (8 if block <= 2048 else (16 if block <= 8192 else 32)))
 
 
 def programs(device: torch.device, resident: int, tiles: int, splits: int = 1) -> int:
-    """How many programs share `tiles`, of which each takes `splits` programs, `resident` on a multiprocessor."""
+    """Programs for `tiles` of `splits` programs each, at `resident` programs per multiprocessor."""
     if device.type != "cuda":  # Triton's interpreter
         return min(3, tiles)
     return min(max(1, resident * _multiprocessors(device) // splits), tiles)
@@ -69,5 +67,5 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def on(t: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launches go to the device of `t`."""
+    """Launches on the device of `t`."""
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()

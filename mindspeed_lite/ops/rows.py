@@ -6,7 +6,10 @@ import torch
 
 
 def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`t` [..., H] and its row stride in elements; the last dimension is contiguous. Copied only if no stride fits."""
+    """`t` [..., H] as rows and their stride in elements; the last dimension is contiguous.
+
+    Copies only if no stride fits.
+    """
     width = t.shape[-1]
     if t.is_contiguous():
         return t, width

@@ -1,7 +1,7 @@
-"""Caches values computed from a tensor while its storage lives and is not written to.
+"""Caches values computed from a tensor while its storage is alive and unmodified.
 
-All layers of a model ask for the same few, such as cos and sin of one tensor of angles, through slices or detached
-copies. Storage and version identify the contents.
+Layers ask for the same values, such as cos and sin, through slices or detached copies; storage and version identify
+the contents.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
 
-# Storages at a time, and values of one of them: beyond that a caller makes new ones at each call.
+# Cached storages, and values per storage.
 _STORAGES = 32
 _VALUES = 16
 
 
 class _Entry:
-    """What is kept for one storage. The weak reference also keeps its address from being given to another."""
+    """Values of one storage. The weak reference keeps its address from being reused."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self.storage = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
@@ -29,15 +29,15 @@ class _Entry:
 
 
 class StorageVersionCache:
-    """A cache keyed by storage and version; a hit costs a few dictionary lookups."""
+    """Cache keyed by storage and version."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
     def get(self, source: torch.Tensor, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for `source` as it is now and `key`, or what it returns."""
+        """Cached or new result of `make` for `source`'s contents and `key`."""
         if torch.compiler.is_compiling() or source.is_inference():
-            # A graph has its own values, and writes to an inference tensor are not counted.
+            # Compiled graphs trace it; inference tensors have no version.
             return make()
         address = source.untyped_storage()._cdata
         full = (key, source.storage_offset(), source.shape, source.stride(), source.dtype)
@@ -46,11 +46,11 @@ class StorageVersionCache:
             value: T | None = entry.values.get(full)
             if value is not None:
                 return value
-        # What is kept must serve a backward pass too, even if inference asks first.
+        # Backward may need it even if inference asks first.
         with torch.inference_mode(False), torch.no_grad():
             made = make()
         if source.is_cuda and torch.cuda.is_current_stream_capturing():
-            return made  # it has no contents until the graph runs
+            return made  # no contents until the graph runs
         if entry is None or entry.version != source._version:
             self._make_room()
             entry = self._entries[address] = _Entry(source)

@@ -1,4 +1,4 @@
-"""Checks before a kernel is handed an address."""
+"""Checks of tensors before kernels get their addresses."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import torch
 
-# Fake tensors and other subclasses may have no memory.
+# Subclasses such as FakeTensor may have no memory.
 _WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _plain: list[None] = []
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """True under torch.compile or for a tensor subclass (e.g. FakeTensor), which may have no data pointer."""
+    """True under torch.compile or for tensor subclasses (e.g. FakeTensor), which may have no memory."""
     return bool(_plain) or torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY
 
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Tensors count as traced in the block, on all threads, for a dispatch mode that must see torch's operators."""
+    """Treats tensors as traced, on all threads, for dispatch modes that must see torch's operators."""
     _plain.append(None)
     try:
         yield
@@ -28,16 +28,16 @@ def plain_torch() -> Iterator[None]:
 
 
 class NoMemoryError(RuntimeError):
-    """A kernel was given a tensor whose storage is released."""
+    """A kernel was given a tensor with released storage."""
 
 
 def address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's first value. Raises NoMemoryError if its storage is released."""
+    """The tensor's data pointer; NoMemoryError if its storage is released."""
     return with_memory(tensor, tensor.data_ptr())
 
 
 def with_memory(tensor: torch.Tensor, found: int) -> int:
-    """`found`, the address of a tensor. Raises NoMemoryError if its storage is released."""
+    """Returns the tensor's address `found`; NoMemoryError if its storage is released."""
     if found == tensor.storage_offset() * tensor.itemsize and tensor.numel():
         raise NoMemoryError(
             f"a kernel was given a tensor of shape {[*tensor.shape]} whose memory is released and not filled: two "

@@ -16,7 +16,7 @@ KINDS = (*reference.GATED, *reference.PLAIN)
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
+    """Call properties that select a backend."""
 
     device: str
     dtype: torch.dtype
@@ -39,19 +39,19 @@ def activation(
 ) -> torch.Tensor:
     """y = f(x + bias) * weights.
 
-    Gated kinds, where gate and up are the halves of the last dimension of x + bias:
+    Gated kinds, with gate and up the halves of the last dimension of x + bias:
         swiglu          silu(gate) * (up + linear_offset)
-        geglu           gelu(gate) * (up + linear_offset), gelu in its tanh approximation
+        geglu           gelu(gate) * (up + linear_offset), tanh approximation
         quick_geglu     gate * sigmoid(1.702 gate) * (up + linear_offset)
-    with gate limited to at most `clamp`, and up to [-clamp, clamp], if it is given. Kinds of one input:
-        gelu            its tanh approximation
+    where `clamp` limits gate to at most clamp and up to [-clamp, clamp]. Others:
+        gelu            tanh approximation
         squared_relu    max(x, 0)^2
 
-    x: [..., W], any strides; bias: [W]; weights: [..., 1]; each in a dtype of its own. y: [..., W / 2] of a gated kind,
-    else [..., W], in x's dtype. Computed in fp32 (float64 for float64) and rounded once. Keeps x, bias and weights for
-    the backward pass. The gradients of bias and weights are summed in fp32.
+    x: [..., W], any strides; bias: [W]; weights: [..., 1]; any dtypes. y: [..., W / 2] if gated, else [..., W], in x's
+    dtype. Computed in fp32 (float64 for float64), rounded once. Saves x, bias and weights. Gradients of bias and
+    weights are summed in fp32.
 
-    Raises ValueError for an unknown kind and for shapes that do not fit it.
+    Raises ValueError for an unknown kind or unfit shapes.
     """
     case = _case(x, kind, bias, weights, linear_offset, clamp)
     y: torch.Tensor = OPERATOR.choose(case)(x, bias, weights, ActivationSpec(kind, linear_offset, clamp))

@@ -1,7 +1,7 @@
-"""Cases of activation, compared with PyTorch's functions one after another in the tensors' dtype.
+"""Cases of activation, compared with unfused PyTorch in the tensors' dtype.
 
-Work counts x, bias, weights and y, and their gradients. Operations of an element of y: 10 forward and 20 backward, and
-1 forward and 2 backward for each of bias, weights and product of halves.
+Work counts x, bias, weights, y and their gradients. Operations per element of y: 10 forward and 20 backward, plus 1
+and 2 for each of bias, weights and gating.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.ops.activation.reference import GATED, PLAIN
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 
-# Of Liger-Kernel, without bias and weights.
+# Liger-Kernel's, without bias and weights.
 _LIGER = {
     "swiglu": ("swiglu", "LigerFusedGateUpSiLUMulFunction"),
     "geglu": ("geglu", "LigerGELUMulFunction"),
@@ -83,7 +83,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
 
 
 def liger(shape: Shape) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel: SwiGLU of both halves in one tensor, like ours; GeGLU of two tensors."""
+    """Liger-Kernel: SwiGLU of one tensor, like ours; GeGLU of two."""
     module, name = _LIGER[shape.kind]
     function: Any = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     if shape.kind != "geglu":
@@ -96,7 +96,7 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     return OwnLayout(halves, function.apply, "the halves are two tensors, overwritten by their gradients")
 
 
-# A small model, and Llama 8B: 14336 for each half.
+# A small model, and Llama 8B (14336 per half).
 _TIMED = ("1024x5632", "4096x28672", "4096x28672,weights=1", "4096x16384,kind=gelu,bias=1")
 
 CASES = OperatorCases(

@@ -1,7 +1,6 @@
-// GELU (tanh approximation) of x + bias on the CPU, forward and backward: one pass over memory in each direction.
+// Biased GELU (tanh approximation) on the CPU: one pass over memory per direction.
 //
-// Rows are worked on in pieces that stay in the first-level cache: widened to fp32 with the bias added, turned into
-// results there, and written once.
+// Rows are processed in fp32 in pieces that fit the L1 cache.
 #include "numbers.h"
 
 namespace {
@@ -12,7 +11,7 @@ struct Point {
     float value, slope;
 };
 
-// e^-|x| within 2 units in the last place, NaN for NaN: `exp_` without what a bounded argument does not need.
+// e^-|x| within 2 ulp, NaN for NaN: `exp_` for a bounded argument.
 inline float decay(float x) {
     const float t = -std::fabs(x), bounded = t < -87.0f ? -87.0f : t, magic = 12582912.0f;
     const float z = bounded * 1.44269504088896341f + magic, n = z - magic;
@@ -28,8 +27,8 @@ inline float decay(float x) {
     return t < -87.0f ? 0.0f : as_float(as_bits(p) + (as_bits(z) << 23));
 }
 
-// x sigmoid(t) and its derivative, with t = 2 sqrt(2 / pi) (x + 0.044715 x^3); (1 + tanh(u)) / 2 is sigmoid(2u). Of s and
-// 1 - s the smaller is computed and not subtracted: where t' is large the error of that difference would show.
+// x sigmoid(t) and its derivative, t = 2 sqrt(2 / pi) (x + 0.044715 x^3), since (1 + tanh(u)) / 2 = sigmoid(2u). The
+// smaller of s and 1 - s is computed, not subtracted: t' amplifies its error.
 inline Point gelu(float x) {
     const float c = 1.59576912160573071f, k = 0.044715f, square = x * x;
     const float t = c * x * (1.0f + k * square), dt = c * (1.0f + 3.0f * k * square);
@@ -60,7 +59,7 @@ void forward(const T* x, const float* bias, T* y, int64_t rows, int64_t width, i
     }
 }
 
-// dbias [blocks][width], of zeros, or null: a row of sums per block, whose number does not depend on that of threads.
+// dbias [blocks][width], zeroed, or null: one row of sums per block. The block count does not depend on threads.
 template <class T>
 void backward(const T* dy, const T* x, const float* bias, T* dx, float* dbias, int64_t rows, int64_t blocks,
               int64_t width, int64_t stride, int threads) {

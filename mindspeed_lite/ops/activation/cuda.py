@@ -1,6 +1,5 @@
-"""activation on CUDA: one Triton kernel in each direction, one pass over memory each."""
+"""activation on CUDA: one Triton kernel per direction, one pass over memory each."""
 
-# Triton's decorator and the arguments of its kernels have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mindspeed_lite.ops.rows import as_rows
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import Case
 
-# Columns of a program at a time: 16 bytes of a 16-bit tensor for every thread of four warps.
+# Columns per step: 16 bytes per thread of four warps, in 16 bit.
 _BLOCK = 1024
 
 
@@ -38,7 +37,7 @@ def activation(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        # A compiler fuses the definition itself, and more around it.
+        # torch.compile fuses the reference.
         return reference.activation(x, bias, weights, spec)
     y: torch.Tensor = autograd.apply(_KERNEL, (x, bias, weights), spec)
     return y
@@ -82,7 +81,7 @@ def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequen
         dweights.zero_()  # rows without columns
     dbias = None
     if wanted[1]:
-        # Of the rounded gradient, as autograd would sum it, in torch's deterministic order.
+        # Sums the rounded gradient, like autograd, in torch's deterministic order.
         dbias = dx.view(number, width).sum(0, dtype=torch.float32).to(bias.dtype)
     return dx, dbias, None if dweights is None else dweights.to(weights.dtype)
 
@@ -95,20 +94,19 @@ def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _bent(spec: ActivationSpec) -> int:
-    """Bit 0: the halves are clamped; bit 1: the linear one is offset."""
+    """Bit 0: clamp; bit 1: offset of the linear half."""
     return (spec.clamp is not None) + 2 * (spec.linear_offset != 0.0)
 
 
 def _launch(rows: int, half: int, whole_rows: bool) -> tuple[tuple[int, int], int, int]:
-    """The grid (rows, pieces of a row), the columns of a piece, and the warps that work on one."""
+    """Grid (rows, pieces per row), columns per piece, warps."""
     block = min(_BLOCK, triton.next_power_of_2(half))
-    # A program that sums over a row sees all of it.
+    # Weight gradients are sums over whole rows.
     pieces = 1 if whole_rows else min(triton.cdiv(half, block), 65535)
     return (rows, pieces), block, max(1, block // 256)
 
 
 def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return contextlib.nullcontext()
@@ -119,7 +117,7 @@ def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @triton.jit
 def _swish(x, t, dt):
-    """x * s with s = sigmoid(t(x)), and its derivative; of s and 1 - s the smaller is computed, not subtracted."""
+    """x * s with s = sigmoid(t(x)), and its derivative; the smaller of s and 1 - s is not subtracted."""
     e = tl.exp(-tl.abs(t))
     larger = 1.0 / (1.0 + e)
     smaller = e * larger
@@ -138,7 +136,7 @@ def _point(x, KIND: tl.constexpr):
         positive = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
         value, slope = positive * positive, 2.0 * positive
     else:
-        # (1 + tanh(u)) / 2 is sigmoid(2u), which does not cancel where x is large and negative.
+        # (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel for large negative x.
         c = 1.5957691216057308  # 2 sqrt(2 / pi)
         square = x * x
         value, slope = _swish(x, c * x * (1.0 + 0.044715 * square), c * (1.0 + 0.134145 * square))
@@ -218,7 +216,7 @@ def backward_kernel(
             dup = gradient * value
             total += dup * up
             if BENT % 2 == 1:
-                # No gradient where a limit holds.
+                # Clamped values have no gradient.
                 dgate = tl.where(raw_gate > clamp, 0.0, dgate)
                 dup = tl.where(tl.abs(raw_up) > clamp, 0.0, dup)
             tl.store(dx + HALF + columns, (dup * weight).to(dx.dtype.element_ty), mask=mask)

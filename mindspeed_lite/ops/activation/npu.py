@@ -1,8 +1,7 @@
 """activation on Ascend NPUs through torch_npu's fused operators and their backward.
 
-They have no bias and no weights: the bias is added before and rounded to x's dtype; the weights multiply the rounded
-result in fp32. These are two roundings more than the definition has. GeGLU is npu_gelu and a product, since npu_geglu's
-backward fails on fake tensors.
+Bias is added before and rounded to x's dtype; weights multiply the rounded result in fp32: two roundings more than the
+reference. GeGLU is npu_gelu times up, since npu_geglu's backward fails on fake tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def supported(case: Case) -> list[str]:
 def activation(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
-    # The operators document up to 8 dimensions.
+    # Documented for up to 8 dimensions.
     rows = x if x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., W]
     if bias is not None:
         rows = rows + bias.to(x.dtype)
@@ -48,6 +47,6 @@ def activation(
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
-    # torch's own gelu is documented to ignore `approximate` on an NPU.
+    # torch's gelu is documented to ignore `approximate` on NPUs.
     y: torch.Tensor = torch_npu.npu_gelu(x, approximate="tanh")
     return y

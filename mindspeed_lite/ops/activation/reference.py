@@ -1,4 +1,4 @@
-"""The definition of activation in plain PyTorch, which every backend is tested against."""
+"""Reference activation in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mindspeed_lite.ops import autograd
 
-# On a CPU intermediates of so many elements stay in its cache.
+# Elements whose intermediates fit a CPU cache.
 _BLOCK = 1 << 17
 
 
@@ -34,7 +34,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-# y = f(gate) * up, where gate and up are the halves of the last dimension.
+# y = f(gate) * up, gate and up the halves of the last dimension.
 GATED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "geglu": _gelu,
@@ -50,7 +50,7 @@ PLAIN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def definition(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
-    """f(x + bias) * weights in x's dtype, where f is of the spec's kind."""
+    """f(x + bias) * weights in x's dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = x.to(dtype)  # [..., W]
     if bias is not None:
@@ -70,7 +70,7 @@ def definition(
 def activation(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
-    """The definition, recomputed in the backward pass: autograd would keep its fp32 intermediates."""
+    """Recomputes in backward: autograd would save fp32 intermediates."""
     if torch.compiler.is_compiling():
         return definition(x, bias, weights, spec)
     y: torch.Tensor = autograd.apply(_RECOMPUTED, (x, bias, weights), spec)
@@ -86,7 +86,7 @@ def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.
 def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias, weights = saved
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # In fp32, so that its gradient is summed over blocks in fp32.
+    # fp32, so that gradients of blocks are summed in fp32.
     wide_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wanted[1])
     found: list[list[torch.Tensor]] = [[], [], []]
     for (rows, w), (grad, _) in zip(_blocks(x, weights), _blocks(dy, None, x.shape[-1]), strict=True):
@@ -112,7 +112,7 @@ def _unchanged(saved: torch.Tensor) -> torch.Tensor:
 def _blocks(
     x: torch.Tensor, weights: torch.Tensor | None, width: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rows of x, a block at a time on a CPU, and their weights."""
+    """Rows of x and their weights, in cache-sized blocks on a CPU."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w = None if weights is None else weights.reshape(-1, 1)
     step = max(1, _BLOCK // max(width or x.shape[-1], 1)) if x.device.type == "cpu" else max(1, len(rows))

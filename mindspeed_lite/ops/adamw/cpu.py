@@ -1,8 +1,7 @@
 """adamw on CPU in one pass over memory, the low-precision copy included.
 
-PyTorch's default AdamW makes about ten passes on CPU, its fused one one, plus gradient scaling and the 16-bit copy.
-Bits equal torch.optim.AdamW's, tensor by tensor on scaled gradients; torch's fused one, the fallback without a
-compiler, differs.
+PyTorch's default makes about ten passes, its fused one one plus scaling and copy. Bits equal torch.optim.AdamW's on
+scaled gradients; torch's fused one, the fallback without a compiler, differs.
 """
 
 from __future__ import annotations

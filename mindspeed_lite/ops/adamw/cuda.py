@@ -1,7 +1,7 @@
 """adamw on CUDA as one Triton launch over all tensors, the low-precision copy included.
 
-The kernel reads a table of addresses and a list of blocks, both cached on the device until an address or size changes,
-which gradient buffers avoid. Without Triton, PyTorch's fused AdamW serves; its 16-bit copy takes a second pass.
+The tables of addresses and blocks stay on the device until an address or size changes. Without Triton, PyTorch's fused
+AdamW serves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ else:
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
 
-# Triton's dtype names.
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "uint8"}
 _BLOCK = 2048

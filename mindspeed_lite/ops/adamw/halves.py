@@ -1,12 +1,10 @@
 """Codec of fp32 as bf16, rounded to nearest even, plus 16 low bits and one more.
 
-The model computes with the high half, so an optimizer stores only the low one: 4 bytes instead of 6. With x as bits,
-the upper 16 of y = x + 0x8000 are the nearest bf16, ties away from zero, and the lower 16 are stored. Ties that so
-become even, and NaNs whose y overflows into the sign, subtract 1 from the upper half. That extra bit is the sign of
-the second moment.
+Optimizers store only the low half next to the model's bf16: 4 bytes instead of 6. With x as bits, y = x + 0x8000 has
+the nearest bf16, ties away from zero, in its upper and the stored bits in its lower half. Ties that so become even,
+and NaNs whose y overflows into the sign, subtract 1 from the upper half. This extra bit is the second moment's sign.
 
-Exact for all 2^32 patterns; the high half equals PyTorch's conversion, but NaNs with an empty upper payload may read
-as infinity.
+Exact for all 2^32 patterns; NaNs with an empty upper payload may read as infinity in bf16.
 """
 
 from __future__ import annotations

@@ -80,7 +80,6 @@ def _exponents(row, start, left, N: tl.constexpr):
 
 @triton.jit
 def _spread(exponent, N: tl.constexpr):
-    # Broadcast to the elements of its block.
     wide = tl.broadcast_to(tl.reshape(exponent.to(tl.int32), (N // _BLOCK, 1)), (N // _BLOCK, _BLOCK))
     return tl.reshape(wide, (N,))
 

@@ -2,12 +2,12 @@
 
 bf16    the upper half of fp32.
 fp8     a byte per value and, per `BLOCK` values, the rounded-up exponent of the largest. First moments have a sign,
-        4 bits of exponent below the block's and 3 of mantissa, second moments 5 and 2. Code 0 is zero. First moments
-        below about 2^-15 of the block's largest become zero; second moments never do, as the step divides by them.
+        4 exponent and 3 mantissa bits, second moments 5 and 2. Code 0 is zero. First moments below about 2^-15 of the
+        block's largest become zero; second moments never do, as the step divides by them.
 
-A step changes a moment by less than the distance of two codes, which rounding to nearest would lose. The random bits
-hash both new moments and the step count: the same on every rank and run. Integer arithmetic only, the same on every
-device. The sign of a second moment is kept (see `halves`).
+Rounding to nearest would lose steps smaller than the distance of two codes. The random bits hash both new moments and
+the step count: the same on every rank, run and device (integer arithmetic). The sign of a second moment is kept (see
+`halves`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """adamw on Ascend NPUs through torch_npu's kernel for `_fused_adamw_`, tensor by tensor.
 
-This operator runs on aclnnApplyAdamWV2, `npu_apply_adam_w` on the older aclop interface. torch_npu ignores
-`grad_scale` and `found_inf`, so gradients are scaled here. It computes `_fused_adam_` (L2) on the host, so the
-reference serves that. The step count must be a device tensor. Split parameters are joined in chunks.
+It runs on aclnnApplyAdamWV2, `npu_apply_adam_w` on the older aclop interface. torch_npu ignores `grad_scale` and
+`found_inf`, and computes `_fused_adam_` (L2) on the host: gradients are scaled here and the reference serves L2. The
+step count must be a device tensor.
 """
 
 from __future__ import annotations

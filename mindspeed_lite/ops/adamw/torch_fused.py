@@ -1,7 +1,6 @@
 """adamw through PyTorch's fused kernel, for machines that cannot compile ours.
 
-The low-precision copy takes another pass. Given a scale the kernel divides by it and overwrites gradients, so they are
-scaled here, tensor by tensor.
+Given a scale it divides by it and overwrites gradients, so they are scaled here, tensor by tensor.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Softmax attention, [sequence, batch, head, head size], for a transformer's attention core.
 
-`attention` is `prepare` (checks a call, makes its `AttentionSpec`) and `attend` (computes it). `forward` and `backward`
-run without autograd, for callers that merge results over parts of the keys (context parallelism).
+`forward` and `backward` run without autograd, for callers that merge results over parts of the keys (context
+parallelism).
 
-A backend has `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
-`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. With `HAS_WIDE`, the last two take `wide`:
-unrounded fp32 sums of 16-bit inputs. They ignore `spec.sink`. Every row sees a key by position.
+Backends define `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`), and
+`forward` and `backward` without `dropout`, which ignore `spec.sink`. `HAS_WIDE`: these take `wide`, unrounded fp32
+results of 16-bit inputs. Every row sees a key by position.
 """
 
 from __future__ import annotations

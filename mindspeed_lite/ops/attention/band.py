@@ -1,7 +1,6 @@
 """Keys visible by position: causal order and sliding window as one band.
 
-The last query is aligned with the last key: query i is at key i + sk - sq, and a band (left, right) shows it the keys
-i + sk - sq - left to i + sk - sq + right. -1: no limit on that side.
+Query i is at key i + sk - sq; a band (left, right) shows it keys from `left` before to `right` after. -1: no limit.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tens
 def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; cached, read-only.
 
-    PyTorch converts a bool mask to this form at every call, and every layer would save its own copy for backward.
+    PyTorch would convert a bool mask at every call, and every layer would save its own copy.
     """
     if torch.compiler.is_compiling():
         return _build_additive(sq, sk, window, device, dtype)

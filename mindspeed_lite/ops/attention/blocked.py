@@ -1,8 +1,7 @@
 """attention in plain PyTorch, one block of rows at a time: every option, no sq x sk memory.
 
-The fallback where a device's kernels do not take a call. Blocks have a bounded number of scores; keys outside their
-band are skipped. Scores and sums are fp32 (float64 for float64). Dropout hashes seed, batch, head and positions, so it
-does not depend on rank or block.
+Blocks have a bounded number of scores and skip keys outside their band. Accumulates in fp32 (float64 for float64).
+Dropout hashes seed, batch, head and positions: independent of rank and block.
 """
 
 from __future__ import annotations
@@ -143,8 +142,6 @@ _KERNELS = autograd.Kernels(forward, backward)
 
 
 class _Block(NamedTuple):
-    """Rows and keys of one block; batches count (batch, key head) pairs."""
-
     batches: slice
     rows: slice
     keys: slice

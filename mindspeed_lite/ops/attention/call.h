@@ -79,8 +79,8 @@ struct Tile {
     int64_t k0, keys, rows, q0, queries, columns, ld;
 };
 
-// The next part, from key k0 on, with the queries that see it. Whole if all queries see all of its keys by position,
-// else split, which skips more.
+// The next part, from key k0 on, with the queries that see it. Whole if no key is hidden by position, else split to
+// skip more.
 template <typename M, typename In>
 Tile next_part(const Call<In>& call, int64_t k0, int64_t height, int64_t q0, int64_t queries, int64_t width) {
     const int64_t first = k0 / height * height, end = std::min(first + height, call.sk);

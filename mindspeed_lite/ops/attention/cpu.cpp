@@ -1,18 +1,17 @@
 // Tiled attention forward and backward on the CPU, GEMMs in oneDNN micro-kernels.
 //
-// A tile is KEYS x QUERIES and transposed, S^T[k][q] = k . q: per-query values lie along the vector, no reduction
-// crosses lanes, and the probabilities are the next GEMM's operand as they are. FlashAttention-2 (Dao, 2023): forward
-// keeps a running maximum and sum per query, backward recomputes the probabilities from lse.
+// Tiles are transposed, S^T[k][q] = k . q: per-query values lie along the vector and the probabilities are the next
+// GEMM's operand. FlashAttention-2 (Dao, 2023): forward keeps a running maximum and sum, backward recomputes
+// probabilities from lse.
 //
-// A work item is a tile of queries, looping over keys. K and V are packed once for all queries and query heads, for as
-// many key heads at a time as there are threads. dK and dV are accumulated in a fixed order (`Turns`), so results do
-// not depend on the number of threads.
+// A work item is a tile of queries, looping over keys. K and V are packed once per key head, for as many key heads as
+// threads. dK and dV accumulate in a fixed order (`Turns`): results do not depend on the number of threads.
 //
-// Inputs are multiplied in their dtype where oneDNN has the micro-kernel, else in fp32 (`M`). Each size needs a
-// micro-kernel, so tiles have few sizes (`rounded_up`).
+// `M` is the GEMMs' dtype: the inputs' where oneDNN has the micro-kernel, else fp32. Each size needs a micro-kernel, so
+// tiles have few sizes (`rounded_up`).
 //
 // q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides, last one 1; out [sq, b, n, dv] contiguous; lse [b,
-// n, sq], -inf for a query without keys. Results have the inputs' type or fp32 (`Result`).
+// n, sq], -inf for a query without keys.
 #include "pieces.h"
 
 namespace {
@@ -67,7 +66,6 @@ bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& runnin
     return grown;
 }
 
-// Per-thread buffers of the forward pass.
 template <typename M>
 struct ForwardSpace {
     Buffer<float> scores, sums, scratch;
@@ -153,12 +151,10 @@ void forward(const Call<In>& call, const Result<In>& out, float* lse, int thread
     in_pieces<ForwardSpace<M>>(call, cut, guard, prepare, run, [](int64_t, int64_t, int64_t) {});
 }
 
-// Per-thread buffers of the backward pass.
 template <typename M>
 struct BackwardSpace {
     Buffer<float> scores, slopes, sums, scratch;
     Buffer<M> lines, weights, slope_rows, slope_pairs;
-    // A tile of queries and dout, in both right-hand-side layouts.
     Buffer<M> q_columns, q_rows, dout_columns, dout_rows;
     template <typename In>
     explicit BackwardSpace(const Call<In>& call)

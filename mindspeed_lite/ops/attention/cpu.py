@@ -1,8 +1,7 @@
 """attention on CPU in C++ for bf16 and fp32 with AVX2, else one block of rows at a time.
 
-`cpu.cpp` writes nothing of size sq x sk and multiplies in oneDNN micro-kernels exported by PyTorch. AVX-512 BF16 and
-AMX multiply bf16 directly; elsewhere K, V and query tiles are widened to fp32 once. Dropout is a function of seed and
-position. Results do not depend on the number of threads.
+AVX-512 BF16 and AMX multiply bf16 directly; elsewhere inputs are widened to fp32 once. Dropout is a function of seed
+and position. Results do not depend on the number of threads.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """attention on CUDA through PyTorch's fused kernels.
 
-Calls that scaled_dot_product_attention supports let PyTorch choose among cuDNN, flash and memory-efficient, in
-`cuda_flash`'s order. Others (lse, sink, window, causal with fewer queries than keys) call the kernels directly: flash
-for 16 bit without mask, else memory-efficient. Key heads are repeated where PyTorch would use the math path.
+scaled_dot_product_attention chooses in `cuda_flash`'s order. Calls it does not support (lse, sink, window, causal with
+fewer queries than keys) run flash directly for 16 bit without mask, else memory-efficient. Key heads are repeated
+where PyTorch would use the math path.
 
-A mask becomes a 16-bit bias [sq, sk]. `blocked`, with memory O(sq + sk), serves windows without flash (fp32, heads
-above 256, dropout), fp32 masks, and dropout with lse or sink. Under torch.compile: SDPA with a bias, or the reference
-for lse and sink, since PyTorch 2.11's fake kernel of the memory-efficient backward rejects its own schema.
+`blocked` serves windows without flash (fp32, heads above 256, dropout), fp32 masks, and dropout with lse or sink; other
+masks become a 16-bit bias [sq, sk]. Under torch.compile: SDPA with a bias, or the reference for lse and sink, since
+PyTorch 2.11's fake kernel of the memory-efficient backward rejects its own schema.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Chooses the flash attention implementation: PyTorch's (FA2), installed FA3 or FA4, or cuDNN.
 
-FA3 targets compute capability 9, FA4 10. PyTorch replaces its own by either for the whole process
-(`torch.nn.attention.activate_flash_attention_impl`), and unsupported calls then raise: so `activate` needs to know
-about dropout and windows, and its caller runs `undo`. Without them cuDNN is tried before FA2, per call. (Of an H100's
-peak FA2 reaches a third to a half, FA3 and cuDNN two thirds to three quarters: J. Shah et al., "FlashAttention-3",
-2024.)
+FA3 targets compute capability 9, FA4 10. Either replaces PyTorch's for the whole process
+(`torch.nn.attention.activate_flash_attention_impl`) and raises for dropout or windows. Without them cuDNN is tried
+before FA2, per call. (Of an H100's peak FA2 reaches a third to a half, the others two thirds to three quarters:
+J. Shah et al., "FlashAttention-3", 2024.)
 """
 
 from __future__ import annotations

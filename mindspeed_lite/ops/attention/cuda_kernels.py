@@ -1,9 +1,7 @@
 """PyTorch's flash and memory-efficient CUDA kernels, called directly for their lse.
 
-The kernels of scaled_dot_product_attention and `torch.nn.attention.varlen`. Both align causal order to the last key.
-
-flash takes 16 bit and one head size, a multiple of 8 up to 256, on compute capability 8.0 and later; other sizes are
-zero-padded.
+Both align causal order to the last key. flash takes 16 bit and one head size, a multiple of 8 up to 256 (others are
+zero-padded), on compute capability 8.0 and later.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _LSE_ROWS, _BIAS_ALIGNMENT = 32, 8
 
 
 class Ends(NamedTuple):
-    """Cumulative sequence lengths with a leading zero, and the longest."""
+    """Cumulative lengths with a leading zero, and the longest."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -17,9 +17,10 @@ class Call(NamedTuple):
 
     q, k, v: [b, heads, s, size], or with `folded` batch and heads as one axis.
     mask: True shows a key, or additive; [.., sq, sk]. Excludes `causal`.
-    causal: aligned to the first key, sq == sk.
-    empty: rows [b | 1, n | 1, sq, 1] without keys by the caller's mask. They see every key in the kernel and are
-        cleared after it, since kernels disagree on empty rows (0, NaN, the average).
+    causal: sq == sk.
+    empty: rows [b | 1, n | 1, sq, 1] without keys by the caller's mask: they see every key in the kernel and are
+    cleared
+        after it, since kernels disagree on empty rows (0, NaN, the average).
     """
 
     q: torch.Tensor
@@ -55,7 +56,6 @@ def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
 
 
 def pad(t: torch.Tensor, width: int) -> torch.Tensor:
-    """Zero-pads each head to `width`."""
     return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t
 
 

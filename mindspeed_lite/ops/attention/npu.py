@@ -1,10 +1,10 @@
 """attention on Ascend NPUs through torch_npu.npu_fusion_attention and its own backward.
 
 Layout "SBH" is Megatron's, "TND" a pack's. sparse_mode: 1 full mask, 2 causal from the upper left corner, 3 causal to
-the lower right corner, 4 band from the lower right corner; 2 to 4 take one 2048 x 2048 triangle. True hides the key.
+the lower right, 4 band from the lower right; 2 to 4 take one 2048 x 2048 triangle. True hides the key.
 
-The operator returns each row's maximum and sum, in eight lanes; its backward takes lse as maximum with sum 1. Newer
-torch_npu takes a sink in fp32; otherwise it is merged into the result, or with dropout `blocked` serves.
+Returns each row's maximum and sum in eight lanes; its backward takes lse as maximum with sum 1. Newer torch_npu takes
+an fp32 sink; otherwise it is merged into the result, or with dropout `blocked` serves.
 """
 
 from __future__ import annotations

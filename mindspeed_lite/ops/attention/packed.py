@@ -54,15 +54,15 @@ class Packing:
         starts_q: torch.Tensor | Sequence[int] | None = None,
         starts_k: torch.Tensor | Sequence[int] | None = None,
     ) -> Packing:
-        """From cumulative lengths with a leading zero, as in flash-attention, Transformer Engine and Megatron.
+        """From cumulative lengths with a leading zero, as in Transformer Engine and Megatron.
 
         Args:
-            ends_q: cu_seqlens_q; sequence i has ends_q[i + 1] - ends_q[i] queries.
+            ends_q: cu_seqlens_q.
             ends_k: cu_seqlens_kv; default: ends_q.
             starts_q: cu_seqlens_q_padded: first row of each sequence, if there is padding between them.
             starts_k: cu_seqlens_kv_padded; default: starts_q, if ends_k is not given either.
 
-        Synchronises once to read tensors on a device; the result is cached per tensor.
+        Synchronises once to read tensors on a device; cached per tensor.
         """
         if ends_k is None:
             ends_k, starts_k = ends_q, starts_q if starts_k is None else starts_k
@@ -292,7 +292,6 @@ def _split(t: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.Tenso
 
 
 def _joined(t: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """Concatenates the rows of the sequences."""
     sizes, kept = _pieces(spans, t.shape[0])
     if all(kept):
         return t

@@ -11,9 +11,9 @@ namespace {
 
 // A pass: `prepare` per tile of keys, `run` per tile of queries of each head, `finish` per tile of keys.
 //
-// As many (sequence, key head) pairs run together as there are threads; `slot` is the pair's index among them. Items
-// are taken in a fixed order, unlike an OpenMP schedule, so that they wait for earlier items only. The last tiles, with
-// the most keys under a causal mask, go first.
+// As many (sequence, key head) pairs run together as there are threads; `slot` is the pair's index. Unlike OpenMP
+// schedules the order is fixed, so that items wait for earlier ones only. The last tiles, with the most keys under a
+// causal mask, go first.
 template <typename Space, typename In, typename Prepare, typename Run, typename Finish>
 void in_pieces(const Call<In>& call, const Cut& cut, Guard& guard, const Prepare& prepare, const Run& run,
                const Finish& finish) {
@@ -85,7 +85,6 @@ class Result {
 
    public:
     Result(void* to, bool wide) : to_(static_cast<char*>(to)), bytes_(wide ? sizeof(float) : sizeof(In)) {}
-    // Stores `count` values at element `at`.
     void put(const float* from, int64_t count, int64_t at) const {
         char* const to = to_ + at * bytes_;
         if (bytes_ == sizeof(float)) {

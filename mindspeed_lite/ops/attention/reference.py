@@ -93,7 +93,6 @@ def backward(
 def packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`packed.attend` of q [t, n, d], k [u, g, d], v [u, g, dv], one sequence after another."""
     rows, n = q.shape[:2]
     spec = spec._replace(return_lse=True)
     # Padding rows stay connected to the graph.

@@ -1,4 +1,4 @@
-"""The router of mixture-of-experts layers: which experts a token goes to, with what weight, and how even that is."""
+"""Mixture-of-experts router: expert choice, routing probabilities and load-balancing loss."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call.
+    """Call properties that select a backend.
 
-    function: which of the three. form: None but for topk_routing. biased: whether there is an expert_bias.
+    form: None except for topk_routing. biased: has an expert_bias.
     """
 
     device: str
@@ -53,24 +53,22 @@ def topk_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The topk experts of every token and their probabilities.
 
-    Of the logits x [T, E], s is the score of every expert, by which the experts are chosen, and p the probability of
-    the chosen ones:
+    For logits x [T, E], with s the score that experts are chosen by and p the probability:
         softmax                      s = x,                  p = softmax of the chosen x
         softmax, use_pre_softmax     s = softmax(x),         p = s
         sigmoid                      s = sigmoid(x),         p = s / (sum of the chosen s + 1e-20), or s if topk is 1
         sqrtsoftplus                 s = sqrt(softplus(x)),  p as for sigmoid
-    times scaling_factor, if it is given and not 0. expert_bias [E] is added to s for the choice only, without gradient;
-    softmax ignores it. With group_topk, the experts form num_groups groups of equal size, and the choice is among those
-    of the group_topk groups with the highest sums of their topk // group_topk highest s. Equal scores are chosen among
-    as torch.topk does on that device. The topk experts come in descending order of s; with gradients disabled in any.
+    times scaling_factor, unless None or 0. expert_bias [E] is added to s for the choice only, without gradient; softmax
+    ignores it. group_topk: choose within the group_topk of num_groups equal groups with the highest sums of their
+    topk // group_topk highest s. Ties as in torch.topk on that device. Experts in descending order of s; unordered with
+    gradients disabled.
 
-    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once, to the dtype of the logits. Returns
-        dense_output False: probs [T, E] in the dtype of the logits, 0 where not chosen; routing_map [T, E] bool;
+    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once. Returns
+        dense_output False: probs [T, E] in the logits' dtype, 0 where not chosen; routing_map [T, E] bool;
         dense_output True: probs [T, topk]; indices [T, topk] int64.
-    Differentiable in the logits. Backends keep the indices and [T, topk] fp32 numbers, for use_pre_softmax the logits
-    and the indices; the reference what autograd keeps.
+    Backends save indices and [T, topk] fp32 values, with use_pre_softmax logits and indices.
 
-    Raises ValueError for an unknown score function and for sizes that do not fit.
+    Raises ValueError for an unknown score function or unfit sizes.
     """
     _check(logits, topk, score_function)
     form = _form(
@@ -84,13 +82,13 @@ def topk_routing(
 
 
 def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top-k of the logits [T, E] without groups and bias, and scores that add up to 1 for every token.
+    """Top-k of logits [T, E] without groups and bias, and scores that sum to 1 per token.
 
-    Returns (routing_map, scores): routing_map [T, E] bool, True at the topk highest scores; scores [T, E] in fp32
-    (float64 for float64 logits): softmax(x), or s / (sum of all s + 1e-20) for the scores s of `topk_routing`.
-    Differentiable in the logits through the scores, which are kept with one fp32 number per token.
+    Returns (routing_map, scores): [T, E] bool; [T, E] fp32 (float64 for float64): softmax(x), or s / (sum of all s +
+    1e-20) for the scores s of `topk_routing`. Differentiable through the scores, which are saved with one fp32 value
+    per token.
 
-    Raises ValueError for an unknown score function and for a topk that does not fit.
+    Raises ValueError for an unknown score function or unfit topk.
     """
     _check(logits, topk, score_function)
     implementation: Callable[..., Any] = OPERATOR.choose(_aux_case(logits))
@@ -106,11 +104,11 @@ def load_balancing_loss(
     num_experts: int,
     coeff: float,
 ) -> torch.Tensor:
-    """coeff E / (topk N^2) sum_e f_e sum_t p_te, for N = total_num_tokens tokens of which f_e were sent to expert e.
+    """coeff E / (topk N^2) sum_e f_e sum_t p_te, where f_e of N = total_num_tokens tokens went to e.
 
-    probs: [T, E], the scores of this rank's tokens; tokens_per_expert: [E] of any dtype, without gradient, counted
-    over the N tokens, which may be more than T; N is an int or a tensor, which is not read back. Returns a scalar in
-    fp32 (float64 for float64), differentiable in probs; the gradient is one row expanded T times.
+    probs: [T, E], this rank's scores; tokens_per_expert: [E], any dtype, without gradient, counted over N >= T tokens;
+    N: int or tensor (never synchronises). Returns an fp32 scalar (float64 for float64), differentiable in probs; the
+    gradient is one row expanded T times.
     """
     if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""moe_router with gradients, for backends with a backward pass of their own."""
+"""Autograd of moe_router around a backend's forward and backward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, Form
 
 
 class Routed(NamedTuple):
-    """Results of a forward pass: the two outputs, the experts [T, topk], and what the backward pass reads.
+    """Results of a forward pass: the two outputs, the experts [T, topk], and saved values.
 
-    kept: [T, topk] fp32: the chosen scores, for SOFTMAX their softmax; None for PRE_SOFTMAX, whose logits are kept.
+    kept: [T, topk] fp32 chosen scores, for SOFTMAX their softmax; None for PRE_SOFTMAX, which saves logits.
     """
 
     probs: torch.Tensor
@@ -24,11 +24,11 @@ class Routed(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A backend's two directions of topk_routing.
+    """A backend's topk_routing.
 
     forward(logits, expert_bias, form) -> Routed
-    backward(dprobs, indices, kept, form, experts) -> dlogits [T, E] in the dtype of dprobs. kept is that of `Routed`,
-    for PRE_SOFTMAX the logits. dprobs has any strides.
+    backward(dprobs, indices, kept, form, experts) -> dlogits [T, E] in dprobs' dtype; kept: `Routed.kept`, or logits
+    for PRE_SOFTMAX; dprobs: any strides.
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor | None, Form], Routed]
@@ -36,9 +36,9 @@ class Pass(NamedTuple):
 
 
 class AuxPass(NamedTuple):
-    """A backend's two directions of aux_loss_scores.
+    """A backend's aux_loss_scores.
 
-    forward(logits, topk, function) -> (routing_map, scores, sums), as `reference.normalised_scores` has the last two
+    forward(logits, topk, function) -> (routing_map, scores, sums), the last two as in `reference.normalised_scores`
     backward(dscores, scores, sums, function, dtype) -> dlogits in that dtype
     """
 
@@ -49,8 +49,6 @@ class AuxPass(NamedTuple):
 def route(
     backend: Pass, logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_routing, differentiable in the logits."""
-
     def forward(inputs: Any, _: None) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
         routed = backend.forward(inputs[0], expert_bias, form)
         kept = inputs[0] if form.scores == PRE_SOFTMAX else routed.kept
@@ -66,8 +64,6 @@ def route(
 
 
 def aux_scores(backend: AuxPass, logits: torch.Tensor, topk: int, function: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """aux_loss_scores, differentiable in the logits through the scores."""
-
     def forward(inputs: Any, _: None) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
         chosen, scores, sums = backend.forward(inputs[0], topk, function)
         return (scores, chosen), (scores, sums)

@@ -1,8 +1,7 @@
 """Cases of moe_router, compared with Megatron's steps without Transformer Engine.
 
-The output is the probabilities [tokens, experts]. Work counts logits, probabilities and map; backward the chosen
-gradients and that of the logits. Operations of a logit: 8 for its score in each direction, and a comparison for each
-chosen expert and group.
+Output: probabilities [tokens, experts]. Work counts logits, probabilities, map and gradients; per logit 8 operations
+per direction, and a comparison per chosen expert and group.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Shape:
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Logits without equal values in a row, exact in any dtype; with `bias` the expert bias."""
+    """Logits without ties in a row, exact in any dtype; with `bias` the expert bias."""
     experts = shape.experts
     places = torch.rand(shape.tokens, experts, **draw.options).argsort(dim=1)
-    # Steps of a power of two through about [-2, 2].
+    # Power-of-two steps through about [-2, 2].
     logits = draw.of((places - experts // 2) * (4.0 / (1 << max(experts - 1, 0).bit_length())))
     if not shape.bias:
         return (logits,)
@@ -91,7 +90,7 @@ def reference(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | No
         if k > 1:
             probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
     probs = probs.type_as(logits)
-    # The map that callers need with the probabilities.
+    # Callers also need the map.
     torch.zeros_like(logits).int().scatter(1, indices, 1).bool()
     return torch.zeros_like(logits).scatter(1, indices, probs)
 
@@ -102,7 +101,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((count + shape.tokens * shape.k) * size, 8 * count)
 
 
-# Mixtral, a model of 64 experts in both ways, and DeepSeek-V3.
+# Mixtral, a 64-expert model in both ways, DeepSeek-V3.
 _DEEPSEEK = ",scores=sigmoid,groups=8,group_topk=4,bias=1"
 _TIMED = ("2048x8x2", "4096x64x6", "4096x64x6,pre=1", f"8192x256x8{_DEEPSEEK}")
 

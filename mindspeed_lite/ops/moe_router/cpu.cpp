@@ -1,8 +1,7 @@
-// moe_router on the CPU: a row at a time, from the scores to what is written of them, and from gradients to gradients.
+// moe_router on the CPU: a row at a time, scores to outputs and gradients to gradients.
 //
-// The choice is PyTorch's own, to the last of several equal scores. Where the highest scores differ from each other
-// there is one right answer, found by a search of ours; where they do not, the answer is that of the algorithms that
-// torch.topk runs on the CPU, which are the standard library's, run on the same sequence. cpu.py compares the two once.
+// Ties are chosen as in PyTorch. Without ties at the limit any algorithm is right, and a fast search serves; otherwise
+// torch.topk's CPU algorithms from the standard library run on the same sequence. cpu.py checks the two once.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -14,7 +13,7 @@ namespace {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK = 16;
-// Columns that the search folds a row to, and candidates that it compares with each other.
+// Columns that the search folds a row to, and candidates it compares pairwise.
 constexpr int64_t MOST_COLUMNS = 64, MOST_CANDIDATES = 32;
 
 inline int64_t padded(int64_t size, int64_t block) { return (size + block - 1) / block * block; }
@@ -23,12 +22,12 @@ inline int64_t padded(int64_t size, int64_t block) { return (size + block - 1) /
 
 using Ranked = std::pair<float, int32_t>;
 
-// As torch.topk orders them: NaN above everything.
+// torch.topk's order: NaN first.
 inline bool before(const Ranked& a, const Ranked& b) {
     return (a.first != a.first && b.first == b.first) || a.first > b.first;
 }
 
-// How many columns a row is folded to: at least twice as many as are looked for, or 0 for none.
+// Columns to fold a row to: at least twice topk, or 0 for no folding.
 inline int64_t columns_for(int64_t topk) {
     for (int64_t columns = BLOCK; columns <= MOST_COLUMNS; columns *= 2) {
         if (2 * (topk + 1) <= columns + 2) return columns;
@@ -36,11 +35,10 @@ inline int64_t columns_for(int64_t topk) {
     return 0;
 }
 
-// What a thread works with.
 struct Desk {
-    std::vector<float> raw, key, worth;  // scores; by what is chosen, padded with LOWEST; groups' scores
+    std::vector<float> raw, key, worth;  // scores; selection keys, padded with LOWEST; group scores
     std::vector<Ranked> queue;
-    std::vector<int32_t> chosen, place;  // one more of them than there are, for what is not wanted
+    std::vector<int32_t> chosen, place;  // one extra slot for unwanted values
     std::vector<char> open;
 
     Desk(int64_t experts, int64_t topk, int64_t groups)
@@ -53,7 +51,7 @@ struct Desk {
           open(groups) {}
 };
 
-// torch.topk of key, whatever is in it. `sorted` costs little and is asked for.
+// torch.topk of key, for any contents; always sorted, which costs little.
 void choose_as_torch(const float* key, int64_t size, int64_t k, std::vector<Ranked>& queue, int32_t* chosen) {
     for (int64_t i = 0; i < size; ++i) queue[i] = {key[i], static_cast<int32_t>(i)};
     const auto first = queue.begin(), end = first + size;
@@ -76,7 +74,7 @@ inline float highest(const float* x, int64_t n) {
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 
-// How many of x are higher than each of them. `size` is a multiple of 8, x and ranks are aligned.
+// Rank of each x among all; `size` is a multiple of 8, x and ranks are aligned.
 template <int64_t size>
 inline void rank(const float* x, int32_t* ranks) {
     for (int64_t first = 0; first < size; first += 8) {
@@ -90,10 +88,10 @@ inline void rank(const float* x, int32_t* ranks) {
     }
 }
 
-// The places of all numbers that can be among the k + 1 highest of key; how many there are, or 0 if that is in doubt.
+// Indices of all candidates for the k + 1 highest of key; returns their number, 0 if undecided.
 //
-// The row is folded to columns; the k + 1 highest of their maxima bound the k + 1 highest of the row from below, and few
-// numbers reach the bound. No branch depends on the numbers.
+// The row is folded to columns; the k + 1 highest column maxima bound the row's from below, and few values reach the
+// bound. Branch-free.
 template <int64_t columns>
 int64_t candidates(Desk& desk, int64_t k) {
     const float* key = desk.key.data();
@@ -141,8 +139,8 @@ int64_t candidates(Desk& desk, int64_t k) {
     }
 }
 
-// The k highest of key in descending order, if they are beyond doubt: the highest left out is lower than each of them.
-// With `order`, they must differ from each other too. key has no NaN.
+// The k highest of key in descending order, if unambiguous: all above the rest, and with `order` distinct. key has no
+// NaN.
 bool choose_if_clear(Desk& desk, int64_t k, bool order) {
     const int64_t count = candidates(desk, k);
     if (count <= k || count > MOST_CANDIDATES) return false;
@@ -164,11 +162,11 @@ bool choose_if_clear(Desk& desk, int64_t k, bool order) {
         enough += ranks[i] < k;
         chosen[ranks[i] < k ? ranks[i] : k] = place[i];
     }
-    if (enough != k) return false;  // equal ones stand at the limit
+    if (enough != k) return false;  // tie at the limit
     int32_t lowest = 0;
     for (int64_t j = 0; j < k; ++j) lowest = std::min(lowest, chosen[j]);
     if (lowest == 0) return true;
-    // Some of the chosen are equal and have taken one place.
+    // Ties among the chosen share one place.
     if (order) return false;
     for (int64_t i = 0, next = 0; i < count; ++i) {
         if (ranks[i] < k) chosen[next++] = place[i];
@@ -176,9 +174,9 @@ bool choose_if_clear(Desk& desk, int64_t k, bool order) {
     return true;
 }
 
-// Puts LOWEST in place of the keys of all groups but the best.
+// Sets the keys of all but the best groups to LOWEST.
 //
-// torch.sum of 16-bit numbers is one: with `coarse` so are the groups' scores.
+// `coarse`: group scores are rounded to 16 bit, as torch.sum does.
 void close_groups(Desk& desk, int64_t experts, int64_t groups, int64_t chosen, int64_t best, bool coarse, bool nan) {
     const int64_t size = experts / groups;
     for (int64_t g = 0; g < groups; ++g) {
@@ -186,7 +184,7 @@ void close_groups(Desk& desk, int64_t experts, int64_t groups, int64_t chosen, i
         float first = LOWEST, second = LOWEST;
         if (nan) {
             for (int64_t i = 0; i < size; ++i) {
-                if (key[i] != key[i]) first = second = key[i];  // and stays: nothing is above it
+                if (key[i] != key[i]) first = second = key[i];  // NaN stays: it sorts first
                 if (key[i] > first) second = first, first = key[i];
                 else if (key[i] > second) second = key[i];
             }
@@ -205,9 +203,9 @@ void close_groups(Desk& desk, int64_t experts, int64_t groups, int64_t chosen, i
         }
         const float worth = best == 2 ? first + second : first;
         desk.worth[g] = coarse ? as_float(rounded(worth) << 16) : worth;
-        nan = nan || desk.worth[g] != desk.worth[g];  // of two infinities
+        nan = nan || desk.worth[g] != desk.worth[g];  // inf - inf
     }
-    // Those with fewer than `chosen` better ones; if equal ones stand at the limit, they are too many.
+    // Groups with fewer than `chosen` better ones; more than `chosen` in case of ties.
     int64_t open = 0;
     for (int64_t g = 0; g < groups; ++g) {
         int64_t better = 0;
@@ -227,11 +225,10 @@ void close_groups(Desk& desk, int64_t experts, int64_t groups, int64_t chosen, i
 }
 
 struct Form {
-    int64_t experts, topk, groups, group_topk, best;  // groups is 0 for none
+    int64_t experts, topk, groups, group_topk, best;  // groups: 0 for none
     bool order, coarse;
 };
 
-// desk.chosen of desk.raw with the bias added.
 void choose(Desk& desk, const float* bias, const Form& form) {
     const int64_t experts = form.experts;
     const float* raw = desk.raw.data();
@@ -264,7 +261,6 @@ inline float sum_of(const float* x, int64_t n) {
     return sum;
 }
 
-// In place: x becomes its softmax.
 inline void softmax(float* x, int64_t n) {
     const float top = highest(x, n);
 #pragma omp simd
@@ -274,10 +270,10 @@ inline void softmax(float* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] *= scale;
 }
 
-// From a score to its derivative by the logit.
+// Derivative by the logit, from the score.
 inline float slope(int kind, float s) {
     if (kind == SIGMOID) return s * (1.0f - s);
-    // s = sqrt(u), u = log(1 + e^x): e^x / (1 + e^x) = 1 - e^-u, a series where that difference would cancel.
+    // s = sqrt(u), u = log(1 + e^x): e^x / (1 + e^x) = 1 - e^-u, as a series where it cancels.
     const float u = s * s;
     const float near = u * (1.0f - u * (0.5f - u * (1.0f / 6.0f - u * (1.0f / 24.0f - u * (1.0f / 120.0f)))));
     const float share = u < 0.125f ? near : 1.0f - exp_(-u);
@@ -290,7 +286,7 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
     const int64_t experts = form.experts, topk = form.topk;
 #pragma omp parallel num_threads(threads)
     {
-        // Padded, so that loops over a few numbers have no remainder.
+        // Padded to avoid remainder loops.
         const int64_t wide = padded(topk, BLOCK);
         std::optional<Desk> made;
         std::vector<float> chosen;
@@ -337,7 +333,7 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
 
 // ---- gradients ----
 
-// Of the chosen alone: `kind` is that of the scores, normalised or not.
+// Backward through the chosen scores; `kind` is the scores', normalised or not.
 template <class T>
 void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out, int64_t rows,
               int64_t experts, int64_t topk, int normalised, int dense, float scale, int threads, Guard& guard) {
@@ -371,7 +367,7 @@ void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, c
     }
 }
 
-// Of the softmax over all experts, computed again.
+// Backward through the softmax over all experts, recomputed.
 template <class T>
 void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t stride, const int64_t* indices,
                   T* out, int64_t rows, int64_t experts, int64_t topk, int dense, float scale, int threads,
@@ -404,7 +400,7 @@ void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t
     }
 }
 
-// Of scores that add up to 1, from themselves and what they were divided by.
+// Backward of normalised scores, from the scores and their divisors.
 template <int kind, class T>
 void backward_scores(const float* grad, int64_t stride, const float* scores, const float* sums, T* out, int64_t rows,
                      int64_t experts, int threads) {

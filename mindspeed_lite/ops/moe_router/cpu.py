@@ -1,7 +1,7 @@
-"""moe_router on CPU: from scores to probabilities and map, and from gradients to gradients, in one pass of C++ each.
+"""moe_router on CPU: one pass of C++ per direction.
 
-The scores are PyTorch's, bit by bit, and so is the choice: see cpu.cpp. That the C++ library chooses among equal scores
-as PyTorch was built to is looked at once; where it does not, the reference serves.
+Scores and choice have PyTorch's bits: see cpu.cpp. Checked once; if the C++ library breaks ties differently, the
+reference serves.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _lib = native.Library(
     returns_status=True,
 )
 
-# Exponentials and the search for the largest make a score cost as much as so many elements of a pass over memory.
+# Cost of a score in elements of a memory pass.
 _WORK = 8
-# As cpu.cpp numbers what it does with the chosen scores.
+# `Kind` in cpu.cpp
 _NONE, _AS_THEY_ARE = 0, 2
 _KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}
 
@@ -54,7 +54,7 @@ def supported(case: Case) -> list[str]:
 
 def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
     if is_traced(logits):
-        # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
+        # torch.compile fuses the reference; fake tensors have no memory.
         return reference.moe_router(function, logits, *arguments)
     if function == "topk_routing":
         return autograd.route(_PASS, logits, *arguments)
@@ -102,7 +102,7 @@ def _run_forward(
         experts,
         form.topk,
         *(form.groups or (0, 0, 0)),
-        form.dense,  # where the order of the chosen shows
+        form.dense,  # exposes the order of the chosen
         form.dense,
         form.scale,
         native.threads(_WORK * scores.numel()),
@@ -158,7 +158,6 @@ _AUX = autograd.AuxPass(_aux_forward, _aux_backward)
 
 @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
 def _unusable() -> str | None:
-    """Why the compiled kernel serves nothing here."""
     return _refusal()
 
 
@@ -167,14 +166,14 @@ def _refusal() -> str | None:
     reason = _lib.unusable()
     if reason is not None:
         return reason
-    # The caller may be tracing, on tensors without memory.
+    # The caller may be tracing with fake tensors.
     with _disable_current_modes(), torch.no_grad():
         return None if _chooses_as_torch() else "the C++ library chooses among equal scores otherwise than torch.topk"
 
 
 def _chooses_as_torch() -> bool:
     generator = torch.Generator().manual_seed(0)
-    # Numbers of which many are equal, through both algorithms of torch.topk: up to 64 for each wanted, and beyond.
+    # Many ties, through both torch.topk algorithms: up to 64 values per wanted one, and above.
     for experts, topk in ((4, 2), (16, 4), (64, 6), (256, 8), (256, 1), (512, 8)):
         for highest in (1, 3, 40):
             scores = torch.randint(0, highest + 1, (16, experts), generator=generator).float()

@@ -1,4 +1,4 @@
-"""moe_router on CUDA: the choice is torch.topk's; what is around it is one Triton kernel in each direction."""
+"""moe_router on CUDA: torch.topk for the choice, one Triton kernel per direction for the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def supported(case: Case) -> list[str]:
 
 def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
     if torch.compiler.is_compiling():
-        # A compiler fuses the definition itself, and more around it.
+        # torch.compile fuses the reference.
         return reference.moe_router(function, logits, *arguments)
     if function == "topk_routing":
         return autograd.route(_PASS, logits, *arguments)

@@ -1,9 +1,8 @@
-"""moe_router in Triton: what is around the choice, a tile of whole rows for each program.
+"""moe_router in Triton: everything but the choice, a tile of whole rows per program.
 
-A row of [T, E] is written once, zeros and all: the chosen experts are compared with the columns, one after the other.
+Each row of [T, E] is written once: columns are compared with the chosen experts in turn.
 """
 
-# A kernel's parameters have no types in Python.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a kernel calls the scores; a constexpr, since a kernel sees no other globals.
+# constexpr: kernels see no other globals.
 SOFTMAX = tl.constexpr("softmax")
 SIGMOID = tl.constexpr("sigmoid")
 SQRTSOFTPLUS = tl.constexpr("sqrtsoftplus")
@@ -32,11 +31,11 @@ def _spread(at, value, column, TOPK: tl.constexpr, KBLOCK: tl.constexpr):
 
 @triton.jit
 def _slope(s, SCORES: tl.constexpr):
-    """From a score to its derivative by the logit."""
+    """Derivative by the logit, from the score."""
     if SCORES == SIGMOID:
         out = s * (1.0 - s)
     else:
-        # s = sqrt(u), u = log(1 + e^x): e^x / (1 + e^x) = 1 - e^-u, a series where that difference would cancel.
+        # s = sqrt(u), u = log(1 + e^x): e^x / (1 + e^x) = 1 - e^-u, as a series where it cancels.
         u = s * s
         near = u * (1.0 - u * (0.5 - u * (1.0 / 6.0 - u * (1.0 / 24.0 - u * (1.0 / 120.0)))))
         share = tl.where(u < 0.125, near, 1.0 - tl.exp(-u))
@@ -109,7 +108,7 @@ def backward_all_kernel(
     dprobs, indices, logits, dlogits, rows, stride, logits_stride, scale, DENSE: tl.constexpr,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, KBLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the softmax over all experts, computed again."""
+    """Backward through the softmax over all experts, recomputed."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place, column = tl.arange(0, KBLOCK), tl.arange(0, BLOCK)
     wanted = (row[:, None] < rows) & (place[None, :] < TOPK)
@@ -131,7 +130,7 @@ def backward_scores_kernel(
     dscores, scores, sums, dlogits, rows, stride,
     SCORES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of scores that add up to 1, from themselves and what they were divided by."""
+    """Backward of normalised scores, from the scores and their divisors."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)

@@ -1,9 +1,8 @@
-"""moe_router on Ascend NPUs: torch_npu's gating operators, whose gradient is ours.
+"""moe_router on Ascend NPUs: torch_npu's gating operators with our gradient.
 
-They are documented for inference and compute scores, choice and probabilities, in fp32 of fp32 logits. Of equal scores
-npu_moe_gating_top_k is documented to take those of the lowest experts; npu_moe_gating_top_k_softmax, like torch.topk,
-leaves it open. Experts and groups of any number want CANN 8.3 or newer. What they do not document as it is meant here
-(the softmax of the chosen logits, other scores, a choice by normalised scores) is refused.
+Inference operators, here with fp32 logits. npu_moe_gating_top_k documents that ties go to the lowest experts;
+npu_moe_gating_top_k_softmax leaves them open, like torch.topk. Arbitrary numbers of experts and groups need CANN 8.3.
+Undocumented uses (softmax of the chosen logits, other scores, choice by normalised scores) are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mindspeed_lite.ops.moe_router.reference import EPS, PRE_SOFTMAX, SIGMOID, S
 if TYPE_CHECKING:
     from mindspeed_lite.ops.moe_router import Case
 
-# Limits of the operators as they are documented.
+# Documented limits.
 _MOST_EXPERTS = 2048
 _MOST_CHOSEN = 1024
 _LANES = 32
@@ -35,7 +34,6 @@ def supported(case: Case) -> list[str]:
 
 
 def _softmax(form: Form) -> list[str]:
-    """Why npu_moe_gating_top_k_softmax does not do."""
     reasons = []
     if form.groups is not None:
         reasons.append("groups of experts chosen by a softmax: npu_moe_gating_top_k_softmax has no groups")
@@ -45,7 +43,6 @@ def _softmax(form: Form) -> list[str]:
 
 
 def _sigmoid(form: Form, experts: int) -> list[str]:
-    """Why npu_moe_gating_top_k does not do."""
     if form.scores == SOFTMAX:
         return ["the softmax of the chosen logits: torch_npu's operators choose by the softmax of all of them"]
     if form.scores != SIGMOID:
@@ -84,7 +81,7 @@ def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form)
             bias=None if expert_bias is None else expert_bias.to(torch.float32),
             k_group=groups.chosen,
             group_count=groups.number,
-            group_select_mode=groups.best - 1,  # 0: by the highest score, 1: by the sum of the two highest
+            group_select_mode=groups.best - 1,  # 0: highest score, 1: sum of the two highest
             renorm=0,
             norm_type=1,  # sigmoid
             out_flag=False,

@@ -1,4 +1,4 @@
-"""The definition of moe_router in plain PyTorch: what every backend is tested against."""
+"""Reference moe_router in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
 SQRTSOFTPLUS = "sqrtsoftplus"
 SCORE_FUNCTIONS = (SOFTMAX, SIGMOID, SQRTSOFTPLUS)
-# The softmax over all experts, taken before the choice; SOFTMAX alone is that of the chosen logits.
+# Softmax over all experts before the choice; SOFTMAX is over the chosen logits.
 PRE_SOFTMAX = "pre_softmax"
 
-# Added to a sum of scores before dividing by it.
+# Added to a sum of scores before division.
 EPS = 1e-20
 
 
 class Groups(NamedTuple):
-    """Experts side by side in `number` groups, of which a token's `chosen` best are open to it.
+    """`number` contiguous groups of experts; a token may use its `chosen` best.
 
-    A group is as good as the sum of its `best` highest scores.
+    Groups rank by the sum of their `best` highest scores.
     """
 
     number: int
@@ -31,10 +31,10 @@ class Groups(NamedTuple):
 
 
 class Form(NamedTuple):
-    """scores: PRE_SOFTMAX or one of SCORE_FUNCTIONS. scale: 1.0 for none. dense: results [T, topk], not [T, E].
+    """scores: PRE_SOFTMAX or a score function. scale: 1.0 for none. dense: results [T, topk], not [T, E].
 
-    ordered: whether torch.topk is asked for an order, which without groups Megatron wants only with gradients. Not
-    read in autograd's Functions, in which there are none.
+    ordered: sorted torch.topk; Megatron, without groups, sorts only with gradients enabled. Not read inside
+    autograd.Function.
     """
 
     scores: str
@@ -51,12 +51,12 @@ class Form(NamedTuple):
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """The dtype everything is computed in."""
+    """Compute dtype: fp32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scores_of(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """The score of every expert, [T, E], in fp32 or float64."""
+    """Scores [T, E] in fp32 or float64."""
     dtype = precision(logits.dtype)
     if function in (SOFTMAX, PRE_SOFTMAX):
         return torch.softmax(logits, dim=-1, dtype=dtype)
@@ -66,10 +66,7 @@ def scores_of(logits: torch.Tensor, function: str) -> torch.Tensor:
 
 
 def choose(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """The topk highest scores of every row and their experts, [T, topk] each.
-
-    Which of equal scores is taken, and their order, is what torch.topk of these scores makes of it.
-    """
+    """The topk highest scores and their experts, [T, topk] each; ties as in torch.topk."""
     topk, groups = form.topk, form.groups
     if groups is None:
         return torch.topk(scores, topk, dim=1, sorted=form.ordered)
@@ -104,12 +101,12 @@ def topk_routing(
 
 
 def routing_map(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """[T, E], True at the experts of `indices` [T, topk]."""
+    """[T, E] bool, True at `indices` [T, topk]."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
 
 
 def normalised_scores(logits: torch.Tensor, function: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores that add up to 1 in every row, [T, E], and what was divided by, [T, 1]: None where they do anyway."""
+    """Scores [T, E] that sum to 1 per row, and their divisors [T, 1] (None for softmax)."""
     scores = scores_of(logits, function)
     if function == SOFTMAX:
         return scores, None

@@ -1,12 +1,8 @@
 """C++ kernels for the CPU: compiled for this machine at first use, cached, called by address.
 
-A kernel is one C++17 file beside its operator. It includes only the headers here, those beside it and the standard
-library's, uses OpenMP for threads, and compiles in a second or two. Without a usable compiler `Library.unusable` has
-the reason, and the operator falls back.
-
-Libraries are kept in `platform/cache.py`'s folder under a hash of sources, compiler, flags, processor and PyTorch. Of
-several processes one compiles and the others wait. They are linked without an OpenMP runtime, so that they share
-PyTorch's pool of threads; clang needs LLVM's runtime there, which is checked.
+A kernel is one C++17 file that includes only local and standard headers and uses OpenMP. Libraries are cached
+(`platform/cache.py`) under a hash of sources, compiler, flags, processor and PyTorch; one process compiles while others
+wait. Not linked to an OpenMP runtime, they share PyTorch's threads; clang needs LLVM's runtime there.
 """
 
 from __future__ import annotations
@@ -43,26 +39,24 @@ _TYPES: Mapping[str, Any] = {
     "f": ctypes.c_float,
     "d": ctypes.c_double,
 }
-# None changes the meaning of arithmetic: sums are reordered where the source says so (`omp simd reduction`).
+# Results keep their meaning: only `omp simd reduction` reorders sums.
 _FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 _TIMEOUT = 300.0
-# Elements of a pass over memory below which a second thread does not pay.
+# Fewer elements do not pay for a second thread.
 _SERIAL = 1 << 15
 
 _log = logging.getLogger("mindspeed_lite")
 
 
 class Library:
-    """The functions of one C++ source.
+    """The functions of one C++ source, as attributes.
 
     Args:
-        source: the C++ file.
-        functions: name -> one letter per argument: p pointer, l int64, i int32, f float, d double. A tensor stands for
-            its address, a list of tensors for an array of addresses. The functions are attributes of the object.
-        uses_torch: the source calls functions that libtorch_cpu exports.
-        flags: more flags for the compiler.
-        returns_status: the functions return a status (`guard.h`) instead of nothing; an error raises MemoryError or
-            RuntimeError.
+        functions: name -> one letter per argument: p pointer, l int64, i int32, f float, d double. Tensors pass as
+            addresses, lists of tensors as arrays of addresses.
+        uses_torch: the source calls functions exported by libtorch_cpu.
+        flags: additional compiler flags.
+        returns_status: functions return a `guard.h` status; errors raise MemoryError or RuntimeError.
     """
 
     def __init__(
@@ -82,13 +76,13 @@ class Library:
         self._loaded: ctypes.CDLL | None = None
 
     def unusable(self) -> str | None:
-        """Why the library cannot be used here, or None; compiles it at the first call."""
+        """Reason why the library is unusable, or None; compiles at the first call."""
         if self._state == "not asked yet":
             self._state = self._load()
         return self._state
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only before the library is loaded.
+        # Only before the library is loaded.
         if name not in self.functions:
             raise AttributeError(f"{self.source.name} is not known to have {name!r}")
         reason = self.unusable()
@@ -100,7 +94,7 @@ class Library:
         operator = self.source.parent.name
         try:
             path = _compiled(self.source, self.uses_torch, self.flags)
-            # All symbols now: a missing one is a reason here, not a crash at the first call.
+            # RTLD_NOW: a missing symbol becomes a reason, not a crash at the first call.
             self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
             for name, letters in self.functions.items():
                 function = getattr(self._loaded, name)
@@ -109,7 +103,7 @@ class Library:
                 setattr(self, name, functools.partial(_call, function))
         except _Unusable as error:
             return str(error)
-        except Exception as error:  # whatever a compiler, a file system or a loader does
+        except Exception as error:  # from compiler, file system or loader
             return f"the compiled CPU kernel of {operator} does not load: {' '.join(str(error).split())}"
         return None
 
@@ -131,16 +125,16 @@ def _call(function: Callable[..., Any], *given: Any) -> None:
 
 
 class _Unusable(Exception):
-    """The reason why there is no library."""
+    """Reason why there is no library."""
 
 
 def numbers(values: Sequence[int]) -> Any:
-    """int64 of C, as an argument of kind p."""
+    """int64 array for an argument of kind p."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def without_micro_kernel(library: Library, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why the micro-kernels of a library that includes `tiles.h` cannot multiply `dtype` now, or None."""
+    """Reason why `tiles.h` micro-kernels cannot multiply `dtype` now, or None."""
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off (torch.backends.mkldnn)"
     return _without_micro_kernel(library, dtype)
@@ -159,7 +153,6 @@ def _without_micro_kernel(library: Library, dtype: torch.dtype) -> str | None:
 
 
 def _status(code: int) -> None:
-    """Raises for a kernel's error status (`guard.h`)."""
     if code:
         raise MemoryError("a CPU kernel found no memory") if code == 1 else RuntimeError("a CPU kernel failed")
 
@@ -170,10 +163,9 @@ def threads(work: int) -> int:
 
 
 def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path:
-    """The cached library of `source`, compiled if it is not there."""
     headers = sorted({*_HEADERS.glob("*.h"), *source.parent.glob("*.h")})
     compiler = _compiler()
-    # --no-as-needed: libtorch_cpu is needed even if the source has weak symbols only.
+    # --no-as-needed: weak symbols alone would not link libtorch_cpu.
     links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"] if uses_torch else []
     flags = (*_FLAGS, *flags)
     parts = [each.read_bytes() for each in (source, *headers)]
@@ -192,7 +184,7 @@ def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path
 
 
 def _is_ours(path: Path) -> bool:
-    """True if there is a library that no other user can have written."""
+    """Whether the library exists and no other user can have written it."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -213,7 +205,7 @@ def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: lis
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unlinked, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
-        # Linked by itself: with -fopenmp that would bring an OpenMP runtime of its own.
+        # Linked without -fopenmp, which would add another OpenMP runtime.
         for command in (
             [*compiler, *flags, f"-I{_HEADERS}", "-c", str(source), "-o", str(unlinked)],
             [*compiler, "-shared", str(unlinked), *links, "-o", str(linked)],
@@ -233,7 +225,6 @@ def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: lis
 
 @functools.cache
 def _compiler() -> list[str]:
-    """The C++ compiler's command."""
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         try:
@@ -250,20 +241,19 @@ def _compiler() -> list[str]:
 
 
 def _torch() -> str:
-    """What of PyTorch a library depends on."""
     return f"{torch.__version__} {torch.version.git_version} {_torch_has_llvm_openmp()}"
 
 
 @functools.cache
 def _calls_llvm_openmp(compiler: tuple[str, ...]) -> bool:
-    """Whether the compiler's OpenMP code calls LLVM's runtime, as clang's does."""
+    """Whether the compiler emits calls to LLVM's OpenMP runtime, like clang."""
     source = 'extern "C" void call(int* x) {\n#pragma omp parallel\n++*x;\n}\n'
     return "__kmpc_" in _run(compiler, [*compiler, "-fopenmp", "-x", "c++", "-S", "-", "-o", "-"], source).stdout
 
 
 @functools.cache
 def _torch_has_llvm_openmp() -> bool:
-    """Whether PyTorch's OpenMP runtime serves the calls that clang makes."""
+    """Whether PyTorch's OpenMP runtime has clang's entry points."""
     try:
         loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
@@ -287,7 +277,7 @@ def _run(compiler: Sequence[str], command: Sequence[str], given: str = "") -> su
 
 @functools.cache
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Properties that `-march=native` depends on."""
     found = [platform.machine()]
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:
@@ -300,10 +290,10 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Holds `lock` within the block; the system releases it when its holder dies."""
+    """Holds a file lock; the system releases it if the process dies."""
     try:
         import fcntl
-    except ImportError:  # not a POSIX system: two processes may compile the same
+    except ImportError:  # not POSIX: two processes may compile the same
         yield
         return
     with open(lock, "w") as file:

@@ -1,10 +1,10 @@
-// Random numbers by position, so that a backward pass draws what the forward pass drew and nothing is kept.
+// Positional random numbers: backward redraws those of forward, nothing is stored.
 #pragma once
 
 #include <cstdint>
 
-// The same for a seed, a row and a column wherever it is asked: a counter-based generator, the finaliser of MurmurHash3
-// over a Weyl sequence. What is below `dropped`, of 2^32, is dropped.
+// Counter-based: MurmurHash3's finaliser over a Weyl sequence of seed, row and column. Values below `dropped` of 2^32
+// are dropped.
 static inline uint32_t draw(uint64_t seed, uint32_t row, uint32_t key) {
     uint32_t h = static_cast<uint32_t>(seed) ^ (row * 0x9e3779b9u);
     h = (h ^ (h >> 16)) * 0x85ebca6bu;

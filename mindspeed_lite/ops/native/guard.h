@@ -1,26 +1,25 @@
-// Exceptions that stay inside: one that left an OpenMP region, or a function that Python calls, would end the process.
+// Contains exceptions: leaving an OpenMP region or a C function they would end the process.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <new>
 
-// What has gone wrong in a kernel, for all of its threads.
+// Error status of a kernel, shared by its threads.
 class Guard {
     std::atomic<int32_t> status_{0};
 
    public:
-    // 0 for nothing, 1 for memory, 2 for whatever else (`native.Library`).
+    // 0: none, 1: out of memory, 2: other (`native.Library`).
     int32_t status() const { return status_.load(std::memory_order_relaxed); }
 
-    // Runs `body`, unless something has gone wrong already. A thread that stops goes on to the end of its loops, so
-    // that the others do not wait for it.
+    // Runs `body` unless a thread has failed. Failed threads still finish their loops, so that others do not wait for
+    // them.
     template <typename Body>
     inline void operator()(Body&& body) noexcept {
         if (!status()) always(body);
     }
 
-    // Runs `body`, whatever has happened before.
     template <typename Body>
     inline void always(Body&& body) noexcept {
         try {
@@ -33,7 +32,7 @@ class Guard {
     }
 };
 
-// A whole kernel, given its guard, as a function for Python.
+// Runs a kernel with a guard; returns its status.
 template <typename Body>
 inline int32_t guarded(Body&& body) noexcept {
     Guard guard;

@@ -1,4 +1,4 @@
-// An fp32 number as a bf16 number, rounded to nearest even, 16 bits and one (ops/adamw/halves.py).
+// fp32 as bf16 rounded to nearest even, 16 low bits and one more (ops/adamw/halves.py).
 #pragma once
 
 #include "numbers.h"
@@ -9,7 +9,7 @@ struct Halves {
 
 static inline Halves split(float value) {
     const uint32_t bits = as_bits(value), away = bits + 0x8000u, low = away & 0xffffu;
-    // 0xffff where the low half is zero: a tie.
+    // 0xffff for a zero low half: a tie.
     const uint32_t tie = (low - 1u) >> 16;
     const uint32_t bit = (tie & (away >> 16) & 1u) | (away ^ bits) >> 31;
     return {((away >> 16) - bit) & 0xffffu, low, bit};

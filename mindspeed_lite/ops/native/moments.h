@@ -1,4 +1,4 @@
-// The two moments in fewer bits than fp32, rounded by chance (ops/adamw/moments.py, which says how and why).
+// bf16 and fp8 storage of Adam's moments, stochastically rounded (ops/adamw/moments.py).
 #pragma once
 
 #include "numbers.h"
@@ -9,7 +9,7 @@ struct Noise {
     uint32_t first, second;
 };
 
-// 16 bits for each moment, from a hash of the bits of both.
+// 16 random bits per moment, from a hash of both.
 static inline Noise noise(uint32_t first, uint32_t second, uint32_t seed) {
     uint32_t x = (second * 0x9e3779b1u + first) ^ seed;
     x = (x ^ x >> 16) * 0x7feb352du;
@@ -20,7 +20,7 @@ static inline Noise noise(uint32_t first, uint32_t second, uint32_t seed) {
 
 static inline uint32_t size_of(float value) { return as_bits(value) & 0x7fffffffu; }
 
-// A NaN of any payload stays one.
+// NaN stays NaN.
 static inline uint32_t bounded(uint32_t size) { return std::min(size, 0x7fc00000u); }
 
 static inline void unpack(const uint16_t* first, const uint16_t* second, int64_t n, float* exp_avg, float* exp_avg_sq) {
@@ -42,7 +42,7 @@ static inline void pack(const float* exp_avg, const float* exp_avg_sq, int64_t n
     }
 }
 
-// cut: bits of fp32 without codes; span: exponents below the largest with codes.
+// cut: fp32 bits without codes; span: exponents below the largest with codes.
 template <int cut, int span>
 static inline float decoded(uint8_t code, uint8_t exponent) {
     const int32_t kept = code & 0x7f;
@@ -58,7 +58,7 @@ static inline uint8_t encoded(float value, uint32_t chance, uint8_t exponent, in
     return static_cast<uint8_t>(std::min(std::max(code, lowest), 0x7f) | (as_bits(value) >> 24 & 0x80u));
 }
 
-// The exponent of a block: that of the power of two below its largest, unless rounding could reach the next one.
+// Block exponent: the power of two below its largest, unless rounding could reach the next.
 template <int cut>
 static inline uint8_t top_of(uint32_t largest) {
     return static_cast<uint8_t>((bounded(largest) + ((1u << cut) - 1u)) >> 23);

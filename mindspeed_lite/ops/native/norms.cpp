@@ -1,8 +1,8 @@
-// layer_norm and rms_norm over rows: a row stays in the nearest cache between its passes, so memory is read and written
-// once. `centred` is layer_norm; without it mean, bias and db are null.
+// layer_norm (`centred`) and rms_norm (mean, bias, db null) over rows. A row stays in cache between passes: memory is
+// read and written once.
 //
-// R rows of H numbers at any distance, contiguous within a row. Sums are pairwise in effect: short runs are added in
-// fp32, runs in double. The variance is that of x - mean, never the difference of two large sums.
+// R rows of H values, any row stride, contiguous within a row. Sums: short runs in fp32, runs in double. The variance
+// is of x - mean, never a difference of large sums.
 
 #include <algorithm>
 #include <cmath>
@@ -15,11 +15,11 @@
 
 namespace {
 
-constexpr int64_t kRun = 512;        // terms of a row's sum that are added in fp32
-constexpr int64_t kElements = 4096;  // in forward, short rows share the latency of their square roots:
-constexpr int64_t kMostRows = 16;    // as many rows together as make so many elements, and at most so many
-constexpr int64_t kGroup = 4;        // rows that share one read and one write of the parameters' gradients
-constexpr int64_t kChunk = 32;       // rows whose share of the parameters' gradients is added in fp32
+constexpr int64_t kRun = 512;  // terms of a row's sum added in fp32
+constexpr int64_t kElements = 4096;  // forward batches short rows to overlap the latency of square roots:
+constexpr int64_t kMostRows = 16;  // up to this many elements, and this many rows
+constexpr int64_t kGroup = 4;  // rows that share one read and write of the parameter gradients
+constexpr int64_t kChunk = 32;  // rows whose parameter gradients are added in fp32
 
 template <typename T>
 float run_of_values(const T* x, int64_t length) {
@@ -110,7 +110,7 @@ void forward(const T* x, const W* weight, const W* bias, T* y, float* mean, floa
     }
 }
 
-// dx of `count` rows, and their share of the parameters' gradients, added to dw and db.
+// dx of `count` rows; adds their parameter gradients to dw and db.
 template <bool centred, int64_t count, typename T>
 void backward_rows(const T* dy, const T* x, T* dx, const float* mean, const float* rstd, const float* scale, float* dw,
                    float* db, int64_t width, int64_t dy_stride, int64_t x_stride) {
@@ -159,7 +159,7 @@ void backward(const T* dy, const T* x, const W* weight, const float* mean, const
               int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {
     const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
     const float* scale = scales.get();
-    // Two sums for each thread, of the rows of a chunk and of its chunks; in each dw and then db.
+    // Per thread two sums, of a chunk's rows and of chunks, each dw then db.
     std::unique_ptr<float[]> of_chunk(new float[threads * 2 * width]());
     std::unique_ptr<double[]> of_thread(new double[threads * 2 * width]());
     const int64_t chunks = (rows + kChunk - 1) / kChunk;

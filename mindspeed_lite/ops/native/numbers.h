@@ -1,8 +1,7 @@
-// Numbers for the CPU kernels: bfloat16 beside float, and elementary functions that a compiler can vectorise.
+// bf16 and vectorisable elementary functions for the CPU kernels.
 //
-// Everything here is branch-free and inline, so that `#pragma omp simd` over a loop of calls becomes vector code on
-// whatever the compiler was told the machine has. The only intrinsics are the conversions to bf16 of AVX-512 BF16, which
-// compilers do not find by themselves; kernels are compiled for one processor, so what the compiler was told holds.
+// Branch-free and inline, so that `#pragma omp simd` vectorises for any target. The only intrinsics are AVX-512 BF16
+// conversions, which compilers do not generate; kernels are compiled for the processor they run on.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +35,7 @@ static inline float load(const bf16* p) { return as_float(static_cast<uint32_t>(
 
 static inline void store(float* p, float value) { *p = value; }
 
-// The bits of the nearest bf16, ties to even as in PyTorch; a NaN stays one (rounding could carry it over to infinity).
+// Nearest bf16 bits, ties to even as in PyTorch; NaN stays NaN (rounding could overflow it to infinity).
 static inline uint32_t rounded(float value) {
     const uint32_t bits = as_bits(value);
     const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -46,8 +45,7 @@ static inline uint32_t rounded(float value) {
 
 static inline void store(bf16* p, float value) { p->bits = static_cast<uint16_t>(rounded(value)); }
 
-// A row of numbers as bf16, in one instruction for 16 of them where the processor has it. (It takes numbers below the
-// normal range as zero.)
+// A row as bf16, 16 values per instruction with AVX-512 BF16 (which flushes subnormals to zero).
 static inline void round_row(const float* from, int64_t count, bf16* to) {
     int64_t done = 0;
 #ifdef __AVX512BF16__
@@ -62,7 +60,7 @@ static inline void round_row(const float* from, int64_t count, bf16* to) {
 
 static inline void round_row(const float* from, int64_t count, float* to) { std::copy(from, from + count, to); }
 
-// Two rows of numbers as bf16, interleaved: first[0], second[0], first[1], ...
+// Two rows as bf16, interleaved: first[0], second[0], first[1], ...
 static inline void round_pairs(const float* first, const float* second, int64_t count, bf16* to) {
     int64_t done = 0;
 #ifdef __AVX512BF16__
@@ -81,10 +79,10 @@ static inline void round_pairs(const float* first, const float* second, int64_t 
     }
 }
 
-// e^x within 2 units in the last place; 0 below -87.34, infinity above 88.72, NaN stays NaN.
+// e^x within 2 ulp; 0 below -87.34, infinity above 88.72, NaN stays NaN.
 //
-// x = n ln 2 + r with |r| <= ln 2 / 2 (ln 2 in two parts, so that r is exact), e^r as its Taylor polynomial of degree
-// 7, whose remainder is below 2^-27, and n added to its exponent.
+// x = n ln 2 + r, |r| <= ln 2 / 2 (ln 2 in two parts keeps r exact); Taylor polynomial of degree 7 for e^r, remainder
+// below 2^-27; n is added to the exponent.
 static inline float exp_(float x) {
     const float bounded = x < -87.5f ? -87.5f : (x > 89.0f ? 89.0f : x);
     const float n = std::rint(bounded * 1.44269504088896341f);
@@ -103,8 +101,8 @@ static inline float exp_(float x) {
     return x < -87.33654f ? 0.0f : (x > 88.72283f ? std::numeric_limits<float>::infinity() : (x == x ? value : x));
 }
 
-// What `exp2_` bounds its argument by. A compiler that knew the numbers would make cases of them, at a third more time:
-// it is made once before a loop, from memory that the compiler has to read.
+// Argument bounds of `exp2_`, made once before a loop and read from memory: constants would let the compiler branch, a
+// third slower.
 struct PowerBounds {
     float least, most;
     PowerBounds() {
@@ -113,10 +111,10 @@ struct PowerBounds {
     }
 };
 
-// 2^x within 2 units in the last place; 0 from -127 down, infinity above 127.5, NaN stays NaN.
+// 2^x within 2 ulp; 0 from -127 down, infinity above 127.5, NaN stays NaN.
 //
-// Adding 1.5 * 2^23 + 127 rounds x to n and leaves n + 127 in the low bits, which are 2^n's exponent: 0 for -127. The
-// polynomial is the one of degree 6 whose largest relative error over [-1/2, 1/2] is least, 2^-28.
+// Adding 1.5 * 2^23 + 127 rounds x to n and leaves 2^n's exponent n + 127 in the low bits. Minimax polynomial of degree
+// 6 over [-1/2, 1/2], relative error 2^-28.
 static inline float exp2_(float x, const PowerBounds bounds) {
     const float magic = 12583039.0f;
     const float above = x < bounds.least ? bounds.least : x, y = above > bounds.most ? bounds.most : above;

@@ -1,9 +1,8 @@
-// Square roots with the bits of PyTorch's, which are MKL's where it is built with MKL.
+// Square roots with PyTorch's bits, which are MKL's if built with MKL.
 //
-// MKL's are within a unit of the last place, and not always the nearest; which way it takes depends on the processor.
-// Where that is not one of Intel's, its way is slow. If one of ours gives the same bits for every mantissa, which takes
-// milliseconds to find out, it serves in MKL's place. For sources that are compiled with -ffp-contract=off: with sums
-// and products rounded together none of ours has these bits, and MKL serves.
+// MKL's are within 1 ulp, not always nearest, and depend on the processor; on non-Intel processors they are slow. If
+// one of our methods has the same bits for every mantissa (checked in milliseconds), it replaces MKL. Needs
+// -ffp-contract=off: contraction changes the bits.
 #pragma once
 
 #include "numbers.h"
@@ -12,23 +11,22 @@
 #include <immintrin.h>
 #endif
 
-// Weak, since they need not be there.
+// Weak: MKL may be missing.
 extern "C" __attribute__((weak)) void vmsSqrt(int, const float*, float*, long long);
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 
 namespace square_roots {
 
-// As many numbers as are taken at once, at most: few enough that they are still at hand when their roots are wanted.
+// Batch size, small enough to stay in L1.
 constexpr int64_t MOST = 128;
 
-// Takes roots; false if it does not know the bits of some.
+// Computes roots; false if some may differ from MKL's.
 using Way = bool (*)(int64_t, const float*, float*);
 
 inline void by_mkl(int64_t n, const float* numbers, float* roots) {
-    // Its modes, as PyTorch asks for them.
+    // MKL modes as PyTorch sets them.
     constexpr long long ACCURATE = 0x2, IGNORE_ERRORS = 0x100, KEEP_SUBNORMAL = 0x140000;
-    // Whoever calls shares the work out already; outside of that MKL would wake threads for a few hundred numbers,
-    // milliseconds at a time where they have to wait for a core.
+    // Callers are already parallel. MKL would wake threads for a few hundred values, up to milliseconds on busy cores.
     const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     vmsSqrt(static_cast<int>(n), numbers, roots, ACCURATE | KEEP_SUBNORMAL | IGNORE_ERRORS);
     if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
@@ -43,8 +41,8 @@ inline bool nearest(int64_t n, const float* numbers, float* roots) {
 #ifdef __AVX__
 constexpr int64_t LANES = 8;
 
-// sqrt(x) from the processor's approximation of 1 / sqrt(x): one step of Newton's on the root s and on h = 1 / 2 sqrt(x)
-// together, and the rest x - s s, as far as one number holds it, added with h.
+// sqrt(x) from rsqrt: one coupled Newton step for s = sqrt(x) and h = 1 / (2 sqrt(x)), then the residual x - s s in one
+// float, times h.
 inline __m256 newton_root(__m256 x) {
     const __m256 half = _mm256_set1_ps(0.5f);
     const __m256 approximate = _mm256_rsqrt_ps(x);
@@ -55,7 +53,7 @@ inline __m256 newton_root(__m256 x) {
     return _mm256_add_ps(root, _mm256_mul_ps(rest, slope));
 }
 
-// False if a number is neither 0 nor within 2^-96 and 2^96, where no product of the above leaves the normal numbers.
+// False unless every value is 0 or within 2^-96 and 2^96, where all products above are normal.
 inline bool newton(int64_t n, const float* numbers, float* roots) {
     const __m256 least = _mm256_set1_ps(0x1p-96f), most = _mm256_set1_ps(0x1p96f), zero = _mm256_setzero_ps();
     __m256 plain = _mm256_cmp_ps(zero, zero, _CMP_EQ_OQ);
@@ -77,7 +75,7 @@ inline bool newton(int64_t n, const float* numbers, float* roots) {
 }
 #endif
 
-// Whether `way` has MKL's bits for every number from 1 to 4; beyond, only exponents are others.
+// Whether `way` has MKL's bits for all values from 1 to 4; others differ in exponent only.
 inline bool has_mkls_bits(Way way) {
     float numbers[MOST], ours[MOST], theirs[MOST];
     for (uint32_t first = as_bits(1.0f); first < as_bits(4.0f); first += MOST) {
@@ -88,7 +86,7 @@ inline bool has_mkls_bits(Way way) {
     return true;
 }
 
-// What has PyTorch's bits on this processor; null for MKL itself.
+// The method with PyTorch's bits here; null for MKL.
 inline Way find() {
     if (!vmsSqrt || has_mkls_bits(nearest)) return nearest;
 #ifdef __AVX__
@@ -97,7 +95,6 @@ inline Way find() {
     return nullptr;
 }
 
-// Roots of at most MOST numbers from 0 on.
 inline void take(int64_t n, const float* numbers, float* roots) {
     static const Way way = find();
     if (!way || !way(n, numbers, roots)) by_mkl(n, numbers, roots);

@@ -1,8 +1,7 @@
-// oneDNN's micro-kernels, which PyTorch exports, and their operands: C (+)= A B for small row-major A [n, m] and fp32
-// C [n, k] of any leading dimension, and B [m, k], in bf16 with pairs of rows interleaved (`paired_rows`), as the
-// processor's instructions read them. A library that includes this links PyTorch (`uses_torch`).
+// oneDNN micro-kernels exported by PyTorch: C (+)= A B for small row-major A [n, m], fp32 C [n, k] of any leading
+// dimension, and B [m, k], in bf16 with row pairs interleaved (`paired_rows`). Needs `uses_torch`.
 //
-// They throw where the processor has none and while oneDNN is switched off, inside a loop of threads too: `guard.h`.
+// They throw if the processor has none or oneDNN is switched off, also inside parallel loops: `guard.h`.
 #pragma once
 
 #include <cstdlib>
@@ -33,20 +32,20 @@ static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const 
     at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, a, b, c, false);
 }
 
-// The same for a contiguous B.
+// For contiguous B.
 template <typename T>
 static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t ld_a, const T* b,
                             float* c, int64_t ld_c, bool add) {
     multiply(rows, columns, depth, a, ld_a, b, columns, c, ld_c, add);
 }
 
-// Called by every thread after its last product.
+// Every thread calls this after its last GEMM.
 template <typename T>
 static inline void done_multiplying() {
     at::native::cpublas::brgemm_release(sizeof(T) == 2);
 }
 
-// Two rows of B, interleaved.
+// Interleaves two rows of B.
 static inline void pack_rows(const bf16* first, const bf16* second, int64_t width, bf16* to) {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
@@ -55,13 +54,12 @@ static inline void pack_rows(const bf16* first, const bf16* second, int64_t widt
     }
 }
 
-// Rows of B that lie interleaved.
+// Number of interleaved rows of B.
 template <typename T>
 constexpr int64_t PAIRS = sizeof(T) == 2 ? 2 : 1;
 
 static inline int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// Memory aligned to a cache line.
 template <typename T>
 struct Buffer {
     struct Free {
@@ -75,15 +73,15 @@ struct Buffer {
     operator T*() const { return memory.get(); }
 };
 
-// Rows that are on their way while one is read.
+// Rows prefetched ahead.
 constexpr int64_t AHEAD = 8;
 
-// The rows [count][size] of `from` as [height][size] of the dtype that is multiplied.
+// Rows [count][size] of `from` as [height][size] in the GEMM's dtype.
 template <typename In, typename T>
 static inline void rows(const In* from, int64_t stride, int64_t count, int64_t size, int64_t height, T* to) {
     for (int64_t row = 0; row < count; ++row) {
         const In* line = from + row * stride;
-        // Rows lie too far apart for the processor to see what comes next.
+        // Strides are too large for the hardware prefetcher.
         for (int64_t i = 0; i < size; i += 64 / sizeof(In)) __builtin_prefetch(line + AHEAD * stride + i);
         if constexpr (std::is_same_v<In, T>) {
             std::memcpy(to + row * size, line, size * sizeof(T));
@@ -96,7 +94,7 @@ static inline void rows(const In* from, int64_t stride, int64_t count, int64_t s
     std::fill(to + count * size, to + height * size, T{});
 }
 
-// to[columns][height] = from[height][columns] transposed.
+// Transposes: to[columns][height] = from[height][columns].
 template <typename T>
 static inline void transpose(const T* from, int64_t height, int64_t columns, T* to) {
     constexpr int64_t B = 8;
@@ -114,7 +112,7 @@ static inline void transpose(const T* from, int64_t height, int64_t columns, T* 
     }
 }
 
-// The rows [height][size] as B with `height` summed over.
+// Rows [height][size] as B, summed over `height`.
 static inline void paired_rows(const float* from, int64_t height, int64_t size, float* to) {
     std::copy(from, from + height * size, to);
 }
@@ -125,13 +123,13 @@ static inline void paired_rows(const bf16* from, int64_t height, int64_t size, b
     }
 }
 
-// The rows [height][size] as B with `size` summed over.
+// Rows [height][size] as B, summed over `size`.
 static inline void paired_columns(const float* from, int64_t height, int64_t size, float* to) {
     transpose(from, height, size, to);
 }
 
 static inline void paired_columns(const bf16* from, int64_t height, int64_t size, bf16* to) {
-    // A pair is a word already.
+    // A bf16 pair as one word.
     struct Word {
         bf16 halves[2];
     };
@@ -155,7 +153,7 @@ static bool multiplies() {
     return status == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
 }
 
-// Whether the micro-kernel for numbers of `size` bytes works here.
+// Whether the micro-kernel for `size`-byte values works here.
 extern "C" int32_t probe(int32_t size, int32_t* right) {
     *right = size == 2 ? multiplies<bf16>() : multiplies<float>();
     return 0;
