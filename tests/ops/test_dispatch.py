@@ -67,7 +67,7 @@ def test_a_fallback_is_reported_once_with_every_reason(op: Operator, caplog: pyt
     with caplog.at_level(logging.WARNING, logger="mindspeed_lite"):
         for _ in range(3):
             assert op.choose(Case("cpu", odd=True)) is double
-        op.forget()
+        op._chosen.clear()
         assert op.choose(Case("cpu", odd=True)) is double
     assert heard == [("double", "cpu", ("odd", "and cold"))]
     assert [record.getMessage() for record in caplog.records] == [
