@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops.accumulate_wgrad import OPERATOR, Case, accumulate_wgrad, cpu, cuda, reference, why_not
+from mindspeed_lite.ops.accumulate_wgrad import Case, accumulate_wgrad, cuda, reference
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.platform import cpu_matmul
 from tests.harness.compare import error
+from tests.harness.reasons import why_not_of
 
 HALF = (torch.bfloat16, torch.float16)
-_WHY_NOT = cpu.kernel_unusable() if cpu_matmul.has_bf16() else "the processor has no bf16 products"
-has_kernel = pytest.mark.skipif(_WHY_NOT is not None, reason=f"no CPU kernel: {_WHY_NOT}")
+why_not = why_not_of(accumulate_wgrad)
 
 
 def make(
@@ -69,16 +68,6 @@ def test_the_reference_is_bitwise_what_megatron_computes_without_the_fusion() ->
     assert torch.equal(on("reference", main_grad, dy, x), unfused(main_grad, dy, x))
 
 
-@has_kernel
-@pytest.mark.parametrize("rows", [1, 2, 31, 33, 1024, 1056, 2100])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (96, 64), (97, 65), (200, 130)])
-def test_the_kernel_rounds_nothing_but_fp32_sums(rows: int, n: int, k: int) -> None:
-    tensors = make(rows, n, k, torch.bfloat16)
-    assert why_not(*tensors) == []
-    # Products of bf16 numbers are exact in fp32; one rounding for each addition, of which most cancel.
-    assert error(on("cpu", *tensors), exactly(*tensors)) <= 4 * torch.finfo(torch.float32).eps
-
-
 def test_what_does_not_fit_is_an_error() -> None:
     main_grad, dy, x = make(5, 4, 3, torch.bfloat16)
     for wrong in ((main_grad.t(), dy, x), (main_grad, dy[:4], x), (main_grad, dy[None], x), (main_grad[0], dy, x)):
@@ -88,34 +77,19 @@ def test_what_does_not_fit_is_an_error() -> None:
         accumulate_wgrad(main_grad, dy.float(), x)
 
 
-def test_a_processor_without_the_micro_kernel_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        def unusable(self) -> None:
-            return None
+@pytest.mark.parametrize("mode", ["fake", "compiled"])
+def test_tensors_without_memory_take_the_plain_way(mode: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-        def probe(self, size: int, right: int) -> None:
-            """PyTorch threw: the answer stays 0."""
-
-    monkeypatch.setattr(cpu, "_lib", Library())
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: True)
-    assert cpu.supported(Case("cpu", torch.bfloat16, torch.float32, True)) == [
-        "oneDNN has no bfloat16 micro-kernel for this processor"
-    ]
-
-
-@pytest.mark.parametrize("rows", [1, 33, 1056])
-def test_a_processor_without_bf16_products_gets_widened_inputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: False)
-    OPERATOR.forget()
-    try:
-        main_grad, dy, x = make(rows, 97, 65, torch.bfloat16)
-        assert why_not(main_grad, dy, x) == []
-        got = accumulate_wgrad(main_grad.clone(), dy, x)
-        assert error(got, exactly(main_grad, dy, x)) <= 4 * torch.finfo(torch.float32).eps
-        part = torch.zeros(97, 130)[:, :65]
-        assert torch.equal(accumulate_wgrad(part, dy, x), accumulate_wgrad(torch.zeros(97, 65), dy, x))
-    finally:
-        OPERATOR.forget()
+    if mode == "fake":
+        with FakeTensorMode():
+            main_grad, dy, x = torch.zeros(8, 4), *(torch.zeros(6, n, dtype=torch.bfloat16) for n in (8, 4))
+            assert accumulate_wgrad(main_grad, dy, x) is main_grad
+            assert cuda.accumulate_wgrad(main_grad, dy, x) is main_grad
+        return
+    tensors = make(40, 30, 20, torch.bfloat16)
+    step = torch.compile(accumulate_wgrad, backend="eager")
+    assert torch.equal(step(tensors[0].clone(), *tensors[1:]), unfused(*tensors))
 
 
 # ---- CUDA ----

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mindspeed_lite.ops.attention import attention, band, cpu_native, prepare
+from mindspeed_lite.ops.attention import attention, band, cpu, prepare
 from tests.harness.attention import make
 from tests.harness.compare import Sizes, forward_backward
 
@@ -82,7 +82,7 @@ def test_causal_attention_never_holds_the_scores(dtype: torch.dtype, groups: int
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with Sizes() as sizes, recorder as profiled:
         attention(*leaves, causal=True).backward(dout)
-    if not cpu_native.takes(prepare(*inputs).case) or cpu_native.unusable() is not None:
+    if not cpu.takes(prepare(*inputs).case) or cpu.unusable() is not None:
         assert any("flash" in name and "backward" not in name for name in sizes.names)
     one_head = s * s * dtype.itemsize
     assert sizes.largest < one_head / 4
@@ -99,25 +99,6 @@ def test_the_output_is_written_where_it_stays() -> None:
         out = attention(q, k, v, causal=True)
     assert out.is_contiguous()
     assert not {name for name in sizes.names if "clone" in name or "copy" in name or "repeat" in name}
-
-
-def test_a_window_mask_is_built_once_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Our own kernel masks by position; PyTorch's, for the other dtypes, wants a mask.
-    monkeypatch.setattr(cpu_native, "takes", lambda case: False)
-    (q, k, v), dout = make(32, 32, 1, 2, 2, 8, 8)
-    band._masks.clear()
-    with torch.inference_mode():
-        attention(q, k, v, window=(5, 0))
-    [mask] = band._masks.values()
-    assert mask.shape == (32, 32)
-    forward_backward(lambda q, k, v: attention(q, k, v, window=(5, 0)), (q, k, v), dout)
-    assert [id(t) for t in band._masks.values()] == [id(mask)]
-    attention(q, k, v, window=(31, 0))
-    assert len(band._masks) == 1, "a window wider than the sequence needs no mask"
-    for length in range(2, 32):
-        attention(q[:length], k, v, causal=True)
-    assert len(band._masks) <= 8
-    band._masks.clear()
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import attention as halves
-from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from mindspeed_lite.ops.attention import attention, cpu, prepare
 from mindspeed_lite.ops.attention import reference as definition
 from tests.harness import attention_reference as reference
 from tests.harness.attention import slack, term_sizes
 from tests.harness.compare import error
 from tests.harness.errors import assert_within, bound, is_within, mutations
 
-_without_kernel = pytest.mark.skipif(cpu_native.unusable() is not None, reason=str(cpu_native.unusable()))
+_without_kernel = pytest.mark.skipif(cpu.unusable() is not None, reason=str(cpu.unusable()))
 
 # sq, sk, b, n, g, d, dv and options.
 CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
@@ -82,8 +82,8 @@ def test_sums_that_are_not_rounded(sizes: tuple[int, ...]) -> None:
     """Rounded, they are the other results bit by bit; PyTorch's kernel and the definition give fp32 ones too."""
     q, k, v, dout = make(sizes, torch.bfloat16)
     spec = prepare(q, k, v, causal=True)
-    out, lse = cpu_native.forward(q, k, v, spec)
-    gradients = cpu_native.backward(dout, q, k, v, out, lse, spec)
+    out, lse = cpu.forward(q, k, v, spec)
+    gradients = cpu.backward(dout, q, k, v, out, lse, spec)
     got, logs = halves.forward(q, k, v, spec, wide=True)
     results = (got, *halves.backward(dout, q, k, v, out, lse, spec, wide=True))
     assert torch.equal(logs, lse)
@@ -100,7 +100,7 @@ def test_sums_of_every_kernel_are_more_exact_than_rounded_ones(
     q, k, v, dout = make((140, 140, 1, 4, 2, 16, 16), dtype)
     exact = run(reference.attention, [t.double() for t in (q, k, v, dout)], causal=True)
     if kernel == "PyTorch's":
-        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+        monkeypatch.setattr(cpu, "takes", lambda case: False)
     elif kernel == "definition":
         monkeypatch.setattr(halves, "module", lambda spec: definition)
     spec = prepare(q, k, v, causal=True)

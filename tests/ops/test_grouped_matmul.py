@@ -15,13 +15,10 @@ from mindspeed_lite.ops.grouped_matmul import (
 )
 from mindspeed_lite.platform import cpu_matmul
 from tests.harness.compare import Sizes, error
-from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, on
+from tests.harness.experts import COUNTS, DTYPES, SLACK, Problem
+from tests.harness.reasons import why_not_of
 
-
-@pytest.fixture(params=[True, False], ids=["bf16 products", "no bf16 products"])
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of processor, on any one."""
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: request.param)
+why_not = why_not_of(grouped_matmul)
 
 
 def test_reference_is_the_formula() -> None:
@@ -30,16 +27,6 @@ def test_reference_is_the_formula() -> None:
     biases = [torch.tensor([0.0, 0.0, 1.0]), torch.ones(3), torch.zeros(3)]
     y = reference.grouped_matmul(x, weights, [2, 0, 1], biases)
     assert y.tolist() == [[1, 2, 4], [3, 4, 8], [11, 11, 11]]
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_results_are_rounded_once(counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: False)
-    problem = Problem(counts, 33, 17, dtype, biased=True)
-    for name, got, exact in zip(NAMES, problem.run(on("cpu")), problem.exact(), strict=True):
-        # Half a unit in the last place of every number, wherever its power of two begins.
-        assert error(got, exact) <= torch.finfo(dtype).eps / 2 + SLACK, name
 
 
 @pytest.mark.usefixtures("processor")
@@ -60,7 +47,6 @@ def test_a_stacked_tensor_is_the_same_with_one_gradient(transposed: bool) -> Non
         assert torch.equal(grouped_matmul(problem.x, stacked, problem.counts, transposed=transposed), one)
 
 
-@pytest.mark.usefixtures("processor")
 def test_counts_may_be_a_tensor_of_the_host_or_numbers() -> None:
     problem = Problem([3, 0, 4], 6, 5, torch.bfloat16)
     results = [
@@ -78,7 +64,6 @@ def test_weight_gradients_are_those_of_autograd() -> None:
     assert weight_gradients(problem.dy, problem.x.requires_grad_(), problem.counts)[0].grad_fn is None
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("stacked", [True, False])
