@@ -29,7 +29,6 @@ def test_reference_is_the_formula() -> None:
     assert y.tolist() == [[1, 2, 4], [3, 4, 8], [11, 11, 11]]
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_stacked_tensor_is_the_same_with_one_gradient(transposed: bool) -> None:
     problem = Problem([3, 0, 4], 6, 5, torch.bfloat16)

@@ -36,7 +36,7 @@ def test_reference_is_the_formula() -> None:
     )
 
 
-def test_weight_in_fp32_is_not_rounded_to_bf16(way: None) -> None:
+def test_weight_in_fp32_is_not_rounded_to_bf16() -> None:
     x, w, dy = make((64, 128), torch.bfloat16, torch.float32)
     exact = forward_backward(reference.rms_norm, (x, w), dy, torch.float64)
     y, dx, dw = forward_backward(rms_norm, (x, w), dy)
@@ -58,7 +58,7 @@ def test_integers_fall_back_with_a_reason() -> None:
     assert why_not(x.float(), torch.ones(8)) == []
 
 
-def test_a_row_that_is_not_finite_stays_alone(way: None) -> None:
+def test_a_row_that_is_not_finite_stays_alone() -> None:
     x, w, dy = make((9, 40), torch.float32)
     want = forward_backward(rms_norm, (x, w), dy)
     x[3, 5], x[6, 0] = float("nan"), float("inf")
