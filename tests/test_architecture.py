@@ -360,6 +360,7 @@ BUDGETS = {
     "mindspeed_lite/tuning": 2_700,
     "patches": 68_000,
     "benchmarks": 47_300,
+    "lab": 11_900,
     "tools": 17_400,
 }
 
