@@ -183,7 +183,7 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path):
 def test_under_torchrun_and_with_the_systems_allocator(tmp_path):
     (tmp_path / "script.py").write_text(ADAPTED + "import os\nprint(os.environ['RANK'])")
     run = python(
-        *("-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0"),
+        *("-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone"),
         *("-m", "mindspeed_lite", "run", "--allocator", "system", "script.py", "--flag", "--", "--help"),
         cwd=tmp_path,
         MINDSPEED_LITE_DEVICE="cpu",
