@@ -130,7 +130,7 @@ _ELSEWHERE = {"balance_sequence_lengths"}
 # Without it Megatron's own attention takes no part of a sequence, and on its local implementation no latent attention.
 SPLITS, LATENT = "context_parallel_algo", "use_flash_attn"
 # Their pages say that dropout drops other elements with them than without.
-DRAWS = {"bias_dropout_fusion", "context_parallel_algo", "use_flash_attn"}
+DRAWS = {"bias_dropout_fusion", "context_parallel_algo", "pipeline_schedule", "schedules_method", "use_flash_attn"}
 # With it ranks draw the weights of other experts.
 MOVES = "moe_tp_extend_ep"
 
