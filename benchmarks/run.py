@@ -113,10 +113,12 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         return "# Trainings and operators on CPU\n\nNothing has been measured yet.\n"
     first = next(iter(reports.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first["environment"]["versions"].items())
+    created = sorted(report["created"][:10] for report in reports.values())
+    days = " to ".join(dict.fromkeys((created[0], created[-1])))
     lines = [
         "# Trainings and operators on CPU",
         "",
-        f"Measured with `make bench` on {first['environment']['device']}; {versions}.",
+        f"Measured with `make bench` on {first['environment']['device']}, {days}; {versions}.",
         "Both arms use the same allocator, threads and data; off is Megatron as it is (on the CPU with the device",
         "layer alone). A ratio is the mean of pairs measured one after the other, with its 95 % interval. Only ratios",
         "within a row are comparable: machines differ. Every name leads to the whole report.",

@@ -17,7 +17,7 @@ from .terminal import bounded, option, output_file
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"),
         help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda)")  # fmt: skip
-    option(parser, "--world-size N", "ranks of the training (default: as torchrun in COMMAND is told, else WORLD_SIZE, "
+    option(parser, "--world-size N", "ranks of the training (default: torchrun's in COMMAND, else WORLD_SIZE, "
            "else 1)", bounded(int, 1))  # fmt: skip
     option(parser, "--vocabulary N", "words before padding, where a tokenizer in COMMAND decides",
            bounded(int, 0, LARGEST), 0)  # fmt: skip

@@ -6,6 +6,7 @@ calls the wrapper. Other attributes, and their by-value imports, are assigned.
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 import logging
@@ -76,7 +77,7 @@ class Swap:
         return new
 
 
-class _Site:
+class _Site(abc.ABC):
     """A place, its original and patches; `placed`: replacement, or MISSING."""
 
     def __init__(self, where: str) -> None:
@@ -84,14 +85,14 @@ class _Site:
         self.swaps: list[Swap] = []
         self.placed: Any = MISSING
 
-    def compose(self, swaps: Sequence[Swap]) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def compose(self, swaps: Sequence[Swap]) -> Any: ...
 
-    def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def put(self, value: Any, copies: Sequence[Place] = ()) -> None: ...
 
-    def is_foreign(self) -> bool:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def is_foreign(self) -> bool: ...
 
 
 class _Function(_Site):

@@ -24,7 +24,7 @@ def test_the_product_is_added_once_in_the_main_gradients_own_precision(dtype):
 
 def test_hooks_get_a_stand_in_where_they_count_gradients():
     weight = torch.nn.Parameter(torch.randn(4, 3))
-    assert wgrad_accumulation.placeholder_grad(weight) is None, "nobody counts"
+    assert wgrad_accumulation.placeholder_grad(weight) is None, "no hook counts gradients"
     weight.grad_added_to_main_grad = False
     given = wgrad_accumulation.placeholder_grad(weight)
     assert given.shape == weight.shape and weight.grad_added_to_main_grad and not given.requires_grad
