@@ -126,8 +126,9 @@ def index() -> list[str]:
 
 def benchmarks() -> list[str]:
     """The index's list of what was measured, by the titles of the pages."""
-    found = sorted((DOCS / "benchmarks").glob("*.md"), key=_title)
-    return [f"- [{_title(page)}](benchmarks/{page.name})" for page in found]
+    folder = DOCS / "benchmarks"
+    found = sorted([*folder.glob("*.md"), *folder.glob("gpu/*.md")], key=_title)
+    return [f"- [{_title(page)}]({page.relative_to(DOCS)})" for page in found]
 
 
 def _title(page: Path) -> str:

@@ -137,7 +137,7 @@ class Verifier:
 def _refusal(entry: Verification) -> str:
     problem = entry.problem
     if not problem:
-        rule = f"twice the original's own distance from {entry.measured_from}, plus one eps"
+        rule = f"twice the original's own distance from {entry.measured_from}, plus one eps, in float32 8"
         if entry.measured_from == "original":
             rule = "no difference at all" if entry.numerics == "bitwise" else f"{EPS_WITHOUT_TRUTH} eps"
         problem = (

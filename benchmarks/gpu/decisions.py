@@ -58,7 +58,7 @@ def _attention(case: Problem) -> Sequence[Contender]:
 
 
 def _sdpa(backend: Any) -> Function:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n or g, s, d]
         with torch.nn.attention.sdpa_kernel(backend):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -71,7 +71,7 @@ def _fa3() -> Function:
     """flash-attn 3 by its own function; torch would put it in the place of FA2 for the whole process."""
     function: Any = importlib.import_module("flash_attn_interface").flash_attn_func
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, n or g, d]
         out = function(q, k, v, causal=True)
         context: torch.Tensor = out[0] if isinstance(out, tuple) else out

@@ -1,11 +1,12 @@
 """rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, widths up to 16384.
 
-Memory-bound: an H100 needs 20 KiB of reads in flight per multiprocessor (3.35 TB/s, 0.8 us), a B200 43 KiB. Persistent
-programs prefetch `STAGES` tiles into shared memory; `plan` chooses tiles by that model.
+Memory-bound. Forward a program takes one tile: on an H100 rows of 4096 reach 98 % of a copy's bandwidth, 81 % with a
+persistent program that prefetches. Backward sums weight gradients in registers, so programs persist; a loop that
+prefetches pays for rows below 4096 only (docs/benchmarks/gpu/h100.md).
 
-Weight gradients are summed in registers, too few for rows above 8192 (4096 for 32 bits, or if width or stride is no
-multiple of 16): `SPLITS` programs then share a row, each summing its own columns and reading the others, mostly from
-L2, for the row's slope. `row_kernels.add_up` sums parts in order: deterministic.
+Registers are too few for rows above 8192 (backward in 32 bits, or if width or stride is no multiple of 16: 4096):
+`SPLITS` programs then share a row, each summing its own columns and reading the others, mostly from L2.
+`row_kernels.add_up` sums parts in order: deterministic.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -33,37 +34,44 @@ class Plan(NamedTuple):
     """Launch shape of a kernel.
 
     rows, block: tile. splits: programs per row. warps: threads / 32. stages: tiles in shared memory. resident: programs
-    per multiprocessor.
+    per multiprocessor; 0 for one program per tile.
     """
 
     rows: int
     block: int
     splits: int
     warps: int
-    stages: int
-    resident: int
+    stages: int = 1
+    resident: int = 0
 
     @property
     def options(self) -> dict[str, int]:
         """Compile options. Without a register limit ptxas may spill for more occupancy than needed."""
-        return {"num_warps": self.warps, "maxnreg": 65536 // (32 * self.warps * self.resident)}
+        limit = {"maxnreg": 65536 // (32 * self.warps * self.resident)} if self.resident else {}
+        return {"num_warps": self.warps, **limit}
 
 
 @functools.cache
-def plan(width: int, itemsize: int, aligned: bool, sums: bool) -> Plan:
-    """`sums`: backward pass, with column sums next to its tile."""
+def plan_forward(width: int) -> Plan:
+    block: int = min(triton.next_power_of_2(width), 8192)
+    rows = max(1, 1024 // block)
+    return Plan(rows, block, -(-width // block), max(4, min(8, rows * block // 512)))
+
+
+@functools.cache
+def plan_backward(width: int, itemsize: int, aligned: bool) -> Plan:
     block: int = triton.next_power_of_2(width)
     lanes = 16 if block > 1024 else 8  # elements per thread
     if not aligned:
         lanes //= 2
-    if (not aligned and block > 4096) or (sums and itemsize == 4 and block > 2048):
+    if (not aligned and block > 4096) or (itemsize == 4 and block > 2048):
         block, lanes = 4096, 8
     block = min(block, 8192)
     rows = max(1, min(16, 128 * lanes // block))
     warps = max(4, min(32, rows * block // (32 * lanes)))
-    resident = max(1, (32 if aligned and block <= 1024 and not sums else 16) // warps)
-    read = rows * width * itemsize * (2 if sums else 1)  # bytes per tile
-    ahead = -(-_UNDER_WAY // (resident * read)) if aligned else 0
+    resident = max(1, 16 // warps)
+    read = 2 * rows * width * itemsize  # bytes per tile
+    ahead = -(-_UNDER_WAY // (resident * read)) if aligned and block < 4096 else 0
     return Plan(rows, block, -(-width // block), warps, 1 + ahead, resident)
 
 
@@ -107,34 +115,33 @@ def _merge(count, middle, squares, value, width, BLOCK: tl.constexpr, CENTERED: 
 @triton.jit
 def forward_kernel(
     x, weight, bias, y, mean, rstd, rows, width, x_stride, eps, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
     begin = tl.program_id(1) * BLOCK  # this program's own columns
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
-        xs = x + first * x_stride
-        count, middle, squares = 0.0, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            there = begin + split * BLOCK
-            there = tl.where(there < SPLITS * BLOCK, there, there - SPLITS * BLOCK)
-            value = _load_rows(xs + there, rows - first, width - there, x_stride, ROWS, BLOCK)
-            count, middle, squares = _merge(count, middle, squares, value, width - there, BLOCK, CENTERED)
-        value = _load_rows(xs + begin, rows - first, width - begin, x_stride, ROWS, BLOCK)
-        count, middle, squares = _merge(count, middle, squares, value, width - begin, BLOCK, CENTERED)
-        inside = (line < rows - first) & (lane < width - begin)
-        inverse = 1.0 / tl.sqrt(squares / width + eps)
-        row = first + tl.arange(0, ROWS)
-        alone = (row < rows) & (begin == 0)
-        tl.store(rstd + row, inverse, mask=alone)
-        if CENTERED:
-            tl.store(mean + row, middle, mask=alone)
-            value -= middle[:, None]
-        out = value * inverse[:, None] * _load_factor(weight + begin, lane, width - begin, rows > 0, ZERO_CENTERED)
-        if CENTERED:
-            out += _load_factor(bias + begin, lane, width - begin, width > 0, False)
-        tl.store(y + first * width + begin + line * width + lane, out.to(y.dtype.element_ty), mask=inside)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    xs = x + first * x_stride
+    count, middle, squares = 0.0, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        there = begin + split * BLOCK
+        there = tl.where(there < SPLITS * BLOCK, there, there - SPLITS * BLOCK)
+        value = _load_rows(xs + there, rows - first, width - there, x_stride, ROWS, BLOCK)
+        count, middle, squares = _merge(count, middle, squares, value, width - there, BLOCK, CENTERED)
+    value = _load_rows(xs + begin, rows - first, width - begin, x_stride, ROWS, BLOCK)
+    count, middle, squares = _merge(count, middle, squares, value, width - begin, BLOCK, CENTERED)
+    inside = (line < rows - first) & (lane < width - begin)
+    inverse = 1.0 / tl.sqrt(squares / width + eps)
+    row = first + tl.arange(0, ROWS)
+    alone = (row < rows) & (begin == 0)
+    tl.store(rstd + row, inverse, mask=alone)
+    if CENTERED:
+        tl.store(mean + row, middle, mask=alone)
+        value -= middle[:, None]
+    out = value * inverse[:, None] * _load_factor(weight + begin, lane, width - begin, rows > 0, ZERO_CENTERED)
+    if CENTERED:
+        out += _load_factor(bias + begin, lane, width - begin, width > 0, False)
+    tl.store(y + first * width + begin + line * width + lane, out.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -223,12 +230,11 @@ class Norm(torch.autograd.Function):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         mean = None if bias is None else torch.empty_like(rstd)
-        shape = plan(width, x.element_size(), _is_aligned(width, stride), False)
+        shape = plan_forward(width)
         with on(x):
-            size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
-            forward_kernel[(size, shape.splits)](
+            forward_kernel[(triton.cdiv(count, shape.rows), shape.splits)](
                 rows, weight, None if bias is None else bias.contiguous(), y, mean, rstd, count, width, stride, eps,
-                bias is not None, zero_centered, shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
+                bias is not None, zero_centered, shape.rows, shape.block, shape.splits, **shape.options,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.zero_centered = zero_centered
@@ -241,7 +247,7 @@ class Norm(torch.autograd.Function):
         width, count = weight.shape[0], rstd.shape[0]
         rows, stride = as_rows(x)
         grads, grad_stride = as_rows(dy)
-        shape = plan(width, x.element_size(), _is_aligned(width, stride, grad_stride), True)
+        shape = plan_backward(width, x.element_size(), _is_aligned(width, stride, grad_stride))
         size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         sums = width if mean is None else 2 * width

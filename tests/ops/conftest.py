@@ -20,7 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`-m cuda` chooses what runs kernels on a CUDA device where there is one."""
     for item in items:
         needs_device = any(mark.kwargs.get("reason") == "no CUDA device" for mark in item.iter_markers("skipif"))
-        if needs_device or "triton_runs" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if needs_device or ("triton_runs" in fixtures and "npu_twin" not in fixtures):
             item.add_marker(pytest.mark.cuda)
 
 

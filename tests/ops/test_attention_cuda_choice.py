@@ -123,10 +123,36 @@ def test_cudnn_is_asked_first_where_no_other_is_active(switches: Make) -> None:
     assert len(found.orders) == 1
 
 
+@pytest.mark.parametrize("capability", [8, 9])
+@pytest.mark.parametrize(("options", "queries"), [({"mask": 1}, 8), ({}, 1)])
+def test_cudnn_is_not_asked_where_it_errs(
+    switches: Make, capability: int, options: dict[str, Any], queries: int
+) -> None:
+    found = switches(capability)
+    (q, k, v), _ = make(queries, queries, 1, 2, 2, 8, 8, dtype=torch.bfloat16)
+    mask = torch.zeros(1, 1, queries, queries, dtype=torch.bool) if options else None
+    cuda.attention(q, k, v, prepare(q, k, v, causal=True, mask=mask))
+    assert found.orders == [["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_masked_gradients_are_finite_for_small_sums() -> None:
+    """pytorch 196678: every logit is about -120."""
+    length, width = 192, 64
+    (q, k, v), dout = make(length, length, 1, 1, 1, width, width, dtype=torch.bfloat16)
+    for tensor, first in ((q, 1.0), (k, -120 * width**0.5)):
+        tensor.mul_(0.1)[..., 0] = first
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    leaves = [each.detach().cuda().requires_grad_() for each in (q, k, v)]
+    out, _ = cuda.attention(*leaves, prepare(*leaves, mask=mask.cuda()))
+    for gradient in torch.autograd.grad(out, leaves, dout.cuda()):
+        assert gradient.isfinite().all()
+
+
 def test_torch_restores_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(cuda_flash, "_is_newer", lambda: True)
-    with cuda_flash.order():
+    with cuda_flash.order(masked=False, queries=8, keys=8):
         assert torch._C._get_sdp_priority_order() != before
     assert torch._C._get_sdp_priority_order() == before
 

@@ -57,7 +57,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     masked = spec.mask is not None or spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
     grouped = not masked and d == dv <= 256 and q.dtype in (torch.float16, torch.bfloat16)
     call = layout.call(q, k, v, spec, grouped=grouped)
-    with cuda_flash.order():
+    with cuda_flash.order(masked=call.mask is not None, queries=q.shape[0], keys=k.shape[0]):
         out = torch.nn.functional.scaled_dot_product_attention(
             call.q,
             call.k,

@@ -70,17 +70,39 @@ def activate(*, dropout: bool, window: bool) -> tuple[Choice, Callable[[], None]
     return choice, functools.partial(_undo, choice.implementation)
 
 
-def order() -> contextlib.AbstractContextManager[Any]:
-    """Context in which scaled_dot_product_attention tries cuDNN first, where that is faster."""
+class KnownBug(NamedTuple):
+    """Calls whose gradients are wrong in cuDNN, and the report of it."""
+
+    concerns: Callable[[bool, int, int], bool]  # (masked, queries, keys)
+    what: str
+    source: str
+
+
+CUDNN_BUGS = (
+    KnownBug(
+        # Lengths of 64 modulo 128 were seen to fail; only full tiles of 128 keys are trusted.
+        lambda masked, queries, keys: masked and keys % 128 != 0,
+        "NaN in dQ with a mask, a length of 64 modulo 128 and a log-sum-exp below -88",
+        "https://github.com/pytorch/pytorch/issues/196678",
+    ),
+    KnownBug(
+        lambda masked, queries, keys: queries == 1,
+        "NaN in dK and dV of a single query with a log-sum-exp below -88",
+        "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
+    ),
+)
+
+
+def order(*, masked: bool, queries: int, keys: int) -> contextlib.AbstractContextManager[Any]:
+    """Context in which scaled_dot_product_attention tries cuDNN first where that is faster, and never where it errs."""
     attention: Any = torch.nn.attention
     switches: Any = torch.backends.cuda
-    if torch.compiler.is_compiling() or not _is_newer() or not switches.cudnn_sdp_enabled():
-        return contextlib.nullcontext()
-    if getattr(attention, "current_flash_attention_impl", _nothing)() is not None:
+    errs = any(bug.concerns(masked, queries, keys) for bug in CUDNN_BUGS)
+    if not switches.cudnn_sdp_enabled() or not (errs or _is_faster()):
         return contextlib.nullcontext()
     found = attention.SDPBackend
     enabled = {
-        found.CUDNN_ATTENTION: True,
+        found.CUDNN_ATTENTION: not errs,
         found.FLASH_ATTENTION: switches.flash_sdp_enabled(),
         found.EFFICIENT_ATTENTION: switches.mem_efficient_sdp_enabled(),
         found.MATH: switches.math_sdp_enabled(),
@@ -89,6 +111,12 @@ def order() -> contextlib.AbstractContextManager[Any]:
         [backend for backend, is_enabled in enabled.items() if is_enabled], set_priority=True
     )
     return context
+
+
+def _is_faster() -> bool:
+    if torch.compiler.is_compiling() or not _is_newer():
+        return False
+    return getattr(torch.nn.attention, "current_flash_attention_impl", _nothing)() is None
 
 
 @functools.cache

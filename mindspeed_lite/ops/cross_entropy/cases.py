@@ -46,7 +46,7 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
     return OwnLayout(
         lambda logits, labels: (logits.clone(), labels),
-        lambda logits, labels: function.apply(logits, labels, None, -100, 0.0, 0.0, "none")[0],
+        lambda logits, labels: function.apply(logits, labels, None, -100, 0.0, 0.0, "none")[0].float(),
         "its own copy of the logits, which the forward pass overwrites with their gradient",
     )
 
