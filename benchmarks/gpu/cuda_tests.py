@@ -29,6 +29,7 @@ def _run(device: str, tiny: bool, keep: Callable[[Figures], None]) -> Figures:
         raise SkippedError(f"not installed: {', '.join(lacking)}")
     chosen = "tests/ops/test_grouped_matmul_cuda.py" if tiny else "tests/ops"
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line", "-m", "cuda", chosen]
+    command += ["-k", "not results_on_a_gpu"]  # the part `numerics` asks for the same
     command += [] if tiny else ["--numprocesses", "8"]
     found: Figures = {"passed": 0, "bad": [], "command": command[1:]}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

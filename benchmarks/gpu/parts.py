@@ -33,8 +33,8 @@ class Part:
 
 PARTS = (
     Part("machine", "versions, ceilings", "benchmarks.gpu.machine", 15, 5, 15, repeats=True),
-    Part("numerics", "every operator against float64", "benchmarks.gpu.numerics", 35, 10, 20, workers=8),
-    Part("tests", "the tests of CUDA kernels", "benchmarks.gpu.cuda_tests", 60, 15, 120),
+    Part("numerics", "every operator against float64", "benchmarks.gpu.numerics", 50, 10, 20, workers=8),
+    Part("tests", "the tests of CUDA kernels", "benchmarks.gpu.cuda_tests", 40, 15, 120),
     Part("decisions", "kernels of which one is to be chosen", "benchmarks.gpu.decisions", 50, 15, 30),
     Part("dense", "4 layers, hidden 4096, sequence 4096, vocabulary 128,256", "benchmarks.gpu.dense", 220, 75, 90),
     Part("experts", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", "benchmarks.gpu.experts", 80, 40, 60),

@@ -22,6 +22,7 @@ CONFIDENCE = 0.95
 _MAX_CALLS = 100_000
 _MAX_QUEUED_CALLS = 16  # launch queues are finite
 _SPIN_CYCLES = 2_000_000
+_CYCLES_PER_SECOND = 3e9  # half again as many as a GPU has
 
 Call = Callable[[], object]
 
@@ -146,11 +147,18 @@ def _device_sample(module: Any, run: Call, calls: int) -> Sample:
 
     A call that synchronizes (`.item()`) ends the spin early; its device time then includes the host's.
     """
+    sample = _queued(module, run, calls, _SPIN_CYCLES * (1 + calls))
+    if sample.waits:  # or the host is slower than the spin
+        sample = _queued(module, run, calls, _SPIN_CYCLES + int(_CYCLES_PER_SECOND * sample.host * calls))
+    return sample
+
+
+def _queued(module: Any, run: Call, calls: int, cycles: int) -> Sample:
     start, end, spun = (module.Event(enable_timing=True) for _ in range(3))
     spin = getattr(module, "_sleep", None)
     module.synchronize()
     if spin is not None:
-        spin(_SPIN_CYCLES * (1 + calls))
+        spin(cycles)
     spun.record()
     start.record()
     seconds = timeit.Timer(run).timeit(calls) / calls
