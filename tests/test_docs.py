@@ -251,35 +251,6 @@ def test_the_example_patch_works_in_megatron(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-def quotations(page: str) -> list[tuple[Path, str]]:
-    """Each Python example that stands below the name of the file it is from."""
-    found = re.findall(r"^`([\w./-]+\.py)`\n\n```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    return [(ROOT / file, block) for file, block in found]
-
-
-def missing(source: str, block: str) -> list[str]:
-    """The pieces of a quotation, between its `# ...`, that do not follow each other in the source."""
-    # Blank lines aside, which a formatter sets in its own way.
-    source, block = (re.sub(r"\n(?:[ ]*\n)+", "\n", each) for each in (source, block))
-    lost, at = [], 0
-    for piece in re.split(r"^ *# \.\.\.\n", block, flags=re.MULTILINE):
-        start = source.find(piece, at)
-        if start < 0:
-            lost.append(piece)
-        else:
-            at = start + len(piece)
-    return lost
-
-
-def test_the_operator_on_the_page_is_the_one_in_the_repository() -> None:
-    page = DOCS / "add_an_op.md"
-    quoted = quotations(text(page))
-    assert len(quoted) == len(blocks(page, "python")) >= 7, "an example without the name of its file"
-    for file, block in quoted:
-        assert missing(text(file), block) == [], file
-    assert missing("a\nb\nc\n", "a\n# ...\nc\n") == [] and missing("c\na\n", "a\n# ...\nc\n") == ["c\n"]
-
-
 @pytest.mark.parametrize("page", sorted((DOCS / "features").glob("*.md")), ids=lambda page: page.stem)
 def test_a_features_page_says_each_thing_once(page: Path) -> None:
     text = re.sub(r"<!-- (\w+): begin -->.*<!-- \1: end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
