@@ -11,10 +11,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.engine import (
+    Around,
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Override,
+    Relation,
+    Session,
+    Settings,
+)
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
@@ -43,7 +54,7 @@ def _prepare(layer: Any, session: Session, index: int | None) -> None:
         _state(session).add(layer)
 
 
-def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _choose(wrapped: Function, session: Session) -> Function:
     # Stages without layers take part in the collectives too.
     _state(session)
 

@@ -11,12 +11,23 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.engine import (
+    Around,
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Override,
+    Relation,
+    Session,
+    Settings,
+)
 from mindspeed_lite.parallel.balance import payoff, placement
 from mindspeed_lite.parallel.balance.copies import CopyPlan, ExpertCopies, PendingGradients, Slots, gather_counts
 from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts
@@ -103,7 +114,7 @@ def _link_experts(session: Session, layer: Any) -> None:
     _state(session).experts[layer.token_dispatcher] = layer.experts
 
 
-def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _preprocess(wrapped: Function, session: Session) -> Function:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         state = _state(session)
         built = state.built.setdefault(self, {name: getattr(self, name) for name in _SIZES})
@@ -188,7 +199,7 @@ def _copy(state: _State, dispatcher: Any, experts: Any, slots: Slots) -> ExpertC
     )
 
 
-def _experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _experts(wrapped: Function, session: Session) -> Function:
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 
 from ._shared.conditions import explicitly_disabled_reasons
@@ -20,7 +20,7 @@ from ._shared.conditions import explicitly_disabled_reasons
 ARGUMENT = "bias_dropout_fusion"
 
 
-def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _train(wrapped: Function, session: Session) -> Function:
     def bias_dropout_add_fused_train(x_with_bias: Any, residual: Any, prob: Any) -> Any:
         x, bias = x_with_bias
         if x.dtype != residual.dtype:
@@ -38,7 +38,7 @@ def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 def _verify(
     session: Session,
-    wrapped: Callable[..., Any],
+    wrapped: Function,
     x: torch.Tensor,
     residual: torch.Tensor,
     bias: torch.Tensor | None,

@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Provide, Session, Settings
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Provide, Session, Settings
 from mindspeed_lite.parallel import context as cp
 from mindspeed_lite.parallel.context import layout as layouts
 from mindspeed_lite.platform.megatron import CONFIG
@@ -53,7 +53,7 @@ _CAUSAL, _FREE = (-1, 0), (-1, -1)
 _NOT_OF_ROWS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _init(wrapped: Function, session: Session) -> Function:
     build, signature = without_head_sizes(wrapped, session), inspect.signature(wrapped)
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -69,7 +69,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return __init__
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     options, before = Options.of(session), session.find(_SPLIT)
     if before is not None:
         core, ranks = before
@@ -175,7 +175,7 @@ def _packed_zigzag(documents: layouts.Spans, padded: layouts.Spans, ranks: int) 
         raise OptionError(f"{error}, twice --context-parallel-size.") from error
 
 
-def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _thd_batch(wrapped: Function, session: Session) -> Function:
     """0.16 and 0.17: the original with this package's partition."""
 
     def get_thd_batch_on_this_cp_rank(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Provide, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
@@ -79,7 +79,7 @@ def _is_asked_for(config: Any, session: Session) -> bool:
     return getattr(config, ARGUMENT, False) or _order_asks(session)
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
         # Layers of a transformer layer have such a name; the output layer has none.
@@ -107,7 +107,7 @@ def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> No
             layer.weight.grad = None
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         # Not for a weight passed in, nor outside training.
         if (
@@ -151,7 +151,7 @@ def _queued(model: Any) -> Iterator[Any]:
     return (each for each in model.modules() if getattr(each, _QUEUE, None) is not None)
 
 
-def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _reduction(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if _order_asks(session):
             session.mark(ddp_config, ARGUMENT, True)

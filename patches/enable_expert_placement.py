@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer, StateOf
 from mindspeed_lite.platform.megatron import CONFIG
 
@@ -122,7 +122,7 @@ def _state(session: Session) -> _Placements:
     return session.state(NAME, lambda: _Placements(session))
 
 
-def _route(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _route(wrapped: Function, session: Session) -> Function:
     placements = _state(session)
 
     def route(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

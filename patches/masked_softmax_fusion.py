@@ -8,12 +8,12 @@ offsets and other masking functions.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
 from ._shared.attention_core import SOFTMAX_AND_MASKS
@@ -38,7 +38,7 @@ def _switch_off(session: Session, softmax: Any) -> None:
     switch_off(softmax, "scaled_masked_softmax_fusion", session, _is_there)
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.utils import attention_mask_func
 

@@ -8,12 +8,12 @@ expert); `start_grad_sync` (first reader of main gradients). Falls back for gate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
 
 from . import recompute_activation_function
@@ -65,7 +65,7 @@ def _state(session: Session) -> _State:
     return found
 
 
-def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _gather(wrapped: Function, session: Session) -> Function:
     def gather_from_sequence_parallel_region(
         input_: Any,
         tensor_parallel_output_grad: Any = True,
@@ -88,7 +88,7 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return gather_from_sequence_parallel_region
 
 
-def _scatter(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _scatter(wrapped: Function, session: Session) -> Function:
     def reduce_scatter_to_sequence_parallel_region(
         input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: Any = False
     ) -> Any:
@@ -114,7 +114,7 @@ def _wait_for_probs(session: Session, _: Any) -> None:
     _state(session).messages.wait(leaving=1)
 
 
-def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _permute(wrapped: Function, session: Session) -> Function:
     def permute(*args: Any, **kwargs: Any) -> Any:
         _state(session).messages.wait()
         return wrapped(*args, **kwargs)
@@ -122,7 +122,7 @@ def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return permute
 
 
-def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared_expert(wrapped: Function, session: Session) -> Function:
     def shared_experts_compute(self: Any, hidden_states: Any) -> Any:
         from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
@@ -154,7 +154,7 @@ def _layer_reasons(layer: Any, session: Session) -> list[str]:
     return [f"a shared expert {which} runs before the router" for which in holding(reasons)]
 
 
-def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _postprocess(wrapped: Function, session: Session) -> Function:
     def postprocess(self: Any, output: Any, shared_expert_output: Any) -> Any:
         if isinstance(shared_expert_output, _SharedExpert):
             _state(session).shared = None

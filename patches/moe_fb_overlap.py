@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session, matches
 from mindspeed_lite.platform import megatron
 
 from ._shared import moe, pipeline_orders
@@ -29,7 +29,7 @@ _STAGES = (
 )
 
 
-def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _run(wrapped: Function, session: Session) -> Function:
     """Schedule of two layers: forward (F) and backward (B) of different micro-batches.
 
     Messages start as soon as their input exists; weight gradients (W) run during the next one. Gradient sums keep
@@ -99,7 +99,7 @@ def _forward(layer: Any, part: Any, x: Any) -> Any:
         return part.forward(x)
 
 
-def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _backward(wrapped: Function, session: Session) -> Function:
     def default_backward_func(self: Any, outputs: Any, output_grad: Any) -> Any:
         pairs = [pair for pair in zip(outputs, output_grad, strict=True) if pair[0].requires_grad]
         if pairs:

@@ -8,12 +8,12 @@ hooks on experts, offloading, and other experts or layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.grouped_matmul import (
     Counts,
     TakeGradients,
@@ -56,7 +56,7 @@ _READS = (
 )
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
@@ -246,7 +246,7 @@ def _call_reasons(experts: Sequence[Any]) -> list[str]:
     return holding(reasons)
 
 
-def _modules(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _modules(wrapped: Function, session: Session) -> Function:
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any) -> Any:
         # For grouped experts a release may need an extension.
         return wrapped(self, False)
@@ -254,14 +254,14 @@ def _modules(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return grouped_mlp_modules
 
 
-def _modules_or_legacy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _modules_or_legacy(wrapped: Function, session: Session) -> Function:
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any, moe_use_legacy_grouped_gemm: Any) -> Any:
         return wrapped(self, False, moe_use_legacy_grouped_gemm)
 
     return grouped_mlp_modules
 
 
-def _spec(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _spec(wrapped: Function, session: Session) -> Function:
     """For 0.12, which has no spec provider."""
 
     def get_moe_module_spec(

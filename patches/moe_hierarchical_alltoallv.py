@@ -9,10 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.engine import (
+    Around,
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Override,
+    Relation,
+    Session,
+    Settings,
+)
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
 
 from ._shared import moe
@@ -70,7 +81,7 @@ def _with_nodes(session: Session, dispatcher: Any) -> Iterator[None]:
         state.nodes = None
 
 
-def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
+def _permute(session: Session, plain: Function, call: moe.Permutation) -> Any:
     nodes = _state(session).nodes
     if nodes is None:
         return None
@@ -104,7 +115,7 @@ def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
     return spread(call.rows, state.route.probs if call.rows.dim() == 1 else state.route.tokens)
 
 
-def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _unpermute(wrapped: Function, session: Session) -> Function:
     def unpermute(permuted_tokens: Any, sorted_indices: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(sorted_indices, Route):
             return wrapped(permuted_tokens, sorted_indices, *args, **kwargs)

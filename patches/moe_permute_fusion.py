@@ -7,10 +7,10 @@ Transformer Engine has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Option, OptionError, Override, Provide, Session
+from mindspeed_lite.engine import Feature, Function, Option, OptionError, Override, Provide, Session
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
@@ -39,7 +39,7 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
     return num_out_tokens // rows
 
 
-def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
+def _permuted(session: Session, plain: Function, call: moe.Permutation) -> Any:
     if not call.fused:
         return None
     tokens, routing_map, probs, num_out_tokens, _, drop_and_pad = call
@@ -81,7 +81,7 @@ def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> A
     return ours(permuted_tokens, probs)
 
 
-def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _unpermute(wrapped: Function, session: Session) -> Function:
     def unpermute(
         permuted_tokens: Any,
         sorted_indices: Any,
@@ -100,7 +100,7 @@ def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
     return unpermute
 
 
-def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _sort_chunks(wrapped: Function, session: Session) -> Function:
     def sort_chunks_by_idxs(
         input: Any, split_sizes: Any, sorted_idxs: Any, probs: Any = None, fused: bool = False
     ) -> Any:
@@ -115,7 +115,7 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
     return sort_chunks_by_idxs
 
 
-def _supplied(session: Session) -> Callable[..., Any]:
+def _supplied(session: Session) -> Function:
     """Functions under Transformer Engine's names; called only to pad for fp8 or fp4."""
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:

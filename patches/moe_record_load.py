@@ -9,12 +9,12 @@ groups.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
 from mindspeed_lite.parallel.balance import record
 from mindspeed_lite.parallel.balance.counts import ExpertPlace, LoadCounter
 from mindspeed_lite.platform.megatron import CONFIG
@@ -140,7 +140,7 @@ def _is_last(context: Context, step: int) -> bool:
     return step == context.arg("train_iters", None) or bool(every and step % every == 0)
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
     def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _finalize(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _finalize(wrapped: Function, session: Session) -> Function:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
     def finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,12 +8,11 @@ and before 0.18 for 16-bit logits, whose scores that release rounds before top-k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops import moe_router as ops
 
 from ._shared import moe
@@ -27,9 +26,7 @@ _ROUNDED = (
 _CHOSEN = "the experts are chosen or recorded outside the router, which Megatron's own code does"
 
 
-def _route(
-    session: Session, plain: Callable[..., Any], fused: bool, why_not: str, logits: Any, topk: int, how: Any
-) -> Any:
+def _route(session: Session, plain: Function, fused: bool, why_not: str, logits: Any, topk: int, how: Any) -> Any:
     if fused and not why_not:
         if session.verifier is not None:
             functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
@@ -46,7 +43,7 @@ def _rounded(logits: Any, rounds: bool) -> str:
     return _ROUNDED if rounds and logits.dtype in (torch.bfloat16, torch.float16) else ""
 
 
-def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
+def _topk(wrapped: Function, session: Session, rounds: bool = False) -> Function:
     def topk_routing_with_score_function(
         logits: Any,
         topk: int,
@@ -79,7 +76,7 @@ def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -
     return topk_routing_with_score_function
 
 
-def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
+def _aux_scores(wrapped: Function, session: Session, rounds: bool = False) -> Function:
     def compute_routing_scores_for_aux_loss(
         logits: Any, topk: int, score_function: str, fused: bool = False, padding_mask: Any = None
     ) -> Any:
@@ -102,7 +99,7 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
     return compute_routing_scores_for_aux_loss
 
 
-def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _aux_loss(wrapped: Function, session: Session) -> Function:
     def switch_load_balancing_loss_func(
         probs: Any,
         tokens_per_expert: Any,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Feature, Function, Option, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 from mindspeed_lite.tuning.ab_test import StepABTest
@@ -75,7 +75,7 @@ def _why_not_here(device: str) -> list[str]:
     return [] if device != "cpu" else ["cpu has no streams: its threads all work on one operator after the other"]
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, config, *args, **kwargs)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.memory.released import ReleasedTensor
 from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
@@ -133,7 +133,7 @@ def _level(session: Session, built: Any) -> str | None:
     return LEVEL0 if level == LEVEL1 and index is not None else None
 
 
-def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _preprocess(wrapped: Function, session: Session) -> Function:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         tokens = _state(session).tokens
         tokens.pop(self, None)
@@ -144,7 +144,7 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return dispatch_preprocess
 
 
-def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _postprocess(wrapped: Function, session: Session) -> Function:
     def dispatch_postprocess(self: Any, global_input_tokens: Any, global_probs: Any) -> Any:
         state = _state(session)
         kept = state.tokens.pop(self, None)
@@ -189,7 +189,7 @@ def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
     return RecomputedRows(permute, AllToAll(received, sent, dispatcher.ep_group) if is_sent else None, order)
 
 
-def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _combine(wrapped: Function, session: Session) -> Function:
     def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(self, *args, **kwargs)
         released = _state(session).combined.pop(self, None)
@@ -254,7 +254,7 @@ def _release_shared(session: Session, shared: Any, first: LinearCall, second: Li
     release_mlp(shared, first, second, with_input)
 
 
-def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, hidden_states: Any) -> Any:
         with seen(self.linear_fc1) as first, seen(self.linear_fc2) as second:
             found = wrapped(self, hidden_states)
@@ -264,7 +264,7 @@ def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return forward
 
 
-def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared_first(wrapped: Function, session: Session) -> Function:
     def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
         with seen(self.linear_fc1) as first:
             found = wrapped(self, *args, **kwargs)
@@ -274,7 +274,7 @@ def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[...
     return linear_fc1_forward_and_act
 
 
-def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared_second(wrapped: Function, session: Session) -> Function:
     def linear_fc2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with seen(self.linear_fc2) as second:
             found = wrapped(self, *args, **kwargs)

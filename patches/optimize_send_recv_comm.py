@@ -7,10 +7,9 @@ waiting and order alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Session
 
 from ._shared.conditions import single_stage_reasons
 from ._shared.wrappers import after
@@ -45,7 +44,7 @@ def _make(group: Any, session: Session) -> None:
             _second_groups(session)[group] = made
 
 
-def _in_two_groups(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _in_two_groups(wrapped: Function, session: Session) -> Function:
     def p2p_ops(
         *,
         tensor_send_prev: Any,

@@ -8,10 +8,10 @@ buckets. Leaves `--overlap-param-gather` alone, which gathers once already.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 
 from ._shared.conditions import fsdp_reasons
 from ._shared.wrappers import within
@@ -34,7 +34,7 @@ def _stepping_optimizer(session: Session, optimizer: Any) -> Iterator[None]:
         _stepping.pop()
 
 
-def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _gather(wrapped: Function, session: Session) -> Function:
     def start_param_sync(self: Any, force_sync: bool = False) -> Any:
         if _stepping and not any(param in _stepping[-1] for bucket in self.buckets for param in bucket.params):
             return None

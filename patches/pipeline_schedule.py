@@ -9,10 +9,10 @@ and recorded graphs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
 from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute, moe_fb_overlap
@@ -32,8 +32,8 @@ _LEFT_TO_MEGATRON = {
 }
 
 
-def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    made: dict[Any, Callable[..., Any]] = {}
+def _choose(wrapped: Function, session: Session) -> Function:
+    made: dict[Any, Function] = {}
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         function = wrapped(*args, **kwargs)
@@ -46,7 +46,7 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return get_forward_backward_func
 
 
-def _executing(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _executing(original: Function, session: Session) -> Function:
     from megatron.core.pipeline_parallel import schedules
 
     state = session.state(NAME, lambda: ExecutorState(session))

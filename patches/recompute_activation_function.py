@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Override, Session
+from mindspeed_lite.engine import Feature, Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import recompute
@@ -47,7 +47,7 @@ def observe(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]
     return end
 
 
-def run_observed(mlp: Any, activation: Callable[..., Any], x: Any, *rest: Any) -> Any:
+def run_observed(mlp: Any, activation: Function, x: Any, *rest: Any) -> Any:
     """`activation(x, *rest)`, observed by the observers of this MLP."""
     enter, leave = vars(mlp).get(_OBSERVERS, (None, None))
     if enter is None:
@@ -76,7 +76,7 @@ def prepare(layer: Any, session: Session) -> None:
             session.mark(shared, RECOMPUTED, not (selective and "shared_experts" in modules))
 
 
-def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def recomputing_forward(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
         biased = per_token_scale is not None and getattr(self.linear_fc2, "bias", None) is not None
         recomputes = is_recomputed(self, session)

@@ -7,10 +7,10 @@ selective recomputation, evaluation and calls outside a schedule alone. Bitwise 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
 
 from ._shared import pipeline_execution, pipeline_orders, recompute
 from ._shared.conditions import CUDA_GRAPH_ARGS, single_stage_reasons
@@ -30,10 +30,10 @@ _CONFLICTING_ARGS = {
 }
 
 
-def _checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _checkpoint(wrapped: Function, session: Session) -> Function:
     units = pipeline_execution.recomputed_units(session)
 
-    def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
         return units.checkpoint(wrapped, function, (distribute_saved_activations,), args)
 
     return checkpoint

@@ -9,12 +9,12 @@ weights and under autocast.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session, Settings
 from mindspeed_lite.parallel.symmetric import Symmetric
 from mindspeed_lite.parallel.tp_linear import ChunkPolicy, TPCommConfig, fixed_chunks
 from mindspeed_lite.platform import cache
@@ -60,7 +60,7 @@ def _choice(session: Session) -> _Choice:
     return session.state(NAME, make)
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
         session.mark(self, _LAYER_NAME, kwargs.get(_LAYER_NAME))

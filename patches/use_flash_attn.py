@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
@@ -33,7 +33,7 @@ from ._shared.conditions import transformer_engine_reasons
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     verifier = session.verifier
 
     def choose_kernels(module: Any) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepData, adopt, release
@@ -35,7 +35,7 @@ def is_ours(optimizer: Any) -> bool:
     return isinstance(optimizer, (FusedAdamW, FusedAdam))
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
         wrapped(self, optimizer, config, init_state_fn)
         if optimizer is not None and not is_ours(optimizer):
@@ -72,7 +72,7 @@ def _drop_deferred(session: Session, optimizer: Any) -> None:
         optimizer.optimizer.step_data = StepData()
 
 
-def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _clip(wrapped: Function, session: Session) -> Function:
     def clip_grad_by_total_norm_fp32(
         parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
     ) -> Any:
@@ -145,7 +145,7 @@ def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     return found
 
 
-def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _copy(wrapped: Function, session: Session) -> Function:
     def _copy_main_params_to_model_params(self: Any) -> Any:
         if is_ours(self.optimizer) and self.optimizer.step_data.casts_done:
             return None
@@ -154,7 +154,7 @@ def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return _copy_main_params_to_model_params
 
 
-def _norm(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _norm(wrapped: Function, session: Session) -> Function:
     verifier = session.verifier
 
     def local_multi_tensor_l2_norm(
@@ -178,7 +178,7 @@ def _norm(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return local_multi_tensor_l2_norm
 
 
-def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _scale(wrapped: Function, session: Session) -> Function:
     def local_multi_tensor_scale(chunk_size: Any, noop_flag: Any, tensor_lists: Any, scale: Any) -> None:
         sources, targets = tensor_lists[0], tensor_lists[1]
         if sources and all(source is target for source, target in zip(sources, targets, strict=True)):
@@ -191,10 +191,10 @@ def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return local_multi_tensor_scale
 
 
-def _verification(verifier: Any) -> Callable[..., None]:
+def _verification(verifier: Any) -> Function:
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
 
-    def through(update: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    def through(update: Function, rule: dict[str, Any]) -> Callable[..., torch.Tensor]:
         def new_parameter(*tensors: torch.Tensor) -> torch.Tensor:
             own = [tensor.detach().clone() for tensor in tensors]
             with torch.no_grad():

@@ -6,12 +6,12 @@ Transformer Engine's loss alone. Falls back for label smoothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
 from mindspeed_lite.verify import Part
 
@@ -25,9 +25,7 @@ _WIDENED = 1 << 23
 _EVERY = slice(None)
 
 
-def _loss(
-    session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
-) -> Any:
+def _loss(session: Session, original: Function, logits: Any, target: Any, label_smoothing: float, group: Any) -> Any:
     if label_smoothing > 0.0:
         session.fallback(FEATURE.name, "label smoothing, which the operator does not have")
         return original(logits)
@@ -39,7 +37,7 @@ def _loss(
     return vocab_parallel(logits, target, group)
 
 
-def _verify(session: Session, original: Callable[..., Any], logits: Any, target: Any, group: Any) -> None:
+def _verify(session: Session, original: Function, logits: Any, target: Any, group: Any) -> None:
     part = slice(0, max(1, _WIDENED // max(1, logits[0].numel())))  # rows are independent
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
@@ -57,7 +55,7 @@ def _verify(session: Session, original: Callable[..., Any], logits: Any, target:
     )
 
 
-def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _unfused(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
     def vocab_parallel_cross_entropy(
@@ -72,7 +70,7 @@ def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return vocab_parallel_cross_entropy
 
 
-def _fused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _fused(wrapped: Function, session: Session) -> Function:
     def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any) -> Any:
         def original(logits: Any, rows: slice = _EVERY) -> Any:
             return wrapped(logits, target[rows], tp_group)

@@ -7,12 +7,12 @@ mode, for sharded weights and inference collectives; the gradient stays dense wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
 from ._shared.conditions import fsdp_reasons, holding
@@ -21,7 +21,7 @@ from ._shared.conditions import fsdp_reasons, holding
 _ADDS_SPARSE = ("cpu", "cuda")
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
 

@@ -6,18 +6,18 @@ fp32 copies; this is RMSNorm with unit weight. Leaves other norms alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.rms_norm import rms_norm
 
 _NORM = "megatron.core.transformer.torch_norm:L2Norm"
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, x: Any) -> Any:
         ones = session.state(FEATURE.name, dict)
         key = (x.size(-1), x.dtype, x.device)

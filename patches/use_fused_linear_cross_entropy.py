@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from mindspeed_lite.platform.megatron import CONFIG
@@ -104,7 +104,7 @@ def _deferring(layer: Any) -> Iterator[None]:
         del layer._forward_impl
 
 
-def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _postprocess(wrapped: Function, session: Session) -> Function:
     signature = inspect.signature(wrapped)
 
     def _postprocess(
@@ -168,7 +168,7 @@ def _weight(model: Any) -> torch.Tensor:
     return weight
 
 
-def _loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _loss(wrapped: Function, session: Session) -> Function:
     def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
         if not isinstance(logits, Deferred):
             return wrapped(self, labels, logits)

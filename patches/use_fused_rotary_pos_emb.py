@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Provide, Session, matches
 from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
@@ -26,7 +26,7 @@ LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 _READS = tuple(f"{CONFIG}.{name}" for name in ("apply_rope_fusion", "multi_latent_attention", "rotary_interleaved"))
 
 
-def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _rotate(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
     def apply_rotary_pos_emb(
@@ -132,7 +132,7 @@ def _fused_thd(session: Session) -> Any:
     return fused_apply_rotary_pos_emb_thd
 
 
-def _latent_query(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _latent_query(wrapped: Function, session: Session) -> Function:
     def fused_apply_mla_rope_for_q(
         t: Any,
         cos: Any,
@@ -152,7 +152,7 @@ def _latent_query(wrapped: Callable[..., Any], session: Session) -> Callable[...
     return fused_apply_mla_rope_for_q
 
 
-def _latent_key_value(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _latent_key_value(wrapped: Function, session: Session) -> Function:
     def fused_apply_mla_rope_for_kv(
         kv: Any,
         k_pos_emb: Any,

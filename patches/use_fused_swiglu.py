@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session, matches
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session, matches
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
@@ -24,7 +24,7 @@ _OFFLOAD = "Transformer Engine's activation offloading marks the tensors that Me
 
 def _run(
     session: Session,
-    wrapped: Callable[..., Any],
+    wrapped: Function,
     kind: str,
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -61,7 +61,7 @@ def _run(
     return activation(x, kind, bias, weights, **options)
 
 
-def _bias_swiglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _bias_swiglu(wrapped: Function, session: Session) -> Function:
     def bias_swiglu_impl(input: Any, bias: Any, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Any:
         if fp8_input_store or cpu_offload_input:
             session.fallback(FEATURE.name, _FP8 if fp8_input_store else _OFFLOAD)
@@ -71,7 +71,7 @@ def _bias_swiglu(wrapped: Callable[..., Any], session: Session) -> Callable[...,
     return bias_swiglu_impl
 
 
-def _weighted_bias_swiglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _weighted_bias_swiglu(wrapped: Function, session: Session) -> Function:
     def weighted_bias_swiglu_impl(input: Any, bias: Any, weights: Any, fp8_input_store: bool = False) -> Any:
         if fp8_input_store:
             session.fallback(FEATURE.name, _FP8)
@@ -81,14 +81,14 @@ def _weighted_bias_swiglu(wrapped: Callable[..., Any], session: Session) -> Call
     return weighted_bias_swiglu_impl
 
 
-def _bias_geglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _bias_geglu(wrapped: Function, session: Session) -> Function:
     def bias_geglu_impl(input: Any, bias: Any) -> Any:
         return _run(session, lambda x, bias=bias: wrapped(x, bias), "geglu", input, bias)
 
     return bias_geglu_impl
 
 
-def _weighted_bias_quick_geglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _weighted_bias_quick_geglu(wrapped: Function, session: Session) -> Function:
     def weighted_bias_quick_geglu_impl(
         input: Any,
         bias: Any,
@@ -113,7 +113,7 @@ def _weighted_bias_quick_geglu(wrapped: Callable[..., Any], session: Session) ->
     return weighted_bias_quick_geglu_impl
 
 
-def _bias_gelu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _bias_gelu(wrapped: Function, session: Session) -> Function:
     # The target is an autograd function's `apply`; this is its signature.
     def bias_gelu_impl(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 2 or kwargs:
@@ -123,7 +123,7 @@ def _bias_gelu(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
     return bias_gelu_impl
 
 
-def _weighted_squared_relu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _weighted_squared_relu(wrapped: Function, session: Session) -> Function:
     def weighted_squared_relu_impl(input: Any, weights: Any) -> Any:
         original = lambda x, weights: wrapped(x, _flat(weights))  # noqa: E731
         return _run(session, original, "squared_relu", input, None, weights)
@@ -131,14 +131,14 @@ def _weighted_squared_relu(wrapped: Callable[..., Any], session: Session) -> Cal
     return weighted_squared_relu_impl
 
 
-def _squared_relu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _squared_relu(wrapped: Function, session: Session) -> Function:
     def squared_relu(x: Any) -> Any:
         return _run(session, wrapped, "squared_relu", x, None)
 
     return squared_relu
 
 
-def _configuration(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _configuration(wrapped: Function, session: Session) -> Function:
     def __post_init__(self: Any) -> None:
         # Megatron's fused SwiGLU ignores a clamp and refuses an offset.
         clamp, offset = getattr(self, "activation_func_clamp_value", None), getattr(self, "glu_linear_offset", 0.0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_lite.engine import Feature, Session
+from mindspeed_lite.engine import Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
 from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.verify import Part
@@ -154,7 +154,7 @@ def dropout_generator(module: Any, dropout_p: float) -> contextlib.AbstractConte
     return contextlib.nullcontext()
 
 
-def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def without_head_sizes(wrapped: Function, session: Session) -> Function:
     """Drop head sizes from constructor arguments; the operator reads them off tensors."""
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -174,7 +174,7 @@ def check(
     verifier: Any,
     feature: Feature,
     operator: Callable[..., torch.Tensor],
-    original: Callable[..., Any],
+    original: Function,
     module: Any,
     qkv: Sequence[torch.Tensor],
     attention_mask: Any,
@@ -252,7 +252,7 @@ def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable
     return definition
 
 
-def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Callable[..., torch.Tensor]:
+def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., torch.Tensor]:
     def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
         out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
         for first, last in packing.q:
@@ -284,7 +284,7 @@ def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: A
     return clear
 
 
-def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
+def _without_buffers(original: Function, *given: Any) -> Any:
     """Run without leaving score buffers in Megatron's global memory buffer."""
     from megatron.core import parallel_state
 
@@ -297,7 +297,7 @@ def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
         buffers.update(kept)
 
 
-def _parts(original: Callable[..., Any], qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
+def _parts(original: Function, qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
     bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
     if b * bytes_of_one <= _SCORES:

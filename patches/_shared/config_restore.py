@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, Session
+from mindspeed_lite.engine import Around, Function, Session
 
 
 def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], b
 def config_field(name: str, is_there: Callable[[], bool]) -> Around:
     """Patch that applies `switch_off` to a field of every configuration a module is built with."""
 
-    def around(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def around(wrapped: Function, session: Session) -> Function:
         def __init__(self: Any, config: Any) -> None:
             wrapped(self, config)
             seen: dict[int, Any] = session.state(f"configurations with {name}", dict)

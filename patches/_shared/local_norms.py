@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mindspeed_lite.engine import Context, Override, Session
+from mindspeed_lite.engine import Context, Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from .conditions import transformer_engine_reasons
@@ -91,7 +91,7 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         adopted[norm] = None
         session.on_end(functools.partial(_restore_class, weakref.ref(norm)))
 
-    def new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def new(wrapped: Function, session: Session) -> Function:
         def __new__(
             cls: Any,
             config: Any,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mindspeed_lite.engine import Around, Context, Feature, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Override, Session
 
 from .conditions import transformer_engine_reasons
 from .wrappers import before
@@ -34,16 +34,14 @@ class AllToAllCall(NamedTuple):
     sent: Any
 
 
-def permute_patches(
-    serve: Callable[[Session, Callable[..., Any], Permutation], Any], order: int = 0
-) -> tuple[Override, ...]:
+def permute_patches(serve: Callable[[Session, Function, Permutation], Any], order: int = 0) -> tuple[Override, ...]:
     """Override `permute` by `serve(session, original, call)`.
 
     `serve` returns (rows, probabilities, row ids), or None to run the original.
     """
 
-    def make_of(has_padding: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
-        def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make_of(has_padding: bool) -> Callable[[Function, Session], Function]:
+        def make(wrapped: Function, session: Session) -> Function:
             def permute(
                 tokens: Any,
                 routing_map: Any,
@@ -74,7 +72,7 @@ def permute_patches(
 def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int = 0) -> Override:
     """Override `all_to_all`; `serve` returns rows, or None to run the original."""
 
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def all_to_all(
             group: Any,
             input_: Any,
@@ -163,8 +161,8 @@ def compare(
     session: Session,
     feature: Feature,
     operator: str,
-    ours: Callable[..., Any],
-    theirs: Callable[..., Any],
+    ours: Function,
+    theirs: Function,
     inputs: Mapping[str, Any],
     against: str = "Megatron's function",
     widened: bool = True,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Override, Session
+from mindspeed_lite.engine import Around, Context, Function, Override, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
 from .wrappers import Make, after, within
@@ -47,7 +47,7 @@ def _materialized(session: Session, optimizer: Any) -> contextlib.AbstractContex
 with_materialized_state = within(_materialized)
 
 
-def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def copy_main(wrapped: Function, session: Session) -> Function:
     def _copy_main_params_to_model_params(self: Any) -> Any:
         inner = optimizer_with_custom_state(self)
         if inner is not None and inner.step_data.casts_done:
@@ -58,7 +58,7 @@ def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
     return _copy_main_params_to_model_params
 
 
-def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _state_dict(wrapped: Function, session: Session) -> Function:
     """Save fp32 copies; the saved dict outlives the call."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return state_dict
 
 
-def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _get(wrapped: Function, session: Session) -> Function:
     def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
         found, inner = wrapped(self, model_param), optimizer_with_custom_state(self)
         return found if inner is None else {**found, **inner.fp32_copy(found["param"])}
@@ -91,7 +91,7 @@ def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return _get_main_param_and_optimizer_states
 
 
-def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _set(wrapped: Function, session: Session) -> Function:
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
         inner = optimizer_with_custom_state(self)
         if inner is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.engine import OptionError, Session, Settings
+from mindspeed_lite.engine import Function, OptionError, Session, Settings
 from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
 from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
@@ -85,7 +85,7 @@ def execute(
     request: ScheduleRequest,
     config: Any,
     *,
-    forward_step_func: Callable[..., Any],
+    forward_step_func: Function,
     data_iterator: Any,
     model: Any,
     num_microbatches: int,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_lite.engine import Function
 from mindspeed_lite.memory.recompute_ahead import RecomputedUnits
 from mindspeed_lite.pipeline.data_parallel_sync import SyncPlan
 from mindspeed_lite.pipeline.steps import Schedule
@@ -60,7 +61,7 @@ class TrainingStep:
     models, iterators: per chunk. checkpointed: by (chunk, micro-batch), whether all layers are recomputed.
     """
 
-    forward_step_func: Callable[..., Any]
+    forward_step_func: Function
     iterators: Sequence[Any]
     models: Sequence[Any]
     config: Any
@@ -173,7 +174,7 @@ class MegatronPasses:
 
         return weight_grad
 
-    def _in_stage(self, chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_stage(self, chunk: int, function: Function) -> Function:
         return in_stage(self._schedules, self._vp_stages[chunk], function)
 
     def hand_over(self, output: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Around, Context, Function, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.platform.megatron import CONFIG
 
 from .conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
@@ -81,7 +81,7 @@ def full_recompute_reasons(context: Context) -> list[str]:
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
-    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def around(wrapped: Function, session: Session) -> Function:
         from megatron.core import parallel_state
 
         signature = inspect.signature(wrapped)
@@ -133,19 +133,19 @@ def checkpoint_without_output() -> Any:
     return found
 
 
-def _checkpoint_if_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
+def _checkpoint_if_needed(checkpoint: Any, own: Function, function: Function, *inputs: Any) -> Any:
     """Checkpoint only if an input needs a gradient; otherwise weights would get none."""
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
         return own(function, *inputs)
     return _run_plainly(checkpoint, function, *inputs)
 
 
-def _run_plainly(checkpoint: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+def _run_plainly(checkpoint: Any, function: Function, *inputs: Any) -> Any:
     checkpoint.discard_output_and_register_recompute = lambda hook_tensor: None
     return function(*inputs)
 
 
-def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _no_sign_of_fp8(wrapped: Function, session: Session) -> Function:
     from megatron.core.tensor_parallel import random
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
@@ -154,8 +154,8 @@ def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[.
     return __init__
 
 
-def _checkpoint_with_fallback(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_with_fallback(wrapped: Function, session: Session) -> Function:
+    def checkpoint(self: Any, run_function: Function, *args: Any) -> Any:
         feature = "recompute_norm" if session.settings.get("recompute_norm") else "adaptive_memory"
         released = not is_checkpointed(feature, session)
         own = functools.partial(wrapped, self)

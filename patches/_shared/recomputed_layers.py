@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import Function, Session
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
@@ -102,7 +102,7 @@ class RecomputedLayer:
             for module in self._activations(part):
                 self._session.mark(module, RECOMPUTED, part in parts)
 
-    def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, part: str, forward: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if part not in self.again:
             return forward(*args, **kwargs)
         recorder = self.recorder if part == LAYER else None
@@ -162,7 +162,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Callable[..., Any] | None
+    forward: Function, args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Function | None
 ) -> Any:
     """Checkpoint `forward`; only the first output carries a gradient."""
     from megatron.core import tensor_parallel

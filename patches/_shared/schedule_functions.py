@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
+
+from mindspeed_lite.engine import Function
 
 _MESSAGES = (
     "send_forward_recv_forward",
@@ -19,11 +20,11 @@ _MESSAGES = (
 
 
 @functools.cache
-def parameters(function: Callable[..., Any]) -> frozenset[str]:
+def parameters(function: Function) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def filter_kwargs(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
+def filter_kwargs(function: Function, **given: Any) -> dict[str, Any]:
     names = parameters(function)
     return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}
 
@@ -53,7 +54,7 @@ def unsupported_reasons(schedules: Any, model: Any) -> list[str]:
     return reasons
 
 
-def in_stage(schedules: Any, chunk: int | None, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_stage(schedules: Any, chunk: int | None, function: Function) -> Function:
     """Set Megatron's global virtual stage before the call if passes take no such argument."""
     if chunk is None or "vp_stage" in parameters(schedules.forward_step):
         return function

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Override, Session
+from mindspeed_lite.engine import Context, Function, Override, Session
 from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, WgradHandler, column_linear, row_linear
 
 from . import wgrad_accumulation
@@ -87,7 +87,7 @@ class _MainGradWgrad:
 def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCommConfig]) -> tuple[Override, ...]:
     """Patches that run linear layers with `comm_config_for(call)`."""
 
-    def linear(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def linear(wrapped: Function, session: Session) -> Function:
         def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
             group: Any = kwargs.get("tp_group")
             is_row = isinstance(group, _Reduced)
@@ -104,7 +104,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
 
         return _forward_impl
 
-    def row(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def row(wrapped: Function, session: Session) -> Function:
         def forward(self: Any, input_: Any) -> Any:
             group = self.tp_group
             if self.explicit_expert_comm or group is None or group.size() == 1:

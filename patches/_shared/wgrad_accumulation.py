@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Session
+from mindspeed_lite.engine import Around, Function, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 
 
@@ -34,7 +33,7 @@ def placeholder_grad(weight: Any) -> torch.Tensor | None:
     return make(weight, requires_grad=False)
 
 
-def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _backward(wrapped: Function, session: Session) -> Function:
     def backward(ctx: Any, grad_output: Any) -> Any:
         found = wrapped(ctx, grad_output)
         if found[1] is not None or not ctx.gradient_accumulation_fusion:

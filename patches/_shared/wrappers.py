@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import Function, Session
 
-Make = Callable[[Callable[..., Any], Session], Callable[..., Any]]
+Make = Callable[[Function, Session], Function]
 
 
 def before(act: Callable[[Session, Any], object]) -> Make:
     """Call `act(session, self)` before the method."""
 
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             act(session, self)
             return wrapped(self, *args, **kwargs)
@@ -27,7 +27,7 @@ def before(act: Callable[[Session, Any], object]) -> Make:
 def after(act: Callable[[Session, Any], object]) -> Make:
     """Call `act(session, self)` after the method."""
 
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             found = wrapped(self, *args, **kwargs)
             act(session, self)
@@ -39,7 +39,7 @@ def after(act: Callable[[Session, Any], object]) -> Make:
 
 
 def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[Any]]) -> Make:
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             with context(session, self):
                 return wrapped(self, *args, **kwargs)
