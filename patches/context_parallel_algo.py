@@ -31,7 +31,7 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
 )
-from ._shared.conditions import given_flags, transformer_engine_reasons
+from ._shared.conditions import given_flags, local
 from ._shared.context_parallel import (
     ALGORITHMS,
     NAME,
@@ -246,7 +246,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if not _is_split(context.settings):
         given = _given_options(context.settings)
         return [f"{', '.join(given)} with --context-parallel-size 1: no sequence is split"] if given else []
-    if reasons := transformer_engine_reasons(context, "uses Transformer Engine's own attention"):
+    if reasons := local("uses Transformer Engine's own attention")(context):
         return reasons
     check(context)
     return []

@@ -20,8 +20,8 @@ from mindspeed_lite.pipeline.wgrad import WgradQueue
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from . import moe_fb_overlap
-from ._shared import pipeline_orders, wgrad_accumulation
-from ._shared.conditions import transformer_engine_reasons
+from ._shared import linear_layers, pipeline_orders
+from ._shared.conditions import every, local
 from ._shared.pipeline_passes import QUEUE as _QUEUE
 from ._shared.wrappers import after, before
 
@@ -58,7 +58,7 @@ class _Handover:
             total = self.input
             if self.sequence_parallel:
                 total = mappings.gather_from_sequence_parallel_region(total, group=self.layer.tp_group)
-            wgrad_accumulation.add(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
+            linear_layers.add_wgrad(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
         # Autograd's placeholder must not be added.
         weight.grad_added_to_main_grad = True
 
@@ -203,7 +203,7 @@ def _end_step(session: Session, ddp: Any) -> None:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = transformer_engine_reasons(context, "delays weight gradients itself")
+    reasons = []
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
@@ -213,10 +213,6 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons += found
     elif context.host_args is not None and not context.arg(moe_fb_overlap.ARGUMENT, False) and not is_asked_for:
         reasons.append("--overlap-moe-expert-parallel-comm is off: no other schedule asks for delayed gradients")
-    if context.arg("cpu_offloading_num_layers", 0):
-        reasons.append("--cpu-offloading-num-layers takes inputs away that are still needed")
-    if context.arg("cuda_graph_impl", "none") != "none":
-        reasons.append("--cuda-graph-impl records a backward pass of which a part is missing")
     return reasons
 
 
@@ -236,7 +232,11 @@ FEATURE = Feature(
     unsupported={
         "<0.14": "before Megatron 0.14 gradient reduction does not wait for a weight gradient that comes later"
     },
-    condition=_why_not,
+    condition=every(local("delays weight gradients itself"), _why_not),
+    conflicting_args={
+        "cpu_offloading_num_layers": "--cpu-offloading-num-layers takes inputs away that are still needed",
+        "cuda_graph_impl": "--cuda-graph-impl records a backward pass of which a part is missing",
+    },
     enabled=lambda settings: (
         bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False))
         or pipeline_orders.delays_weight_gradients(settings)

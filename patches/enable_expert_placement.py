@@ -20,7 +20,7 @@ from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, given_flags, require_first
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, every, given_flags, local, require_first
 from ._shared.optimizer_state import finish_gathers, leaves, main_params, training_state
 from ._shared.wrappers import after, before
 
@@ -156,13 +156,9 @@ def _why_not(context: Context) -> Sequence[str]:
     if break_even is not None and not break_even >= 0:
         raise OptionError(f"--expert-placement-break-even takes a number of tokens, at least 0, not {break_even}.")
     require_first(FEATURE.options, context.settings)
-    if context.host_args is None:
-        return []
-    reasons = [*moe.local_expert_reasons("experts")(context), *moe.dispatcher_reasons(context, "alltoall", "allgather")]
+    reasons = []
     ranks, experts = moe.expert_sizes(context)[1], context.arg("num_experts", None)
-    if ranks == 1:
-        reasons.append("--expert-model-parallel-size 1: every rank has all experts")
-    elif experts and experts // ranks == 1:
+    if ranks > 1 and experts and experts // ranks == 1:
         reasons.append("a rank has one expert: no other place changes the load of ranks")
     if context.arg("optimizer", "adam") not in ("adam", "sgd"):
         reasons.append(f"--optimizer {context.arg('optimizer')} keeps more than states of a parameter's shape")
@@ -197,7 +193,12 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="none but a message of one expert while experts move",
-    condition=_why_not,
+    condition=every(
+        _why_not,
+        local("has experts of its own"),
+        moe.spread_experts("every rank has all experts"),
+        moe.dispatchers("alltoall", "allgather"),
+    ),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
         **dict.fromkeys(FSDP_ARGS, "FSDP holds experts in shards of its own"),

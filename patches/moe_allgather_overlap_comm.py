@@ -17,12 +17,12 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Ov
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
 
 from . import recompute_activation_function
-from ._shared import expert_messages, moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, holding
+from ._shared import moe
+from ._shared.conditions import CUDA_GRAPH_ARGS, every, holding
 from ._shared.proxies import RECOMPUTED, AttributeOverride, FunctionModule
 from ._shared.wrappers import before
 
-NAME = expert_messages.ALLGATHER
+NAME = moe.ALLGATHER
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher"
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -54,14 +54,14 @@ class _SharedExpert:
         return self._output
 
 
-class _State(expert_messages.MessageState):
+class _State(moe.MessageState):
     def __init__(self) -> None:
         super().__init__()
         self.shared: _SharedExpert | None = None
 
 
 def _state(session: Session) -> _State:
-    found: _State = expert_messages.state_of(session, NAME, _State)
+    found: _State = moe.messages_of(session, NAME, _State)
     return found
 
 
@@ -165,12 +165,9 @@ def _postprocess(wrapped: Function, session: Session) -> Function:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    if context.host_args is None:
-        return []
-    reasons = moe.no_expert_reasons(context)
-    if not reasons and moe.expert_sizes(context) == (1, 1):
-        reasons = ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
-    return [*reasons, *moe.dispatcher_reasons(context, "allgather")]
+    if context.host_args is not None and context.arg("num_experts", None) and moe.expert_sizes(context) == (1, 1):
+        return ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
+    return []
 
 
 FEATURE = Feature(
@@ -186,12 +183,11 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step after the combine"},
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
-    condition=_why_not,
+    condition=every(moe.has_experts, _why_not, moe.dispatchers("allgather")),
     conflicting_args=CUDA_GRAPH_ARGS,
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     patches=(
-        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
-        Around(f"{_DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
+        *moe.message_patches(NAME, _DISPATCHER),
         Override(f"{_MAPPINGS}:gather_from_sequence_parallel_region", _gather),
         Override(f"{_MAPPINGS}:reduce_scatter_to_sequence_parallel_region", _scatter),
         Around(f"{_DISPATCHER}.dispatch_postprocess", before(_wait_for_probs)),
@@ -202,6 +198,5 @@ FEATURE = Feature(
             reads=("shared_experts", "shared_experts_recompute", "token_dispatcher", "use_shared_expert"),
         ),
         Override(f"{_LAYER}.postprocess", _postprocess),
-        expert_messages.before_gradients_are_reduced(NAME),
     ),
 )

@@ -18,7 +18,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Op
 from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS, every
 from ._shared.wrappers import within
 
 NAME = "moe_alltoall_mc2"
@@ -124,13 +124,8 @@ def _why_not_here(device: str) -> list[str]:
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = _why_not_here(context.device)
-    if context.host_args is None:
-        return reasons
-    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
     if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
-    if context.arg("add_bias_linear", False):
-        reasons.append("experts have biases, which the operators do not add: --disable-bias-linear")
     return reasons
 
 
@@ -147,9 +142,10 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="not predicted: never measured on a device",
-    condition=_why_not,
+    condition=every(_why_not, moe.exchanges, moe.dispatchers("alltoall")),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
+        "add_bias_linear": "experts have biases, which the operators do not add: --disable-bias-linear",
         "moe_expert_capacity_factor": "--moe-expert-capacity-factor: dropped and padded rows have never been sent "
         "through the operators",
         "moe_apply_probs_on_input": "--moe-apply-probs-on-input weighs rows before they have arrived",

@@ -30,9 +30,10 @@ from . import (
     moe_zero_memory,
     recompute_activation_function,
 )
-from ._shared import expert_messages, moe, recompute, wgrad_accumulation
-from ._shared.conditions import holding
+from ._shared import linear_layers, moe, recompute
+from ._shared.conditions import holding, turn_on
 from ._shared.proxies import AttributeOverride, FunctionModule, run_activation
+from ._shared.wrappers import verify
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
@@ -157,7 +158,7 @@ def _verify(
 
     inputs = {"x": x, **{f"weight {e}": each for e, each in enumerate(weights)}}
     inputs.update({f"bias {e}": each for e, each in enumerate(biases or ())})
-    moe.compare(session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other")
+    verify(session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other", sizes_vary=True)
 
 
 def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,8 @@ def _gradients(
         return layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)
 
     if accumulates():
-        expert_messages.expect_jobs(session)
+        for state in moe.message_states(session):
+            state.messages.expect_jobs()
 
     def arrive() -> None:
         if released is not None:
@@ -203,12 +205,12 @@ def _gradients(
 
         if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
             waiting.clear()
-            if not expert_messages.put(session, accumulate):
+            if not moe.put(session, accumulate):
                 # The side stream waits for no message.
                 arrive()
                 if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
                     accumulate()
-        return [wgrad_accumulation.placeholder_grad(weight) for weight in weights]
+        return [linear_layers.placeholder_grad(weight) for weight in weights]
 
     return take
 
@@ -247,15 +249,8 @@ def _call_reasons(experts: Sequence[Any]) -> list[str]:
 
 
 def _modules(wrapped: Function, session: Session) -> Function:
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any) -> Any:
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any, moe_use_legacy_grouped_gemm: Any = False) -> Any:
         # For grouped experts a release may need an extension.
-        return wrapped(self, False)
-
-    return grouped_mlp_modules
-
-
-def _modules_or_legacy(wrapped: Function, session: Session) -> Function:
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any, moe_use_legacy_grouped_gemm: Any) -> Any:
         return wrapped(self, False, moe_use_legacy_grouped_gemm)
 
     return grouped_mlp_modules
@@ -287,8 +282,8 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_expert_reasons("grouped experts"),
-    arguments=moe.turn_on("moe_grouped_gemm"),
+    condition=moe.local_experts("grouped experts"),
+    arguments=turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(
         Override(
@@ -297,8 +292,7 @@ FEATURE = Feature(
             reads=_READS,
             relies_on=LINEAR_LAYERS,
         ),
-        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.17"),
-        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions=">=0.13,<0.17"),
+        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.13", by_name=True),
         Override(
             "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
             _spec,

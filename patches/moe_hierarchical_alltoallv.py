@@ -27,7 +27,7 @@ from mindspeed_lite.engine import (
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS, every
 from ._shared.wrappers import Make, within
 
 NAME = "moe_hierarchical_alltoallv"
@@ -124,28 +124,19 @@ def _unpermute(wrapped: Function, session: Session) -> Function:
     return unpermute
 
 
-def _layout_reason(context: Context, size: int) -> str | None:
-    tensor, experts = moe.expert_sizes(context)
-    ranks = tensor * experts
-    what = f"the {experts} x {tensor} ranks that share experts"
-    if size % ranks == 0:
-        return f"{what} are on one node of {size}: nothing crosses nodes"
-    if ranks % size:
-        return f"{what} cannot be divided among nodes of {size}: give --moe-node-size"
-    return None
-
-
 def _why_not(context: Context) -> Sequence[str]:
     size = _node_size(context.settings)
-    reasons = []
     if size is None:
-        reasons.append(_NO_SIZE)
-    if context.host_args is None:
-        return reasons
-    not_sent = moe.exchange_reasons(context)
-    if not not_sent and size is not None and (reason := _layout_reason(context, size)):
-        reasons.append(reason)
-    return [*reasons, *not_sent, *moe.dispatcher_reasons(context, "alltoall")]
+        return [_NO_SIZE]
+    if context.host_args is None or moe.exchanges(context):
+        return []
+    tensor, experts = moe.expert_sizes(context)
+    what = f"the {experts} x {tensor} ranks that share experts"
+    if size % (tensor * experts) == 0:
+        return [f"{what} are on one node of {size}: nothing crosses nodes"]
+    if tensor * experts % size:
+        return [f"{what} cannot be divided among nodes of {size}: give --moe-node-size"]
+    return []
 
 
 FEATURE = Feature(
@@ -168,7 +159,7 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="not predicted: one row for each token and node in the place of one for each expert, on both sides",
-    condition=_why_not,
+    condition=every(_why_not, moe.exchanges, moe.dispatchers("alltoall")),
     conflicting_args=CUDA_GRAPH_ARGS,
     conflicts=(
         Relation("moe_alltoall_overlap_comm", "it takes the messages of one all-to-all apart"),

@@ -7,7 +7,7 @@ Transformer Engine has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Feature, Function, Option, OptionError, Override, Provide, Session
@@ -15,7 +15,8 @@ from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
 from ._shared import moe
-from ._shared.config_restore import config_field
+from ._shared.conditions import turn_on
+from ._shared.wrappers import config_field, verify
 
 # Imports that TransformerConfig checks.
 _NAMES = (
@@ -52,17 +53,16 @@ def _permuted(session: Session, plain: Function, call: moe.Permutation) -> Any:
     def theirs(tokens: Any, probs: Any) -> Any:
         return plain(tokens, routing_map, probs, **rest)
 
-    if session.verifier is not None:
-        _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], {"tokens": tokens})
-        if probs is not None:
-            rows = tokens.detach()
-            of_rows = (lambda p: ours(rows, p)[1], lambda p: theirs(rows, p)[1])
-            _verify(session, "permute", *of_rows, {"probs": probs}, variant="probabilities")
+    _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], {"tokens": tokens})
+    if probs is not None:
+        rows = tokens.detach()
+        of_rows = (lambda p: ours(rows, p)[1], lambda p: theirs(rows, p)[1])
+        _verify(session, "permute", *of_rows, {"probs": probs}, variant="probabilities")
     return ours(tokens, probs)
 
 
-def _verify(session: Session, operator: str, ours: Any, theirs: Any, inputs: Mapping[str, Any], **more: Any) -> None:
-    moe.compare(session, FEATURE, operator, ours, theirs, inputs, **more)
+def _verify(session: Session, *what: Any, **more: Any) -> None:
+    verify(session, FEATURE, *what, sizes_vary=True, **more)
 
 
 def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> Any:
@@ -74,10 +74,9 @@ def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> A
     def definition(x: Any, probs: Any = None) -> Any:
         return reference.unpermute(x, sorted_indices, restore_shape[0], probs, routing_map, drop_and_pad)
 
-    if session.verifier is not None:
-        # Megatron's function cannot read the operator's row ids.
-        inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
-        _verify(session, "unpermute", ours, definition, inputs, against="the sums in plain PyTorch")
+    # Megatron's function cannot read the operator's row ids.
+    inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
+    _verify(session, "unpermute", ours, definition, inputs, against="the sums in plain PyTorch")
     return ours(permuted_tokens, probs)
 
 
@@ -106,10 +105,9 @@ def _sort_chunks(wrapped: Function, session: Session) -> Function:
     ) -> Any:
         if not fused:
             return wrapped(input, split_sizes, sorted_idxs, probs, fused)
-        if session.verifier is not None:
-            order = (split_sizes, sorted_idxs)
-            functions = (lambda x: ops.sort_chunks(x, *order)[0], lambda x: wrapped(x, *order)[0])
-            _verify(session, "sort_chunks", *functions, {"input": input})
+        order = (split_sizes, sorted_idxs)
+        functions = (lambda x: ops.sort_chunks(x, *order)[0], lambda x: wrapped(x, *order)[0])
+        _verify(session, "sort_chunks", *functions, {"input": input})
         return ops.sort_chunks(input, split_sizes, sorted_idxs, probs)
 
     return sort_chunks_by_idxs
@@ -145,8 +143,8 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_expert_reasons("a permutation"),
-    arguments=moe.turn_on("moe_permute_fusion"),
+    condition=moe.local_experts("a permutation"),
+    arguments=turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(
         *moe.permute_patches(_permuted),

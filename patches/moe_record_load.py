@@ -168,7 +168,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--moe-record-load-interval takes a number of steps, at least 1, not {interval}.")
     if file and os.environ.get("RANK", "0") == "0" and (reason := record.why_not_writable(file)):
         raise OptionError(f"--moe-record-load {file}: {reason}.")
-    return moe.no_expert_reasons(context)
+    return moe.has_experts(context)
 
 
 FEATURE = Feature(

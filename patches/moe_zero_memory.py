@@ -26,7 +26,8 @@ from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
-from ._shared import expert_messages, moe, recompute
+from ._shared import moe, recompute
+from ._shared.conditions import every
 from ._shared.proxies import LinearCall, run_activation, seen
 
 NAME = "moe_zero_memory"
@@ -76,7 +77,7 @@ class ReleasedExperts:
     def before_the_gradient(self) -> None:
         """Called just before the gradient of the combined output is sent."""
         self.begin()
-        messages = self._session.find(expert_messages.ALLTOALL)
+        messages = self._session.find(moe.ALLTOALL)
         if messages is not None:
             messages.messages.put(self.compute, is_certain=True)
 
@@ -303,12 +304,10 @@ def _why_not(context: Context) -> Sequence[str]:
     level, number = context.settings.get(NAME), context.settings.get(NUMBER)
     if number is not None and level in (None, OFF):
         raise OptionError(f"{FLAG}-num-layers {number} says how many layers, and nothing what they do: add {FLAG}")
-    if number is not None and number < 1:
-        raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
+    recompute.check_count(f"{FLAG}-num-layers", number)
     if context.host_args is None:
         return []
-    reasons = [*moe.local_expert_reasons("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
-    return [*reasons, *moe.dispatcher_reasons(context, "alltoall"), *recompute.full_recompute_reasons(context)]
+    return _layer_reasons(lambda name: context.arg(name, None))
 
 
 FEATURE = Feature(
@@ -336,7 +335,7 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=_why_not,
+    condition=every(_why_not, moe.local_experts("experts"), moe.dispatchers("alltoall"), recompute.not_full_recompute),
     conflicting_args=recompute.CONFLICTING_ARGS,
     requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),
     not_auto=recompute.NOT_AUTO,

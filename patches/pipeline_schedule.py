@@ -16,14 +16,15 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Op
 from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute, moe_fb_overlap
-from ._shared import pipeline_orders, schedule_functions
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, single_stage_reasons
+from ._shared import pipeline_orders, pipeline_passes
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, several_stages
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
 # Only DualPipeV supports it.
 _COMBINED = {moe_fb_overlap.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
+_is_pipeline = several_stages("one rank has nothing to schedule")
 _LEFT_TO_MEGATRON = {
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
@@ -54,7 +55,7 @@ def _executing(original: Function, session: Session) -> Function:
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
         # A training loop may hold this function after the session. Megatron refuses unknown arguments.
-        if not state.is_on or not given.keys() <= schedule_functions.parameters(original):
+        if not state.is_on or not given.keys() <= pipeline_passes.parameters(original):
             return original(**given)
         request = state.request(session)
         if request.name is None:
@@ -63,7 +64,7 @@ def _executing(original: Function, session: Session) -> Function:
         model = listed(given["model"])[0]
         config = schedules.get_model_config(model)
         reasons = config_reasons(_LEFT_TO_MEGATRON if request.is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
-        reasons += _call_reasons(given) + schedule_functions.unsupported_reasons(schedules, model)
+        reasons += _call_reasons(given) + pipeline_passes.unsupported_reasons(schedules, model)
         if reasons:
             if request.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
@@ -99,14 +100,15 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
+    if reasons := _is_pipeline(context):
         return reasons
     if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
         return left
     if pipeline_orders.delays_weight_gradients(settings):
         delay, release = delay_wgrad_compute.FEATURE, context.versions.get(megatron.HOST)
         assert delay.condition is not None
-        if found := (release and delay.patches_for(release)[1]) or delay.condition(context):
+        found = delay.patches_for(release)[1] if release else []
+        if found := [*found, *delay.conflict_reasons(context.arg), *delay.condition(context)]:
             return found
     pipeline_orders.check_layout(context)
     return []

@@ -15,7 +15,7 @@ from mindspeed_lite.engine import Context, Feature, Function, Option, OptionErro
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import pipeline_orders
-from ._shared.conditions import single_stage_reasons
+from ._shared.conditions import several_stages
 
 NAME = pipeline_orders.METHOD
 _UTILS = "megatron.core.pipeline_parallel.utils"
@@ -97,8 +97,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return []
     size, layers = arg("pipeline_model_parallel_size", 1) or 1, arg("num_layers", 0)
-    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
-        return reasons
+    reasons = [*several_stages("one rank has nothing to schedule")(context)]
     chunks = pipeline_orders.chunks_of(context)
     if chunks is not None and chunks > 2:
         reasons.append(f"a rank has 2 model chunks, not {chunks}: leave out --num-virtual-stages-per-pipeline-rank")

@@ -19,8 +19,8 @@ from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
-from ._shared import wgrad_accumulation
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
+from ._shared import linear_layers
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
 from ._shared.wrappers import after, within
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
@@ -104,7 +104,6 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
     reasons = _why_not_here(context.device)
-    reasons += transformer_engine_reasons(context, "has its own --cpu-offloading")
     if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
         reasons.append("--recompute-granularity full keeps nothing within a layer")
     return reasons
@@ -132,7 +131,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    condition=_why_not,
+    condition=every(_why_not, local("has its own --cpu-offloading")),
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",
     patches=(
@@ -142,6 +141,6 @@ FEATURE = Feature(
             after(_hook_layer),
             reads=("config",),
         ),
-        wgrad_accumulation.PATCH,
+        linear_layers.PLACEHOLDER_PATCH,
     ),
 )

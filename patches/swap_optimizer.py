@@ -19,17 +19,7 @@ from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
 from . import use_fused_adamw
-from ._shared.optimizer_state import (
-    DISTRIBUTED,
-    FLOAT16,
-    FP32,
-    FP32_PATCHES,
-    MAIN_PARAM_PATCHES,
-    PATCHES,
-    init_patches,
-    main_param_reasons,
-    patch_optimizer_init,
-)
+from ._shared.optimizer_state import MAIN_PARAM_ARGS, state_patches
 
 
 def _copy_engine_of(device: torch.device) -> CopyEngine:
@@ -56,9 +46,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     placement.register(use_fused_adamw.cast_targets(optimizer))
 
 
-_init = patch_optimizer_init("swap_optimizer", _use)
-
-
 def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     times = settings.get("swap_optimizer_times", 1)
@@ -67,7 +54,7 @@ def _why_not(context: Context) -> Sequence[str]:
             f"--swap-optimizer-times {times}: `swap_optimizer` takes a number of groups from 1 on; MindSpeed's 0, all "
             "in one order of its own, does not exist here"
         )
-    return _no_copy_engine(context.device) + main_param_reasons(context)
+    return _no_copy_engine(context.device)
 
 
 FEATURE = Feature(
@@ -89,14 +76,10 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     condition=_why_not,
+    conflicting_args=MAIN_PARAM_ARGS,
     not_auto="it trades speed for memory: enable it explicitly with its flag",
     requires=(Relation("use_fused_adamw", "its step alone goes over parameters in groups"),),
     conflicts=(Relation("virtual_optimizer", "both keep Adam's moments in host memory, each in its own way"),),
     operators=("adamw",),
-    patches=(
-        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FP32, FLOAT16, DISTRIBUTED)),
-        *MAIN_PARAM_PATCHES,
-        *PATCHES,
-        *FP32_PATCHES,
-    ),
+    patches=state_patches("swap_optimizer", _use, reads=use_fused_adamw.CAST_TARGET_READS, moves_main_params=True),
 )

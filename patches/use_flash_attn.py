@@ -28,7 +28,7 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
 )
-from ._shared.conditions import transformer_engine_reasons
+from ._shared.conditions import every, local
 
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
@@ -110,14 +110,13 @@ def _enabled(settings: Settings) -> bool:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if _attention_backend(context.settings) == "unfused":
-        if context.settings.get("use_flash_attn", False):
-            raise OptionError(
-                "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
-            )
-        reasons.append("--attention-backend unfused asks for Megatron's own attention")
-    return reasons + transformer_engine_reasons(context, "uses Transformer Engine's own attention")
+    if _attention_backend(context.settings) != "unfused":
+        return []
+    if context.settings.get("use_flash_attn", False):
+        raise OptionError(
+            "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
+        )
+    return ["--attention-backend unfused asks for Megatron's own attention"]
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -145,7 +144,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=every(_why_not, local("uses Transformer Engine's own attention")),
     enabled=_enabled,
     arguments=_arguments,
     operators=("attention",),

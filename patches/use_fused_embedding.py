@@ -15,7 +15,8 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
-from ._shared.conditions import fsdp_reasons, holding
+from ._shared.conditions import conflict_reasons, fsdp_args, holding
+from ._shared.wrappers import leave_out
 
 # Devices whose PyTorch adds a sparse tensor to a dense one.
 _ADDS_SPARSE = ("cpu", "cuda")
@@ -40,9 +41,8 @@ def _forward(wrapped: Function, session: Session) -> Function:
             session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
         if alone and dense:
             return wrapped(self, input_)
-        if session.verifier is not None:
-            why = "its gradient is in rows, and Megatron's is not" if alone else "the ranks of a group compute it"
-            session.verifier.leave_out(FEATURE.name, "vocab_embedding", why)
+        why = "its gradient is in rows, and Megatron's is not" if alone else "the ranks of a group compute it"
+        leave_out(session, FEATURE, "vocab_embedding", why)
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_  # [b, s] -> [s, b]
         if alone:
             # As in Megatron, an unknown id raises.
@@ -77,16 +77,13 @@ def _dense_because(weight: torch.Tensor) -> str:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("tensor_model_parallel_size", 2) == 1:
-        one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
-        if context.device not in _ADDS_SPARSE:
-            reasons.append(f"{one}, and {context.device} has no gradient in rows")
-        for reason in fsdp_reasons(context, "has no main gradient for a gradient in rows"):
-            reasons.append(f"{one}, and {reason}")
-    if context.arg("deterministic_mode", False):
-        reasons.append("--deterministic-mode asks for another gradient kernel")
-    return reasons
+    if context.arg("tensor_model_parallel_size", 2) != 1:
+        return []
+    reasons = conflict_reasons(fsdp_args("has no main gradient for a gradient in rows"), context.arg)
+    if context.device not in _ADDS_SPARSE:
+        reasons.append(f"{context.device} has no gradient in rows")
+    one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
+    return [f"{one}, and {reason}" for reason in reasons]
 
 
 FEATURE = Feature(
@@ -102,6 +99,7 @@ FEATURE = Feature(
     theme="operators",
     memory="not predicted: saves one 16-bit gradient of the vocabulary in each micro-batch",
     condition=_why_not,
+    conflicting_args={"deterministic_mode": "--deterministic-mode asks for another gradient kernel"},
     operators=("vocab_embedding",),
     patches=(
         Override(

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import use_fused_cross_entropy
-from ._shared import wgrad_accumulation
+from ._shared import linear_layers
 from ._shared.conditions import holding
+from ._shared.wrappers import leave_out, verify
 
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
@@ -75,9 +76,9 @@ class Deferred:
 
 def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
-        wgrad_accumulation.add(main_grad[rows], dlogits, hidden)
+        linear_layers.add_wgrad(main_grad[rows], dlogits, hidden)
 
-    return Accumulate(add, lambda: wgrad_accumulation.placeholder_grad(weight))
+    return Accumulate(add, lambda: linear_layers.placeholder_grad(weight))
 
 
 @contextlib.contextmanager
@@ -172,8 +173,7 @@ def _loss(wrapped: Function, session: Session) -> Function:
     def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
         if not isinstance(logits, Deferred):
             return wrapped(self, labels, logits)
-        if session.verifier is not None:
-            _verify(session, lambda logits: wrapped(self, labels, logits), labels, logits)
+        _verify(session, lambda logits: wrapped(self, labels, logits), labels, logits)
         loss = logits.loss(labels.transpose(0, 1).contiguous())  # [b, s] -> [s, b]
         return loss.transpose(0, 1).contiguous()
 
@@ -183,9 +183,7 @@ def _loss(wrapped: Function, session: Session) -> Function:
 def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: Any, deferred: Deferred) -> None:
     group = deferred.group
     if group.size() > 1:
-        session.verifier.leave_out(
-            FEATURE.name, "linear_cross_entropy", "the ranks of a tensor-parallel group compute it"
-        )
+        leave_out(session, FEATURE, "linear_cross_entropy", "the ranks of a tensor-parallel group compute it")
         return
     target = labels.transpose(0, 1).contiguous()
 
@@ -196,23 +194,10 @@ def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: A
         loss: torch.Tensor = original(torch.matmul(hidden, weight.t()))
         return loss
 
-    session.verifier.check(
-        FEATURE.name,
-        "linear_cross_entropy",
-        FEATURE.numerics,
-        ours,
-        megatrons,
-        {"hidden": deferred.hidden, "weight": deferred.weight},
-        against="Megatron's output layer and loss",
-        widened=target.numel() * deferred.weight.shape[0] <= _WIDENED,
-    )
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
-        reasons.append("--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss")
-    return reasons
+    inputs = {"hidden": deferred.hidden, "weight": deferred.weight}
+    widened = target.numel() * deferred.weight.shape[0] <= _WIDENED
+    against = "Megatron's output layer and loss"
+    verify(session, FEATURE, "linear_cross_entropy", ours, megatrons, inputs, against, widened=widened)
 
 
 FEATURE = Feature(
@@ -228,7 +213,7 @@ FEATURE = Feature(
     numerics="ulp",
     theme="memory",
     unsupported={"<0.14": "before Megatron 0.14 the output layer has no method that multiplies, to be replaced"},
-    condition=_why_not,
+    condition=use_fused_cross_entropy.not_transformer_engines,
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades a fourth GEMM of the output layer for the logits' memory: enable it explicitly with its flag",
     operators=("linear_cross_entropy",),

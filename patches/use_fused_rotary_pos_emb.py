@@ -8,7 +8,7 @@ alone. Falls back for shapes that need broadcasting.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
-from ._shared.conditions import transformer_engine_reasons
-from ._shared.config_restore import config_field
+from ._shared.conditions import every, local
+from ._shared.wrappers import config_field, verify
 
 UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
 LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
@@ -87,30 +87,18 @@ def _pairs(interleaved: bool, regrouped: bool = False) -> Pairs:
     return "regrouped" if regrouped else "interleaved" if interleaved else "half"
 
 
-def _turn(
-    session: Session,
-    t: Any,
-    tables: tuple[Any, Any],
-    how: Mapping[str, Any],
-    original: Callable[[Any], Any] | None = None,
-) -> Any:
-    if session.verifier is not None:
+def _turn(session: Session, t: Any, tables: tuple[Any, Any], how: dict[str, Any], original: Any = None) -> Any:
+    def ours(t: Any) -> Any:
+        return rope(t, *tables, **how)
 
-        def definition(t: torch.Tensor) -> torch.Tensor:
-            whole = t if t.dim() == 4 else t.unsqueeze(1)
-            return reference.rope(whole, *tables, **how).view(t.shape)
+    def definition(t: Any) -> Any:
+        whole = t if t.dim() == 4 else t.unsqueeze(1)
+        return reference.rope(whole, *tables, **how).view(t.shape)
 
-        session.verifier.check(
-            FEATURE.name,
-            "rope",
-            FEATURE.numerics,
-            lambda t: rope(t, *tables, **how),
-            original or definition,
-            {"t": t},
-            against="Megatron's unfused rotary embedding" if original else "the plain definition",
-            variant=how["pairs"] + (" packed" if how.get("positions") is not None else ""),
-        )
-    return rope(t, *tables, **how)
+    against = "Megatron's unfused rotary embedding" if original else "the plain definition"
+    variant = how["pairs"] + (" packed" if how.get("positions") is not None else "")
+    verify(session, FEATURE, "rope", ours, original or definition, {"t": t}, against, variant=variant)
+    return ours(t)
 
 
 def _fused(session: Session) -> Any:
@@ -187,11 +175,10 @@ def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> 
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own rotary embedding")
     position = context.arg("position_embedding_type", "rope")
-    if position not in ("rope", "yarn", "mrope") and not context.arg("multi_latent_attention", False):
-        reasons.append(f"the model has --position-embedding-type {position}, not a rotary one")
-    return reasons
+    if position in ("rope", "yarn", "mrope") or context.arg("multi_latent_attention", False):
+        return []
+    return [f"the model has --position-embedding-type {position}, not a rotary one"]
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -219,7 +206,7 @@ FEATURE = Feature(
     options=(Option("--use-fused-rotary-pos-emb", help="Compute rotary embedding with one fused operator."),),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=every(local("uses Transformer Engine's own rotary embedding"), _why_not),
     arguments=_arguments,
     operators=("rope",),
     patches=(

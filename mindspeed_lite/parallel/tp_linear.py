@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from . import overlapped_gemm
 from .overlapped_gemm import Pending
 
 
 class ChunkPolicy(Protocol):
-    def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
+    def __call__(self, phase: str, x: Tensor, w: Tensor, run: Callable[[int], object]) -> int:
         """Chunk count for x [M, K] times w [K, N]; `run(n)` is the pass to time."""
         ...
 
@@ -30,25 +31,25 @@ class ChunkPolicy(Protocol):
 class WgradHandler(Protocol):
     """Computes or defers the weight gradient dy^T x."""
 
-    def defer(self, dy: torch.Tensor) -> bool:
+    def defer(self, dy: Tensor) -> bool:
         """Queue dy in the layer's shape and return True, or return False."""
         ...
 
-    def deferred(self) -> torch.Tensor | None: ...
+    def deferred(self) -> Tensor | None: ...
 
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, dy: Tensor, x: Tensor) -> Tensor | None:
         """Compute from dy [M, N] and x [M, K]; returns the gradient for autograd."""
         ...
 
 
 class AutogradWgrad:
-    def defer(self, dy: torch.Tensor) -> bool:
+    def defer(self, dy: Tensor) -> bool:
         return False
 
-    def deferred(self) -> torch.Tensor | None:
+    def deferred(self) -> Tensor | None:
         return None
 
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
 
 
@@ -57,15 +58,15 @@ AUTOGRAD_WGRAD = AutogradWgrad()
 
 class OverlappedGemm(Protocol):
     def gather_matmul(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+        self, x: Tensor, w: Tensor, group: ProcessGroup, chunks: int, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]: ...
 
-    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending: ...
+    def matmul_scatter(self, x: Tensor, w: Tensor, group: ProcessGroup, chunks: int) -> Pending: ...
 
 
 @dataclass(frozen=True)
 class TPCommConfig:
-    group: dist.ProcessGroup
+    group: ProcessGroup
     sequence_parallel: bool
     chunks: ChunkPolicy
     wgrad_handler: WgradHandler
@@ -76,12 +77,12 @@ def fixed_chunks(number: int) -> ChunkPolicy:
     return lambda phase, x, w, run: number
 
 
-def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, comm: TPCommConfig) -> torch.Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: TPCommConfig) -> Tensor:
     """x [s, ..., K] (with sequence parallelism [s / p, ..., K]), weight [N, K], bias [N] -> [s, ..., N]."""
     return _Column.apply(x, weight, bias, comm)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, comm: TPCommConfig) -> torch.Tensor:
+def row_linear(x: Tensor, weight: Tensor, comm: TPCommConfig) -> Tensor:
     """x [s, ..., K], weight [N, K] -> [s, ..., N], with sequence parallelism [s / p, ..., N]; no bias."""
     return _Row.apply(x, weight, comm)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -96,7 +97,7 @@ class _Column(torch.autograd.Function):
         rows, w = _rows(x), weight.t()
         if comm.sequence_parallel:
 
-            def run(chunks: int) -> torch.Tensor:
+            def run(chunks: int) -> Tensor:
                 return comm.gemm.gather_matmul(rows, w, comm.group, chunks)[0]
 
             y = run(comm.chunks("column forward", rows, w, run))
@@ -138,7 +139,7 @@ class _Row(torch.autograd.Function):
         rows, w = _rows(x), weight.t()
         product = comm.gemm.matmul_scatter if comm.sequence_parallel else overlapped_gemm.matmul_reduce
 
-        def run(chunks: int) -> torch.Tensor:
+        def run(chunks: int) -> Tensor:
             return product(rows, w, comm.group, chunks).wait()
 
         y = run(comm.chunks("row forward", rows, w, run))
@@ -148,11 +149,11 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight = ctx.saved_tensors
         comm: TPCommConfig = ctx.comm
-        rows: torch.Tensor = _rows(dy)
-        total: torch.Tensor | None = rows
+        rows: Tensor = _rows(dy)
+        total: Tensor | None = rows
         if comm.sequence_parallel:
 
-            def run(chunks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            def run(chunks: int) -> tuple[Tensor, Tensor | None]:
                 return comm.gemm.gather_matmul(rows, weight, comm.group, chunks, keep=ctx.needs_input_grad[1])
 
             dx, total = run(comm.chunks("row backward", rows, weight, run))
@@ -166,10 +167,10 @@ class _Row(torch.autograd.Function):
         return _shaped(dx, ctx.shape), dw, None
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _shaped(rows: torch.Tensor, shape: Any) -> torch.Tensor:
+def _shaped(rows: Tensor, shape: Any) -> Tensor:
     """Reshape without a view, whose storage Megatron could not release."""
     return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]

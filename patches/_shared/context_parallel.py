@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import Context, OptionError, Session, matches
 from mindspeed_lite.parallel.context import Algorithm, Ring
+from mindspeed_lite.parallel.context.collectives import split_heads
 from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
-from mindspeed_lite.parallel.context.ulysses import split_heads
 from mindspeed_lite.parallel.groups import new_groups
 from mindspeed_lite.platform.megatron import HOST
 

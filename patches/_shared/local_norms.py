@@ -13,7 +13,7 @@ import torch
 from mindspeed_lite.engine import Context, Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conditions import transformer_engine_reasons
+from .conditions import Condition, every, local
 
 
 class FusedNorm(torch.nn.Module):
@@ -143,11 +143,12 @@ def _torchs_class(norm: Any) -> type[Any]:
     return next(each for each in type(norm).__mro__ if each.__module__.startswith("torch.nn.modules.normalization"))
 
 
-def norm_reasons(context: Context, kind: str) -> list[str]:
-    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own fused norm")
-    normalization = context.arg("normalization", kind)
-    if normalization != kind:
-        reasons.append(f"the model has --normalization {normalization}, not {kind}")
-    if context.arg("memory_efficient_layer_norm", False):
-        reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
-    return reasons
+MEMORY_EFFICIENT = {"memory_efficient_layer_norm": "--memory-efficient-layer-norm is a property of Apex's norm"}
+
+
+def local_norm(kind: str) -> Condition:
+    def condition(context: Context) -> list[str]:
+        given = context.arg("normalization", kind)
+        return [] if given == kind else [f"the model has --normalization {given}, not {kind}"]
+
+    return every(local("uses Transformer Engine's own fused norm"), condition)

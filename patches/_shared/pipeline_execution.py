@@ -17,7 +17,7 @@ from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_progra
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import pipeline_orders, schedule_functions
+from . import pipeline_orders, pipeline_passes
 from .pipeline_orders import ScheduleRequest
 from .pipeline_passes import (
     CombinedPasses,
@@ -26,9 +26,9 @@ from .pipeline_passes import (
     MegatronTransport,
     OverlappedTransport,
     TrainingStep,
+    filter_kwargs,
 )
 from .proxies import AttributeOverride
-from .schedule_functions import filter_kwargs
 
 
 class PlannedStep:
@@ -107,7 +107,7 @@ def execute(
     cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     if p2p_communicator is None:
         pp = parallel_state.get_pipeline_model_parallel_group()
-        p2p_communicator = schedule_functions.communicator(schedules, pp, config)
+        p2p_communicator = pipeline_passes.communicator(schedules, pp, config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
     delays = request.delays and not forward_only
@@ -153,13 +153,13 @@ def execute(
         # With several chunks Megatron ignores the decoder's own length.
         decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
         config=config,
-        **schedule_functions.tensor_shape_kwargs(schedules, tp, cp, rank),
+        **pipeline_passes.tensor_shape_kwargs(schedules, tp, cp, rank),
     )
     communicator = p2p_communicator
     if is_async and config.batch_p2p_comm:
         # Megatron waits for batched messages.
         single = AttributeOverride(config, batch_p2p_comm=False)
-        communicator = schedule_functions.communicator(schedules, p2p_communicator.pp_group, single)
+        communicator = pipeline_passes.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     trace = None if forward_only or request.trace is None else _trace(request.trace, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
@@ -177,7 +177,7 @@ def execute(
         config.finalize_model_grads_func(
             models,
             this.num_tokens if config.calculate_per_token_loss else None,
-            **schedule_functions.finalize_kwargs(schedules, groups, force_all_reduce),
+            **pipeline_passes.finalize_kwargs(schedules, groups, force_all_reduce),
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Function, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Patch, Session
+from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
+from .conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
@@ -36,44 +37,56 @@ _READS = (
 )
 
 
-class Switch:
-    """A feature's flag and `flag`-num-layers, its limit per rank."""
+def feature_of_layers(
+    name: str,
+    *,
+    summary: str,
+    help: str,
+    numerics: Numerics,
+    prepare: Callable[[Any, Session], None],
+    reads: Sequence[str],
+    patches: Sequence[Patch],
+) -> Feature:
+    """Feature that prepares layers; its flag with `-num-layers` limits it to the first N of a rank."""
+    number, flag = f"{name}_num_layers", f"--{name.replace('_', '-')}"
 
-    def __init__(self, feature: str, help: str) -> None:
-        self.feature = feature
-        self.flag = f"--{feature.replace('_', '-')}"
-        self.number = f"{feature}_num_layers"
-        self.options = (
-            Option(self.flag, help=help),
+    def check(context: Context) -> list[str]:
+        check_count(f"{flag}-num-layers", context.settings.get(number))
+        return []
+
+    def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
+        if is_among(index, session.settings[number]) and can_release(name, layer.config, session):
+            prepare(layer, session)
+
+    return Feature(
+        name=name,
+        summary=summary,
+        options=(
+            Option(flag, help=help),
             Option(
-                f"{self.flag}-num-layers",
-                help=f"{self.flag} for the first N layers of each pipeline rank.",
+                f"{flag}-num-layers",
+                help=f"{flag} for the first N layers of each pipeline rank.",
                 default=None,
                 type=int,
                 metavar="N",
             ),
-        )
-
-    def enabled(self, settings: Settings) -> bool:
-        return bool(settings.get(self.feature)) or settings.get(self.number) is not None
-
-    def why_not(self, context: Context) -> list[str]:
-        """The feature's condition. Raises OptionError for an invalid layer count."""
-        number = context.settings.get(self.number)
-        if number is not None and number < 1:
-            raise OptionError(f"{self.flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
-        reasons = transformer_engine_reasons(context, "has its own --recompute-modules")
-        return reasons + full_recompute_reasons(context)
-
-    def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
-        def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
-            if is_among(index, session.settings[self.number]) and can_release(self.feature, layer.config, session):
-                prepare(layer, session)
-
-        return in_layers(prepare_chosen, reads)
+        ),
+        enabled=lambda settings: bool(settings.get(name)) or settings.get(number) is not None,
+        numerics=numerics,
+        theme="memory",
+        condition=every(check, local("has its own --recompute-modules"), not_full_recompute),
+        conflicting_args=CONFLICTING_ARGS,
+        not_auto=NOT_AUTO,
+        patches=(in_layers(prepare_chosen, reads), *patches),
+    )
 
 
-def full_recompute_reasons(context: Context) -> list[str]:
+def check_count(flag: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise OptionError(f"{flag} {number}: want how many layers of a pipeline rank, at least 1")
+
+
+def not_full_recompute(context: Context) -> list[str]:
     is_full = context.arg("recompute_granularity", None) == "full"
     if is_full and context.arg("recompute_method", None) != "block":
         return ["--recompute-granularity full computes every layer again as a whole"]

@@ -1,12 +1,13 @@
-"""Wrappers for `Around` patches of methods."""
+"""Builds patches' functions: wrappers of methods, verification, switches of configurations."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Function, Session
+from mindspeed_lite.engine import Around, Feature, Function, Session
 
 Make = Callable[[Function, Session], Function]
 
@@ -47,3 +48,56 @@ def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[A
         return method
 
     return make
+
+
+def verify(
+    session: Session,
+    feature: Feature,
+    operator: str,
+    ours: Function,
+    theirs: Function,
+    inputs: Mapping[str, Any],
+    against: str = "Megatron's function",
+    **more: Any,
+) -> None:
+    """Compare an operator with what it replaces, if --mindspeed-lite-verify is given; more: see `Verifier.check`."""
+    if session.verifier is not None:
+        session.verifier.check(feature.name, operator, feature.numerics, ours, theirs, inputs, against=against, **more)
+
+
+def leave_out(session: Session, feature: Feature, operator: str, reason: str) -> None:
+    if session.verifier is not None:
+        session.verifier.leave_out(feature.name, operator, reason)
+
+
+def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
+    """Clear `owner.name` when the feature ends, unless Megatron itself has the fused form.
+
+    Megatron reads it every step from an object that may outlive the feature. is_there: called after the undo.
+    """
+    reference = weakref.ref(owner)
+
+    def end() -> None:
+        found = reference()
+        if found is not None and not is_there():
+            setattr(found, name, False)
+
+    if getattr(owner, name, False):
+        session.on_end(end)
+
+
+def config_field(name: str, is_there: Callable[[], bool]) -> Around:
+    """Patch that applies `switch_off` to a field of every configuration a module is built with."""
+
+    def around(wrapped: Function, session: Session) -> Function:
+        def __init__(self: Any, config: Any) -> None:
+            wrapped(self, config)
+            seen: dict[int, Any] = session.state(f"configurations with {name}", dict)
+            # Configurations are not hashable, and ids are reused.
+            if id(config) not in seen or seen[id(config)]() is not config:
+                seen[id(config)] = weakref.ref(config)
+                switch_off(config, name, session, is_there)
+
+        return __init__
+
+    return Around("megatron.core.transformer.module:MegatronModule.__init__", around)

@@ -10,7 +10,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite.patches import gradient_accumulation_fusion as patch
-from mindspeed_lite.patches._shared import megatron_defaults
+from mindspeed_lite.patches._shared import megatron_arguments
 from tests.harness.compare import error
 from tests.harness.linear_layers import HIDDEN, config_of
 from tests.harness.process_groups import start
@@ -143,10 +143,10 @@ def test_sequence_parallel_gathers_the_input_first():
 
 
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
-    assert FEATURE.options[0].dest in {each.stand_in for each in megatron_defaults.DEFAULTS}
+    assert FEATURE.options[0].dest in {each.stand_in for each in megatron_arguments.DEFAULTS}
     for on in (False, True):
         args = SimpleNamespace(gradient_accumulation_fusion=True, use_gradient_accumulation_fusion=on)
-        notices = megatron_defaults.switch(args, "cpu", ())
+        notices = megatron_arguments.switch(args, "cpu", ())
         assert args.gradient_accumulation_fusion is on
         assert len(notices) == (not on)
 

@@ -10,9 +10,8 @@ from mindspeed_lite.engine import Context, Option, OptionError, Settings
 from mindspeed_lite.patches._shared.conditions import (
     _yaml_sections,
     conflict_reasons,
-    explicitly_disabled_reasons,
-    fsdp_reasons,
     given_flags,
+    not_disabled,
     reenable_default,
     require_first,
 )
@@ -31,12 +30,6 @@ TABLE = {"fp8": "other outputs", "cuda_graph_impl": "recorded once", "cpu_offloa
 )
 def test_only_what_is_set_gives_its_reason(given, reasons):
     assert conflict_reasons(TABLE, given.get) == reasons
-
-
-def test_each_flag_of_fsdp_is_named():
-    args = {"use_megatron_fsdp": True, "use_custom_fsdp": True, "use_torch_fsdp2": False}
-    found = fsdp_reasons(Context(Settings({}), "cpu", {}, args), "gathers by itself")
-    assert found == ["--use-megatron-fsdp gathers by itself", "--use-custom-fsdp gathers by itself"]
 
 
 OPTIONS = (
@@ -65,26 +58,27 @@ def arguments(explicit=(), **host_args):
     return Context(Settings({}), "cpu", {}, host_args, frozenset(explicit))
 
 
-disabled = explicitly_disabled_reasons
+def disabled(context, argument="fusion", flag="--no-fusion"):
+    return not_disabled(argument, flag)(context)
 
 
 def test_only_a_flag_of_the_user_counts():
-    assert disabled(arguments(), "fusion", "--no-fusion") == []
+    assert disabled(arguments()) == []
     # Megatron's default, or what we have switched it to.
-    assert disabled(arguments(fusion=False), "fusion", "--no-fusion") == []
-    assert disabled(arguments(["fusion"], fusion=True), "fusion", "--no-fusion") == []
-    assert disabled(arguments(["fusion"], fusion=False), "fusion", "--no-fusion") == ["--no-fusion is given"]
+    assert disabled(arguments(fusion=False)) == []
+    assert disabled(arguments(["fusion"], fusion=True)) == []
+    assert disabled(arguments(["fusion"], fusion=False)) == ["--no-fusion is given"]
 
 
 def test_a_section_of_a_yaml_file_counts_too():
     said = arguments(language_model=SimpleNamespace(fusion=False), model_parallel=SimpleNamespace(fusion=True))
-    (reason,) = disabled(said, "fusion", "--no-fusion")
+    (reason,) = disabled(said)
     assert "`fusion` is false" in reason and "YAML" in reason and len(_yaml_sections(said)) == 2
-    assert disabled(arguments(language_model=SimpleNamespace()), "fusion", "--no-fusion") == []
+    assert disabled(arguments(language_model=SimpleNamespace())) == []
     assert _yaml_sections(arguments()) == []
 
 
 def test_the_argument_is_kept_on_where_the_script_has_it():
-    assert reenable_default(arguments(fusion=False), "fusion") == {"fusion": True}
-    assert reenable_default(arguments(language_model=SimpleNamespace()), "fusion") == {}
-    assert reenable_default(Context(Settings({}), "cpu", {}), "fusion") == {}
+    again = reenable_default("fusion")
+    assert again(arguments(fusion=False)) == {"fusion": True}
+    assert again(arguments(language_model=SimpleNamespace())) == again(Context(Settings({}), "cpu", {})) == {}

@@ -15,7 +15,7 @@ from mindspeed_lite.patches._shared import optimizer_state as forms
 from tests.harness import optimizers
 from tests.harness.processes import forked
 
-PATCHES = {patch.target.rpartition(".")[2]: patch.make for patch in forms.PATCHES}
+PATCHES = {patch.target.rpartition(".")[2]: patch.make for patch in forms.state_patches("quant_states", print)}
 
 
 def optimizer_of(shares: bool, narrow: bool) -> Any:

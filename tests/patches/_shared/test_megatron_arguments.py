@@ -1,4 +1,4 @@
-"""Which of Megatron's defaults are switched where what they demand is absent."""
+"""Defaults that need a missing package, and what stops a training before it starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mindspeed_lite.engine import OptionError
-from mindspeed_lite.patches._shared import megatron_defaults
+from mindspeed_lite.patches._shared import megatron_arguments
+from mindspeed_lite.patches._shared.megatron_arguments import check_arguments as check
 
-DEMANDING = {default.dest: default.demanding for default in megatron_defaults.DEFAULTS}
+DEMANDING = {default.dest: default.demanding for default in megatron_arguments.DEFAULTS}
 MODULES = ("transformer_engine", "fused_weight_gradient_mlp_cuda", "apex", "scaled_masked_softmax_cuda")
 
 
@@ -28,14 +29,14 @@ def machine(monkeypatch):
         )
 
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(megatron_arguments.shutil, "which", lambda name: f"/bin/{name}")
     have()
     return have
 
 
 def switched(device, explicit=(), **values):
     args = SimpleNamespace(**{**DEMANDING, **values})
-    notices = megatron_defaults.switch(args, device, explicit)
+    notices = megatron_arguments.switch(args, device, explicit)
     return {name for name in DEMANDING if getattr(args, name) != DEMANDING[name]}, notices, args
 
 
@@ -45,8 +46,8 @@ ALWAYS_ON_CPU = set(DEMANDING) - {"disable_jit_fuser"}
 def test_on_the_cpu_everything_that_needs_a_kernel_is_switched(machine):
     names, notices, args = switched("cpu")
     assert names == ALWAYS_ON_CPU
-    assert len(notices) == len({default.flag for default in megatron_defaults.DEFAULTS if default.dest in names})
-    for default in megatron_defaults.DEFAULTS:
+    assert len(notices) == len({default.flag for default in megatron_arguments.DEFAULTS if default.dest in names})
+    for default in megatron_arguments.DEFAULTS:
         if default.dest in names:
             assert getattr(args, default.dest) == default.instead
             (about,) = [argument for notice, argument in notices.items() if default.flag in notice]
@@ -83,10 +84,10 @@ def test_on_npu_the_cuda_packages_do_not_count(machine):
 
 
 def test_without_a_compiler_the_jit_fuser_is_off(machine, monkeypatch):
-    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: None)
+    monkeypatch.setattr(megatron_arguments.shutil, "which", lambda name: None)
     assert "disable_jit_fuser" in switched("cpu")[0]
     assert "disable_jit_fuser" not in switched("cuda")[0]
-    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: "/bin/x" if name == "icpx" else None)
+    monkeypatch.setattr(megatron_arguments.shutil, "which", lambda name: "/bin/x" if name == "icpx" else None)
     assert "disable_jit_fuser" in switched("cpu")[0]
     monkeypatch.setenv("CXX", "icpx")
     assert "disable_jit_fuser" not in switched("cpu")[0], "torch uses the compiler that CXX names"
@@ -97,11 +98,11 @@ def test_without_a_compiler_the_jit_fuser_is_off(machine, monkeypatch):
 def test_without_a_compiler_what_megatron_compiled_at_import_runs_as_written(machine, monkeypatch):
     compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
     off, on = SimpleNamespace(disable_jit_fuser=True), SimpleNamespace(disable_jit_fuser=False)
-    assert megatron_defaults.disable_compile(off, "cpu") is None, "a compiler is there"
-    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: None)
-    assert megatron_defaults.disable_compile(on, "cpu") is megatron_defaults.disable_compile(off, "cuda") is None
+    assert megatron_arguments.disable_compile(off, "cpu") is None, "a compiler is there"
+    monkeypatch.setattr(megatron_arguments.shutil, "which", lambda name: None)
+    assert megatron_arguments.disable_compile(on, "cpu") is megatron_arguments.disable_compile(off, "cuda") is None
     assert compiled(torch.zeros(1)) == 1
-    restore = megatron_defaults.disable_compile(off, "cpu")
+    restore = megatron_arguments.disable_compile(off, "cpu")
     try:
         assert compiled(torch.zeros(1)) == 0
     finally:
@@ -110,25 +111,25 @@ def test_without_a_compiler_what_megatron_compiled_at_import_runs_as_written(mac
 
 
 def test_what_is_switched_off_already_gets_no_notice(machine):
-    values = {default.dest: default.instead for default in megatron_defaults.DEFAULTS}
+    values = {default.dest: default.instead for default in megatron_arguments.DEFAULTS}
     assert switched("cpu", **values)[1] == {}
 
 
 def test_arguments_that_this_release_does_not_have_are_not_invented(machine):
     args = SimpleNamespace(transformer_impl="transformer_engine")
-    assert len(megatron_defaults.switch(args, "cpu", ())) == 1
+    assert len(megatron_arguments.switch(args, "cpu", ())) == 1
     assert vars(args) == {"transformer_impl": "local"}
 
 
 def test_other_implementations_are_left_alone(machine):
     args = SimpleNamespace(transformer_impl="inference_optimized")
-    assert megatron_defaults.switch(args, "cpu", ()) == {} and args.transformer_impl == "inference_optimized"
+    assert megatron_arguments.switch(args, "cpu", ()) == {} and args.transformer_impl == "inference_optimized"
 
 
 def test_asking_for_what_is_absent_is_an_error_that_says_what_to_do(machine):
     args = SimpleNamespace(**DEMANDING)
     with pytest.raises(OptionError) as caught:
-        megatron_defaults.switch(args, "cpu", {"transformer_impl"})
+        megatron_arguments.switch(args, "cpu", {"transformer_impl"})
     text = str(caught.value)
     assert "--transformer-impl transformer_engine needs Transformer Engine" in text
     assert "--transformer-impl local" in text and "install" in text
@@ -143,3 +144,56 @@ def test_asking_for_what_is_there_is_granted(machine):
 def test_values_given_by_flag_that_demand_nothing_are_kept(machine):
     _, notices, args = switched("cpu", explicit={"transformer_impl"}, transformer_impl="local")
     assert args.transformer_impl == "local" and not any("--transformer-impl" in notice for notice in notices)
+
+
+@pytest.fixture
+def data(tmp_path):
+    for name in ("text.idx", "text.bin", "half.idx"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "energon").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"data_path": None, "context_parallel_size": 1, "world_size": 1},
+        {"data_path": ["text"]},
+        {"data_path": ["0.3", "text", "7e-1", "text"]},
+        {"data_path": ["energon"]},
+        {"data_path": ["s3://bucket/text"], "data_args_path": "msc://bucket/list"},
+        {"data_path": ["none"], "mock_data": True},
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8},
+        {"pipeline_model_parallel_size": 2},
+    ],
+)
+def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
+    monkeypatch.chdir(data)
+    check(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"data_path": ["none"]}, r"--data-path none: there is no none.idx and no none.bin"),
+        ({"data_path": ["0.5", "text", "0.5", "half"]}, r"--data-path half: there is no half.bin"),
+        ({"valid_data_path": ["none"]}, r"--valid-data-path none"),
+        ({"per_split_data_args_path": "none"}, r"--per-split-data-args-path none: there is no such file"),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "world_size": 12},
+            r"--tensor-model-parallel-size 2 --context-parallel-size 4: needs 8 processes, .* has 12\. .*per-node 8",
+        ),
+        ({"context_parallel_size": 0, "world_size": 2}, r"--context-parallel-size 0: must be at least 1\."),
+        ({"tensor_model_parallel_size": -1}, r"--tensor-model-parallel-size -1: must be at least 1\."),
+    ],
+)
+def test_what_it_would_end_in_a_traceback_with(data, monkeypatch, arguments, text):
+    monkeypatch.chdir(data)
+    with pytest.raises(OptionError, match=text):
+        check(arguments)
+
+
+def test_a_rank_that_reads_no_data_need_not_have_it(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    check({"data_path": ["none"]})
