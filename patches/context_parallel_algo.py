@@ -35,7 +35,6 @@ from ._shared.conditions import given_flags, local
 from ._shared.context_parallel import (
     ALGORITHMS,
     NAME,
-    Options,
     algorithm_named,
     algorithm_of,
     check,
@@ -70,7 +69,7 @@ def _init(wrapped: Function, session: Session) -> Function:
 
 
 def _forward(wrapped: Function, session: Session) -> Function:
-    options, before = Options.of(session), session.find(_SPLIT)
+    before = session.find(_SPLIT)
     if before is not None:
         core, ranks = before
         session.state(_SPLIT, lambda: _warn_at_end(core, ranks, session))
@@ -116,7 +115,7 @@ def _forward(wrapped: Function, session: Session) -> Function:
             return out.flatten(-2)
         band = call.window or (_CAUSAL if call.causal else _FREE)
         kind = kind or least_exposed(*tensors, group, call.causal, session)
-        algorithm = algorithm_of(kind, group, self.layer_number, options, session)
+        algorithm = algorithm_of(kind, group, self.layer_number, session)
         if algorithm.ulysses is not None:
             check_heads(query.shape[-2], key.shape[-2], algorithm.ulysses.size())
         with dropout_generator(self, call.dropout_p):

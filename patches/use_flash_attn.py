@@ -34,8 +34,6 @@ _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
 def _forward(wrapped: Function, session: Session) -> Function:
-    verifier = session.verifier
-
     def choose_kernels(module: Any) -> Callable[[], None]:
         windowed = module.config.window_size is not None
         choice, undo = cuda_flash.activate(dropout=module.attention_dropout.p > 0.0, window=windowed)
@@ -60,13 +58,13 @@ def _forward(wrapped: Function, session: Session) -> Function:
         reasons = [] if attention_bias is None else ["an attention bias needs another kernel"]
         if packed_seq_params is None:
             if not reasons:
-                spec = prepare(query, key, value, mask=call.mask, **call.options)
+                spec = prepare(query, key, value, **call._asdict())
                 reasons = fallback_reasons(spec)
         else:
             reasons += pack_reasons(self, query, packed_seq_params)
             if not reasons:
                 packing = packing_of(packed_seq_params)
-                spec = packed.prepare(query, key, value, packing, **call.options)
+                spec = packed.prepare(query, key, value, packing, **call._asdict())
         if reasons or spec is None:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
@@ -75,9 +73,9 @@ def _forward(wrapped: Function, session: Session) -> Function:
             """[s, b, n, d] -> [s, b, n, dv], or for a pack [t, n, d] -> [t, n, dv]"""
             return (attend(q, k, v, spec) if packing is None else packed.attend(q, k, v, packing, spec))[0]
 
-        if verifier is not None:
+        if session.verifier is not None:
             check(
-                verifier,
+                session,
                 FEATURE,
                 compute,
                 functools.partial(wrapped, self),

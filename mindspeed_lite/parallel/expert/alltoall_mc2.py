@@ -101,12 +101,12 @@ class AlltoAllMC2:
 
         take_gradients: as for `ops.grouped_matmul`.
         """
-        y: Tensor = _DispatchLinear.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
+        y: Tensor = _Exchanged.apply(x, self, True, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
     def linear_combine(self, x: Tensor, weights: Sequence[Tensor], take_gradients: TakeGradients) -> Tensor:
         """x [A, K] by local expert -> x w_e^T [T, N] by expert of the group."""
-        y: Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
+        y: Tensor = _Exchanged.apply(x, self, False, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
     def arrive(self, x: Tensor, weights: Sequence[Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
@@ -164,34 +164,22 @@ def _transposed(chunks: int, parts: int) -> list[int]:
     return [part * each + place for place in range(each) for part in range(parts)]
 
 
-class _DispatchLinear(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """GEMM after the dispatch (`arrives`) or before the combine; each is the other's gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mc2: AlltoAllMC2, take_gradients: TakeGradients, *weights: Tensor) -> Tensor:
-        y, arrived = mc2.arrive(x, weights, True)
-        ctx.save_for_backward(arrived, *weights)
-        ctx.mc2, ctx.take_gradients = mc2, take_gradients
+    def forward(
+        ctx: Any, x: Tensor, mc2: AlltoAllMC2, arrives: bool, take_gradients: TakeGradients, *weights: Tensor
+    ) -> Tensor:
+        ctx.mc2, ctx.arrives, ctx.take_gradients = mc2, arrives, take_gradients
+        y, rows = mc2.arrive(x, weights, True) if arrives else (mc2.leave(x, weights, True), x)
+        ctx.save_for_backward(rows, *weights)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        arrived, *weights = ctx.saved_tensors
-        dx = ctx.mc2.leave(dy, weights, False)
-        counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
-        return dx, None, None, *ctx.take_gradients(dy, arrived, counts)
-
-
-class _LinearCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mc2: AlltoAllMC2, take_gradients: TakeGradients, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.mc2, ctx.take_gradients = mc2, take_gradients
-        return mc2.leave(x, weights, True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        dx, arrived = ctx.mc2.arrive(dy, weights, False)
+        dx, dy = (ctx.mc2.leave(dy, weights, False), dy) if ctx.arrives else ctx.mc2.arrive(dy, weights, False)
         counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
-        return dx, None, None, *ctx.take_gradients(arrived, x, counts)
+        return dx, None, None, None, *ctx.take_gradients(dy, x, counts)
