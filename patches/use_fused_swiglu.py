@@ -26,7 +26,7 @@ _OFFLOAD = "Transformer Engine's activation offloading marks the tensors that Me
 
 
 def _run(session: Session, original: Function, kind: str, x: Any, bias: Any, weights: Any, **options: Any) -> Any:
-    """original: Megatron's function of (x, bias, weights)."""
+    """original: Megatron's function of x; bias and weights are its own unless given."""
     if weights is not None:
         # Megatron passes one weight per row, leading dimensions flattened.
         weights = weights.reshape(*x.shape[:-1], 1)
@@ -37,9 +37,7 @@ def _run(session: Session, original: Function, kind: str, x: Any, bias: Any, wei
         return activation(named["x"], kind, named.get("bias"), named.get("weights"), **options)
 
     def theirs(*tensors: Any) -> Any:
-        named = dict(zip(given, tensors, strict=True))
-        flat = named["weights"].reshape(-1, 1) if "weights" in named else None
-        return original(named["x"], named.get("bias"), flat)
+        return original(**dict(zip(given, tensors, strict=True)))
 
     if bias is not None and weights is not None and kind == "swiglu":
         leave_out(session, FEATURE, "activation", "Megatron has no SwiGLU with both bias and weights")
@@ -67,8 +65,8 @@ def _fused(kind: str) -> Make:
                 session.fallback(FEATURE.name, "; ".join(reasons))
                 return wrapped(input, bias, weights, *more)
 
-            def original(*tensors: Any) -> Any:
-                return wrapped(*tensors, *more)
+            def original(x: Any, bias: Any = bias, weights: Any = weights) -> Any:
+                return wrapped(x, bias, weights if weights is None else weights.reshape(-1, 1), *more)
 
             options = {"linear_offset": linear_offset, "clamp": clamp_value}
             return _run(session, original, kind, input, bias, weights, **options)
@@ -83,14 +81,14 @@ def _bias_gelu(wrapped: Function, session: Session) -> Function:
     def bias_gelu_impl(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 2 or kwargs:
             return wrapped(*args, **kwargs)  # raises Megatron's own error
-        return _run(session, lambda x, bias, _: wrapped(x, bias), "gelu", *args, None)
+        return _run(session, lambda x, bias=args[1]: wrapped(x, bias), "gelu", *args, None)
 
     return bias_gelu_impl
 
 
 def _squared_relu(wrapped: Function, session: Session) -> Function:
     def squared_relu(x: Any) -> Any:
-        return _run(session, lambda x, *_: wrapped(x), "squared_relu", x, None, None)
+        return _run(session, wrapped, "squared_relu", x, None, None)
 
     return squared_relu
 

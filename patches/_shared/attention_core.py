@@ -175,7 +175,8 @@ def check(
 ) -> None:
     """Compare `operator(q, k, v)` with `original`, Megatron's forward of `module`.
 
-    Packs and other value sizes are compared with the definition. A softmax offset counts as a constant.
+    Megatron computes a pack one sequence at a time. Unsupported calls are compared with the definition. A softmax
+    offset counts as a constant.
     """
     if spec.dropout_p > 0.0:
         leave_out(session, feature, "attention", "dropout is on, and each draws in its own way")
@@ -190,10 +191,12 @@ def check(
     def theirs(*qkv: torch.Tensor) -> torch.Tensor:
         return megatrons(*qkv, attention_mask)
 
-    if packing is not None or qkv[2].shape[-1] != module.hidden_size_per_attention_head:
-        unsupported = "packed sequences" if packing is not None else "values of this size"
+    if unsupported := _unsupported(module, qkv, packing):
         against = f"the plain definition, since Megatron's local attention takes no {unsupported}"
         theirs = _definition(spec, packing)
+    elif packing is not None:
+        against += ", one sequence after the other"
+        theirs = _by_sequence(functools.partial(_without_buffers, original), packing)
     else:
         parts = _parts(megatrons, qkv, attention_mask)
     verify(
@@ -223,6 +226,14 @@ def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
     return " ".join(words)
 
 
+def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packing | None) -> str:
+    if qkv[2].shape[-1] != module.hidden_size_per_attention_head:
+        return "values of this size"
+    if packing is not None and (packing.q != packing.k or module.attn_mask_type.name not in ("causal", "no_mask")):
+        return "packed sequences of this kind"
+    return ""
+
+
 def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., torch.Tensor]:
     def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         found = reference.attention(q, k, v, spec) if packing is None else reference.packed(q, k, v, packing, spec)
@@ -230,6 +241,18 @@ def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable
         return flat
 
     return definition
+
+
+def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., torch.Tensor]:
+    def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
+        out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
+        for first, last in packing.q:
+            if last > first:
+                its = original(*(t[first:last].unsqueeze(1) for t in qkv), None)
+                out = torch.cat([out[:first], its.squeeze(1), out[last:]])
+        return out
+
+    return of_pack
 
 
 def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: Any) -> Callable[..., torch.Tensor]:

@@ -55,8 +55,9 @@ def run(packed=False, dtype=torch.float32, size=16, value=16, **fields):
 @pytest.mark.parametrize(
     ("call", "variant", "against"),
     [
-        ({"packed": True}, "causal packed", "no packed sequences"),
-        ({"packed": True, "softmax_type": "off-by-one"}, "causal packed offset", "no packed sequences"),
+        ({"packed": True}, "causal packed", "DotProductAttention, one sequence after the other"),
+        ({"packed": True, "softmax_type": "off-by-one"}, "causal packed offset", "one sequence after the other"),
+        ({"packed": True, "value": 8}, "causal packed", "plain definition"),
         ({"softmax_type": "off-by-one"}, "causal offset", "Megatron's DotProductAttention"),
         ({"size": 24, "value": 8}, "causal", "plain definition"),
     ],
