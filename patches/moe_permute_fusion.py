@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Function, Option, OptionError, Override, Provide, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
 from ._shared import moe
 from ._shared.conditions import turn_on
-from ._shared.wrappers import config_field, verify
+from ._shared.wrappers import config_field, placeholder, verify
 
 # Imports that TransformerConfig checks.
+# Called only to pad for fp8 or fp4.
+_PADDING = (
+    "moe_permute_fusion: padding to the tile of a quantised product needs Transformer Engine's form of the "
+    "permutation: train without fp8 and fp4, or leave --moe-permute-fusion out."
+)
 _NAMES = (
     "fused_permute",
     "fused_permute_with_probs",
@@ -113,18 +118,6 @@ def _sort_chunks(wrapped: Function, session: Session) -> Function:
     return sort_chunks_by_idxs
 
 
-def _supplied(session: Session) -> Function:
-    """Functions under Transformer Engine's names; called only to pad for fp8 or fp4."""
-
-    def fused_form(*args: Any, **kwargs: Any) -> Any:
-        raise OptionError(
-            "moe_permute_fusion: padding to the tile of a quantised product needs Transformer Engine's form of the "
-            "permutation: train without fp8 and fp4, or leave --moe-permute-fusion out."
-        )
-
-    return fused_form
-
-
 def _is_there() -> bool:
     from megatron.core.transformer.moe import moe_utils
 
@@ -150,7 +143,7 @@ FEATURE = Feature(
         *moe.permute_patches(_permuted),
         Override(f"{moe.UTILS}:unpermute", _unpermute, by_name=True),
         Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks),
-        *(Provide(f"{moe.UTILS}:{name}", _supplied) for name in _NAMES),
+        *(Provide(f"{moe.UTILS}:{name}", placeholder(_PADDING)) for name in _NAMES),
         config_field("moe_permute_fusion", _is_there),
     ),
 )

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Around, Feature, Function, Session
+from mindspeed_lite.engine import Around, Feature, Function, OptionError, Session
 
 Make = Callable[[Function, Session], Function]
 
@@ -68,6 +68,18 @@ def verify(
 def leave_out(session: Session, feature: Feature, operator: str, reason: str) -> None:
     if session.verifier is not None:
         session.verifier.leave_out(feature.name, operator, reason)
+
+
+def placeholder(message: str) -> Callable[[Session], Function]:
+    """A function that Megatron's configuration looks for and no path of a model calls; raises OptionError."""
+
+    def make(session: Session) -> Function:
+        def fused_form(*args: Any, **kwargs: Any) -> Any:
+            raise OptionError(message)
+
+        return fused_form
+
+    return make
 
 
 def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
