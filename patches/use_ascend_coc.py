@@ -74,9 +74,9 @@ def _comm_config(call: LayerCall) -> TPCommConfig:
         say = call.session.fallback_of(NAME)
         if call.sequence_parallel:
             symmetric = Symmetric(lambda reason: say(f"--coc-fused-kernel: {reason}"))
-            return TPCommConfig(call.group, True, fixed_chunks(1), call.wgrad_handler, symmetric)
+            return TPCommConfig(call.group, True, fixed_chunks(1), call.wgrad, symmetric)
         say("--coc-fused-kernel: a layer is not sequence parallel, which PyTorch's operators are for: chunks")
-    return TPCommConfig(call.group, call.sequence_parallel, _slices(call), call.wgrad_handler)
+    return TPCommConfig(call.group, call.sequence_parallel, _slices(call), call.wgrad)
 
 
 def _slices(call: LayerCall) -> ChunkPolicy:

@@ -24,7 +24,7 @@ def _comm_config(call: LayerCall) -> TPCommConfig:
     if not call.sequence_parallel:
         call.session.fallback(NAME, "a layer is not sequence parallel: nothing is gathered or scattered")
     fused = MC2(call.session.fallback_of(NAME))
-    return TPCommConfig(call.group, call.sequence_parallel, fixed_chunks(1), call.wgrad_handler, fused)
+    return TPCommConfig(call.group, call.sequence_parallel, fixed_chunks(1), call.wgrad, fused)
 
 
 def _why_not(context: Context) -> Sequence[str]:

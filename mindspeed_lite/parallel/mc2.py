@@ -32,7 +32,7 @@ def why_not(x: Tensor, w: Tensor, ranks: int) -> list[str]:
 
 
 class MC2(FusedGemmCollective):
-    """`OverlappedGemm` by CANN's two operators."""
+    """GEMMs and collectives by CANN's two operators."""
 
     def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
         return why_not(x, w, group.size())

@@ -111,7 +111,7 @@ def parts(rows: int, chunks: int) -> Iterator[slice]:
 
 
 class FusedGemmCollective(ABC):
-    """`OverlappedGemm` by fused operators; unsupported calls run unchunked, `say` gets the reason.
+    """GEMMs and collectives by fused operators; unsupported calls run unchunked, `say` gets the reason.
 
     The operators ignore `chunks`. `why_not` must be equal on all ranks of a group.
     """

@@ -26,7 +26,7 @@ _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 class Symmetric(FusedGemmCollective):
-    """`OverlappedGemm` by PyTorch's two operators; support is determined once per group."""
+    """GEMMs and collectives by PyTorch's two operators; support is determined once per group."""
 
     def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
         if x.dtype != w.dtype:

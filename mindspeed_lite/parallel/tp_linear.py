@@ -12,65 +12,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import overlapped_gemm
-from .overlapped_gemm import Pending
+
+# (phase, x [M, K], w [K, N], run) -> chunk count; `run(n)` is the pass to time.
+ChunkPolicy = Callable[[str, Tensor, Tensor, Callable[[int], object]], int]
 
 
-class ChunkPolicy(Protocol):
-    def __call__(self, phase: str, x: Tensor, w: Tensor, run: Callable[[int], object]) -> int:
-        """Chunk count for x [M, K] times w [K, N]; `run(n)` is the pass to time."""
-        ...
+@dataclass(frozen=True)
+class Wgrad:
+    """The weight gradient dy^T x, by default autograd's.
+
+    compute: from dy [M, N] and x [M, K]; returns the gradient for autograd.
+    defer: queues dy in the layer's shape; False if it does not.
+    placeholder: returned to autograd for a deferred gradient.
+    """
+
+    compute: Callable[[Tensor, Tensor], Tensor | None] = lambda dy, x: dy.t() @ x
+    defer: Callable[[Tensor], bool] = lambda dy: False
+    placeholder: Callable[[], Tensor | None] = lambda: None
 
 
-class WgradHandler(Protocol):
-    """Computes or defers the weight gradient dy^T x."""
-
-    def defer(self, dy: Tensor) -> bool:
-        """Queue dy in the layer's shape and return True, or return False."""
-        ...
-
-    def deferred(self) -> Tensor | None: ...
-
-    def __call__(self, dy: Tensor, x: Tensor) -> Tensor | None:
-        """Compute from dy [M, N] and x [M, K]; returns the gradient for autograd."""
-        ...
-
-
-class AutogradWgrad:
-    def defer(self, dy: Tensor) -> bool:
-        return False
-
-    def deferred(self) -> Tensor | None:
-        return None
-
-    def __call__(self, dy: Tensor, x: Tensor) -> Tensor | None:
-        return dy.t() @ x
-
-
-AUTOGRAD_WGRAD = AutogradWgrad()
-
-
-class OverlappedGemm(Protocol):
-    def gather_matmul(
-        self, x: Tensor, w: Tensor, group: ProcessGroup, chunks: int, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def matmul_scatter(self, x: Tensor, w: Tensor, group: ProcessGroup, chunks: int) -> Pending: ...
+AUTOGRAD_WGRAD = Wgrad()
 
 
 @dataclass(frozen=True)
 class TPCommConfig:
+    """gemm: `overlapped_gemm`, or an object with its `gather_matmul` and `matmul_scatter`."""
+
     group: ProcessGroup
     sequence_parallel: bool
     chunks: ChunkPolicy
-    wgrad_handler: WgradHandler
-    gemm: OverlappedGemm = overlapped_gemm
+    wgrad: Wgrad = AUTOGRAD_WGRAD
+    gemm: Any = overlapped_gemm
 
 
 def fixed_chunks(number: int) -> ChunkPolicy:
@@ -113,21 +92,21 @@ class _Column(torch.autograd.Function):
         comm: TPCommConfig = ctx.comm
         rows = _rows(dy)
         product = comm.gemm.matmul_scatter if comm.sequence_parallel else overlapped_gemm.matmul_reduce
-        is_deferred = ctx.needs_input_grad[1] and comm.wgrad_handler.defer(dy)
+        is_deferred = ctx.needs_input_grad[1] and comm.wgrad.defer(dy)
         needs_weight = ctx.needs_input_grad[1] and not is_deferred
 
-        def run(chunks: int, gradient: WgradHandler = AUTOGRAD_WGRAD) -> tuple[Any, Any]:
+        def run(chunks: int, wgrad: Wgrad = AUTOGRAD_WGRAD) -> tuple[Any, Any]:
             coming = overlapped_gemm.gather(_rows(x), comm.group) if needs_weight and comm.sequence_parallel else None
             dx = product(rows, weight, comm.group, chunks)
             dw = None
             if needs_weight:
-                dw = gradient(rows, _rows(x) if coming is None else coming.wait())
+                dw = wgrad.compute(rows, _rows(x) if coming is None else coming.wait())
             return dx.wait(), dw
 
         phase = "column backward" if needs_weight else "column backward without weight"
-        dx, dw = run(comm.chunks(phase, rows, weight, run), comm.wgrad_handler)
+        dx, dw = run(comm.chunks(phase, rows, weight, run), comm.wgrad)
         if is_deferred:
-            dw = comm.wgrad_handler.deferred()
+            dw = comm.wgrad.placeholder()
         return _shaped(dx, ctx.shape), dw, rows.sum(dim=0) if ctx.trains_bias else None, None
 
 
@@ -162,8 +141,8 @@ class _Row(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             assert total is not None
-            is_deferred = comm.wgrad_handler.defer(total.view(-1, *dy.shape[1:]))
-            dw = comm.wgrad_handler.deferred() if is_deferred else comm.wgrad_handler(total, _rows(x))
+            is_deferred = comm.wgrad.defer(total.view(-1, *dy.shape[1:]))
+            dw = comm.wgrad.placeholder() if is_deferred else comm.wgrad.compute(total, _rows(x))
         return _shaped(dx, ctx.shape), dw, None
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mindspeed_lite.engine import Around, Context, Function, Override, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, WgradHandler, column_linear, row_linear
+from mindspeed_lite.parallel.tp_linear import TPCommConfig, Wgrad, column_linear, row_linear
 
 from .conditions import CUDA_GRAPH_ARGS, config_reasons, holding
 
@@ -91,7 +91,7 @@ class LayerCall:
     group: Any
     is_row: bool
     sequence_parallel: bool
-    wgrad_handler: WgradHandler
+    wgrad: Wgrad
 
 
 @dataclass(frozen=True)
@@ -102,27 +102,20 @@ class _Reduced:
     scattered: bool
 
 
-@dataclass(frozen=True)
-class _MainGradWgrad:
-    weight: Any
-    fused: bool
-    buffer: Any
-    limit: int
+def _wgrad(weight: Any, is_fused: bool, buffer: Any, limit: int) -> Wgrad:
+    """Weight gradient that is added to the main gradient if fused; `buffer` takes deferred ones up to `limit`."""
 
-    def defer(self, dy: torch.Tensor) -> bool:
-        if self.buffer is None or (self.limit and len(self.buffer) >= self.limit):
+    def defer(dy: torch.Tensor) -> bool:
+        if buffer is None or (limit and len(buffer) >= limit):
             return False
-        self.buffer.append(dy)
+        buffer.append(dy)
         return True
 
-    def deferred(self) -> torch.Tensor | None:
-        return placeholder_grad(self.weight) if self.fused else None
+    def add(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        add_wgrad(weight.main_grad, dy, x)
+        return placeholder_grad(weight)
 
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        if not self.fused:
-            return AUTOGRAD_WGRAD(dy, x)
-        add_wgrad(self.weight.main_grad, dy, x)
-        return placeholder_grad(self.weight)
+    return Wgrad(add, defer, lambda: placeholder_grad(weight)) if is_fused else Wgrad(defer=defer)
 
 
 def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCommConfig]) -> tuple[Override, ...]:
@@ -137,7 +130,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
             group, scattered = (group.group, group.scattered) if is_row else (group, kwargs["sequence_parallel"])
             fused = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
             buffer, limit = kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit")
-            gradient = _MainGradWgrad(weight, fused, buffer, limit or 0)
+            gradient = _wgrad(weight, fused, buffer, limit or 0)
             comm = comm_config_for(LayerCall(self, session, group, is_row, scattered, gradient))
             if is_row:
                 return row_linear(input, weight, comm)
