@@ -76,7 +76,7 @@ class _Column(torch.autograd.Function):
         rows, w = _rows(x), weight.t()
         if comm.sequence_parallel:
 
-            def run(chunks: int) -> Tensor:
+            def run(chunks: int) -> Any:
                 return comm.gemm.gather_matmul(rows, w, comm.group, chunks)[0]
 
             y = run(comm.chunks("column forward", rows, w, run))
@@ -132,7 +132,7 @@ class _Row(torch.autograd.Function):
         total: Tensor | None = rows
         if comm.sequence_parallel:
 
-            def run(chunks: int) -> tuple[Tensor, Tensor | None]:
+            def run(chunks: int) -> Any:
                 return comm.gemm.gather_matmul(rows, weight, comm.group, chunks, keep=ctx.needs_input_grad[1])
 
             dx, total = run(comm.chunks("row backward", rows, weight, run))
