@@ -92,22 +92,6 @@ def test_evaluation_and_the_end_of_the_feature_move_nothing():
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("recompute", [
-    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-], ids=["block", "uniform", "core_attn", "mlp"])  # fmt: skip
-@forked("megatron")
-def test_beside_megatrons_recomputation(recompute):
-    platform.activate()
-    off = step(model_of(**recompute))
-    with swapping() as lanes:
-        on = step(model_of(**recompute))
-    assert same(on, off)
-    assert (lanes.moved["back"] == 0) == (recompute.get("recompute_method") == "uniform")
-
-
 @forked("megatron")
 def test_a_module_that_is_not_there_is_named():
     with swapping(swap_modules="self_attention,attention"), pytest.raises(OptionError) as error:

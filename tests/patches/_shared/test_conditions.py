@@ -9,41 +9,16 @@ import pytest
 from mindspeed_lite.engine import Context, Option, OptionError, Settings
 from mindspeed_lite.patches._shared.conditions import (
     _yaml_sections,
-    conflict_reasons,
-    given_flags,
     not_disabled,
     reenable_default,
     require_first,
 )
-
-TABLE = {"fp8": "other outputs", "cuda_graph_impl": "recorded once", "cpu_offloading": "moved away"}
-
-
-@pytest.mark.parametrize(
-    "given, reasons",
-    [
-        ({}, []),
-        ({"fp8": None, "cuda_graph_impl": "none", "cpu_offloading": False}, []),
-        ({"fp8": "e4m3", "cuda_graph_impl": "local"}, ["other outputs", "recorded once"]),
-        ({"cpu_offloading": True, "unknown": True}, ["moved away"]),
-    ],
-)
-def test_only_what_is_set_gives_its_reason(given, reasons):
-    assert conflict_reasons(TABLE, given.get) == reasons
-
 
 OPTIONS = (
     Option("--number", help="A number.", default=3, type=int),
     Option("--share", help="A share.", default=None, type=float),
     Option("--switch", help="A switch."),
 )
-
-
-def test_those_at_their_default_are_left_out_and_the_rest_is_written_as_given():
-    assert given_flags(OPTIONS, Settings.of(OPTIONS, {})) == []
-    assert given_flags(OPTIONS, Settings.of(OPTIONS, {"number": 3, "share": None, "switch": False})) == []
-    found = given_flags(OPTIONS, Settings.of(OPTIONS, {"number": 4, "share": 0.0, "switch": True}))
-    assert found == ["--number 4", "--share 0", "--switch"]
 
 
 def test_flags_that_do_nothing_alone_are_refused():

@@ -54,33 +54,24 @@ def test_on_the_cpu_everything_that_needs_a_kernel_is_switched(machine):
             assert about in names
 
 
-def test_on_the_cpu_installed_packages_do_not_help(machine):
-    machine(*MODULES)
-    assert switched("cpu")[0] == ALWAYS_ON_CPU
-
-
-def test_on_cuda_with_everything_installed_nothing_is_touched(machine):
-    machine(*MODULES)
-    assert switched("cuda")[:2] == (set(), {})
-
-
 @pytest.mark.parametrize(
-    ("absent", "names"),
+    ("device", "absent", "names"),
     [
-        ("transformer_engine", {"transformer_impl", "apply_rope_fusion"}),
-        ("fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion"}),
-        ("apex", {"no_persist_layer_norm", "persist_layer_norm"}),
-        ("scaled_masked_softmax_cuda", {"masked_softmax_fusion"}),
+        ("cpu", "", ALWAYS_ON_CPU),
+        ("npu", "", ALWAYS_ON_CPU),
+        ("cuda", "", set()),
+        ("cuda", "transformer_engine", {"transformer_impl", "apply_rope_fusion"}),
+        ("cuda", "fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion"}),
+        ("cuda", "apex", {"no_persist_layer_norm", "persist_layer_norm"}),
+        ("cuda", "scaled_masked_softmax_cuda", {"masked_softmax_fusion"}),
     ],
 )
-def test_on_cuda_only_what_is_absent_is_switched(machine, absent, names):
+def test_installed_packages_help_on_cuda_alone(machine, device, absent, names):
     machine(*(name for name in MODULES if name != absent))
-    assert switched("cuda")[0] == names
-
-
-def test_on_npu_the_cuda_packages_do_not_count(machine):
-    machine(*MODULES)
-    assert switched("npu")[0] == ALWAYS_ON_CPU
+    found, notices, _ = switched(device)
+    assert found == names and bool(notices) == bool(names)
+    # Asking for what is there is granted.
+    assert device != "cuda" or absent or switched(device, explicit={"transformer_impl"})[1] == {}
 
 
 def test_without_a_compiler_the_jit_fuser_is_off(machine, monkeypatch):
@@ -110,20 +101,17 @@ def test_without_a_compiler_what_megatron_compiled_at_import_runs_as_written(mac
     assert compiled(torch.zeros(1)) == 1
 
 
-def test_what_is_switched_off_already_gets_no_notice(machine):
-    values = {default.dest: default.instead for default in megatron_arguments.DEFAULTS}
-    assert switched("cpu", **values)[1] == {}
-
-
-def test_arguments_that_this_release_does_not_have_are_not_invented(machine):
-    args = SimpleNamespace(transformer_impl="transformer_engine")
-    assert len(megatron_arguments.switch(args, "cpu", ())) == 1
-    assert vars(args) == {"transformer_impl": "local"}
-
-
-def test_other_implementations_are_left_alone(machine):
-    args = SimpleNamespace(transformer_impl="inference_optimized")
-    assert megatron_arguments.switch(args, "cpu", ()) == {} and args.transformer_impl == "inference_optimized"
+@pytest.mark.parametrize(
+    ("args", "explicit"),
+    [
+        ({default.dest: default.instead for default in megatron_arguments.DEFAULTS}, ()),
+        ({"transformer_impl": "inference_optimized"}, ()),
+        ({"transformer_impl": "local"}, {"transformer_impl"}),
+    ],
+)
+def test_what_demands_nothing_is_left_alone(machine, args, explicit):
+    given = SimpleNamespace(**args)
+    assert megatron_arguments.switch(given, "cpu", explicit) == {} and vars(given) == args
 
 
 def test_asking_for_what_is_absent_is_an_error_that_says_what_to_do(machine):
@@ -134,16 +122,6 @@ def test_asking_for_what_is_absent_is_an_error_that_says_what_to_do(machine):
     assert "--transformer-impl transformer_engine needs Transformer Engine" in text
     assert "--transformer-impl local" in text and "install" in text
     assert vars(args) == DEMANDING, "nothing has been switched"
-
-
-def test_asking_for_what_is_there_is_granted(machine):
-    machine(*MODULES)
-    assert switched("cuda", explicit={"transformer_impl"})[1] == {}
-
-
-def test_values_given_by_flag_that_demand_nothing_are_kept(machine):
-    _, notices, args = switched("cpu", explicit={"transformer_impl"}, transformer_impl="local")
-    assert args.transformer_impl == "local" and not any("--transformer-impl" in notice for notice in notices)
 
 
 @pytest.fixture

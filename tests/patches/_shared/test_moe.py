@@ -22,14 +22,6 @@ def test_a_feature_wants_experts_of_the_local_implementation(patch):
     assert reasons(None) == [], "in Python the model's configuration decides"
 
 
-@pytest.mark.parametrize("patch", [moe_grouped_gemm, moe_permute_fusion, moe_router_fusion])
-def test_it_sets_megatrons_argument_of_its_name(patch):
-    def arguments(args):
-        return patch.FEATURE.arguments(Context(Settings({}), "cpu", {}, args))
-
-    assert arguments({"num_experts": 4}) == {patch.FEATURE.name: True} and arguments(None) == {}
-
-
 @forked("megatron")
 def test_a_layer_that_is_read_waits_for_its_parameters_whatever_else_looks_on():
     import torch

@@ -14,7 +14,6 @@ from mindspeed_lite.patches._shared.pipeline_execution import (
     PlannedStep,
     _hand_on,
     _planned,
-    listed,
 )
 from mindspeed_lite.patches._shared.pipeline_orders import ScheduleRequest
 from mindspeed_lite.pipeline import orders
@@ -45,21 +44,6 @@ def test_megatrons_window_is_the_warmup_and_one():
     assert [*planned("1f1b", 0, 4, 2).place_in_window.values()] == [0, 1]
     interleaved = [*planned("interleaved", 1, 2, 4, 2).place_in_window.values()]
     assert interleaved == [number % 3 for number in range(8)]
-
-
-def test_what_is_kept_of_a_model_goes_with_it_and_ends_with_the_session():
-    here = session()
-    state = ExecutorState(here)
-    model = torch.nn.Linear(2, 2)
-    assert state.delayed_of(model) is state.delayed_of(model) and len(state.delayed) == 1
-    del model
-    assert len(state.delayed) == 0 and state.is_on
-    here.end()
-    assert not state.is_on
-
-
-def test_one_model_is_a_list_of_one():
-    assert listed(3) == [3] and listed([3, 4]) == [3, 4]
 
 
 def test_what_is_planned_follows_the_flags_of_other_features():
