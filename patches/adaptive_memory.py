@@ -8,7 +8,6 @@ Leaves evaluation alone. Experts that overlap communication are recomputed with 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from . import recompute_activation_function
 from ._shared import linear_layers, recompute
 from ._shared.conditions import every, local
 from ._shared.memory_choice import MemoryChoice
-from ._shared.wrappers import within
+from ._shared.wrappers import forward_pass_patch
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
 _MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -69,11 +68,6 @@ def _choose(wrapped: Function, session: Session) -> Function:
         return forward_backward
 
     return get_forward_backward_func
-
-
-def _in_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
-    state = session.find(NAME)
-    return contextlib.nullcontext() if state is None else state.forward_pass()
 
 
 def _enabled(settings: Settings) -> bool:
@@ -138,7 +132,7 @@ FEATURE = Feature(
             ),
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_in_pass)),
+        forward_pass_patch(NAME),
         linear_layers.PLACEHOLDER_PATCH,
         *recompute.CHECKPOINT_PATCHES,
         recompute_activation_function.MLP_PATCH,

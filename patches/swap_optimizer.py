@@ -11,19 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
-from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import StreamCopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
 from . import use_fused_adamw
 from ._shared.optimizer_state import MAIN_PARAM_ARGS, state_patches
-
-
-def _copy_engine_of(device: torch.device) -> CopyEngine:
-    return StreamCopyEngine(device)
 
 
 def _no_copy_engine(device: str) -> list[str]:
@@ -39,7 +33,7 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
 
     def make() -> SwappedOptimizerState:
         times = session.settings.swap_optimizer_times
-        return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
+        return SwappedOptimizerState(StreamCopyEngine(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
     placement = session.state(FEATURE.name, make)
     inner.placement = placement

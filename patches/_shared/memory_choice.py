@@ -65,7 +65,7 @@ class MemoryChoice:
     def add(self, layer: Any) -> None:
         if self._offload is None and not self._why_kept:
             device = torch.device(self._session.context.device)
-            self._engine = swap_attention._copy_engine_of(device)
+            self._engine = swap_attention.StreamCopyEngine(device)
             on_refusal = self._session.fallback_of(self._session.feature)
             self._offload = Offload(self._engine, device.type, None, on_refusal)
         self._layers.append(RecomputedLayer(len(self._layers), layer, self._session, self._offload))

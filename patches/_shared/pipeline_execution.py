@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,15 +50,6 @@ class ExecutorState:
         self._request: tuple[Settings, ScheduleRequest] | None = None
         session.on_end(self.end)
 
-    @functools.cached_property
-    def modules(self) -> tuple[Any, Any, Any]:
-        """Modules that a step calls; importing them every step is slow."""
-        import torch
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import schedules
-
-        return torch, parallel_state, schedules
-
     def end(self) -> None:
         self.is_on = False
 
@@ -101,7 +91,10 @@ def execute(
     grad_finalize_pgs: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    torch, parallel_state, schedules = state.modules
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
     models, groups = listed(model), grad_finalize_pgs if pg_collection is None else pg_collection
     tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
     cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp

@@ -50,6 +50,19 @@ def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[A
     return make
 
 
+def forward_pass_patch(feature: str) -> Around:
+    """Runs a block of layers within `forward_pass()` of the feature's state, if there is one."""
+
+    def in_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[Any]:
+        state = session.find(feature)
+        found: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if state is None else state.forward_pass()
+        )
+        return found
+
+    return Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(in_pass))
+
+
 def verify(
     session: Session,
     feature: Feature,
