@@ -132,10 +132,13 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
 def _restore_class(reference: weakref.ref[Any]) -> None:
     """Restore torch's class, unless gamma is zero-centred, which torch lacks."""
     norm = reference()
-    if norm is None or norm.zero_centered:
+    if norm is None:
         return
-    for name in ("zero_centered", "verifier", "original"):
+    for name in ("verifier", "original"):
         vars(norm).pop(name, None)
+    if norm.zero_centered:
+        return
+    del norm.zero_centered
     norm.__class__ = _torchs_class(norm)
 
 
