@@ -185,7 +185,7 @@ def _gradients(
 
     def arrive() -> None:
         if released is not None:
-            released.arrive()
+            released.rows.arrive()
 
     def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
         if not accumulates():

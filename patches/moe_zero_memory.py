@@ -44,30 +44,22 @@ class ReleasedExperts:
     """What one layer and micro-batch has released until its backward pass."""
 
     def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
-        self._rows, self.level, self._session = rows, level, session
+        self.rows, self.level, self._session = rows, level, session
         self._middle: ReleasedTensor | None = None
         self._again: Callable[[], torch.Tensor] | None = None
 
     def release(self, x: torch.Tensor, middle: torch.Tensor, out: torch.Tensor, again: Callable[[], Any]) -> None:
         """Release rows x, and at level1 `middle`, which `again()` recomputes, until `out` has a gradient."""
-        self._rows.release(x)
+        self.rows.release(x)
         if self.level == LEVEL1:
             self._middle, self._again = ReleasedTensor(middle), again
         if out.requires_grad:
-            run = self.begin if self.level == LEVEL0 else self.compute
+            run = self.rows.leave if self.level == LEVEL0 else self.compute
             out.register_hook(lambda _: run())  # type: ignore[no-untyped-call]
-
-    def begin(self) -> None:
-        """Start sending the rows."""
-        self._rows.leave()
-
-    def arrive(self) -> None:
-        """Wait for the rows."""
-        self._rows.arrive()
 
     def compute(self) -> None:
         """Recompute what level1 has released."""
-        self.arrive()
+        self.rows.arrive()
         middle, again = self._middle, self._again
         self._middle = self._again = None
         if middle is not None and again is not None:
@@ -76,7 +68,7 @@ class ReleasedExperts:
 
     def before_the_gradient(self) -> None:
         """Called just before the gradient of the combined output is sent."""
-        self.begin()
+        self.rows.leave()
         messages = self._session.find(moe.ALLTOALL)
         if messages is not None:
             messages.messages.put(self.compute, is_certain=True)

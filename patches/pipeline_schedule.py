@@ -57,20 +57,21 @@ def _executing(original: Function, session: Session) -> Function:
         # A training loop may hold this function after the session. Megatron refuses unknown arguments.
         if not state.is_on or not given.keys() <= pipeline_passes.parameters(original):
             return original(**given)
-        request = state.request(session)
-        if request.name is None:
+        settings = pipeline_orders.active_settings(session)
+        if pipeline_orders.name_of(settings) is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
+        is_v = bool(settings.get(pipeline_orders.METHOD))
         model = listed(given["model"])[0]
         config = schedules.get_model_config(model)
-        reasons = config_reasons(_LEFT_TO_MEGATRON if request.is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
+        reasons = config_reasons(_LEFT_TO_MEGATRON if is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
         reasons += _call_reasons(given) + pipeline_passes.unsupported_reasons(schedules, model)
         if reasons:
-            if request.is_v:
+            if is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
-        return execute(session, state, request, config, **given)
+        return execute(session, state, settings, config, **given)
 
     return forward_backward
 

@@ -42,32 +42,23 @@ class Default:
     stand_in: str = ""
 
 
-def _absent(module: str) -> bool:
-    # Modules provided by a session have no loader.
-    found = importlib.util.find_spec(module)
-    return getattr(found, "loader", found) is None
+def _cuda_package(module: str, what: str, lacks: str = "") -> Callable[[str], str | None]:
+    """What is missing without a package for CUDA; lacks: what other devices do not have."""
+
+    def missing(device: str) -> str | None:
+        if device != "cuda":
+            return f"{what}, which has no {device} {lacks}" if lacks else what
+        # Modules provided by a session have no loader.
+        found = importlib.util.find_spec(module)
+        return what if getattr(found, "loader", found) is None else None
+
+    return missing
 
 
-def _transformer_engine(device: str) -> str | None:
-    if device != "cuda":
-        return f"Transformer Engine, which has no {device} kernels"
-    return "Transformer Engine" if _absent("transformer_engine") else None
-
-
-def _wgrad_kernel(device: str) -> str | None:
-    if device != "cuda":
-        return f"Apex's fused weight-gradient kernel, which has no {device} form"
-    return "Apex's fused weight-gradient kernel" if _absent("fused_weight_gradient_mlp_cuda") else None
-
-
-def _apex(device: str) -> str | None:
-    return "Apex's persistent layer norm" if device != "cuda" or _absent("apex") else None
-
-
-def _softmax_kernel(device: str) -> str | None:
-    if device != "cuda" or _absent("scaled_masked_softmax_cuda"):
-        return "Megatron's fused softmax extension"
-    return None
+_transformer_engine = _cuda_package("transformer_engine", "Transformer Engine", "kernels")
+_wgrad_kernel = _cuda_package("fused_weight_gradient_mlp_cuda", "Apex's fused weight-gradient kernel", "form")
+_apex = _cuda_package("apex", "Apex's persistent layer norm")
+_softmax_kernel = _cuda_package("scaled_masked_softmax_cuda", "Megatron's fused softmax extension")
 
 
 def _compiler(device: str) -> str | None:

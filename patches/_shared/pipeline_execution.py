@@ -17,7 +17,6 @@ from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
 from . import pipeline_orders, pipeline_passes
-from .pipeline_orders import ScheduleRequest
 from .pipeline_passes import (
     CombinedPasses,
     DelayedWgrads,
@@ -47,17 +46,10 @@ class ExecutorState:
         self.planned: dict[Any, PlannedStep] = {}
         self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()
         self.is_on = True
-        self._request: tuple[Settings, ScheduleRequest] | None = None
         session.on_end(self.end)
 
     def end(self) -> None:
         self.is_on = False
-
-    def request(self, session: Session) -> ScheduleRequest:
-        settings = session.settings
-        if self._request is None or self._request[0] is not settings:
-            self._request = settings, ScheduleRequest.of(pipeline_orders.active_settings(session))
-        return self._request[1]
 
     def delayed_of(self, model: Any) -> DelayedWgrads:
         if model not in self.delayed:
@@ -72,7 +64,7 @@ def listed(given: Any) -> list[Any]:
 def execute(
     session: Session,
     state: ExecutorState,
-    request: ScheduleRequest,
+    settings: Settings,
     config: Any,
     *,
     forward_step_func: Function,
@@ -103,12 +95,12 @@ def execute(
         p2p_communicator = pipeline_passes.communicator(schedules, pp, config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
-    delays = request.delays and not forward_only
+    delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
     # A blocking send would delay weight gradients that could run meanwhile.
     is_async = config.overlap_p2p_comm or (delays and not config.use_ring_exchange_p2p)
     shape = (ranks, num_microbatches, len(models), group)
     is_combined = not forward_only and bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-    planned = _planned(request, state, shape, rank, forward_only, config, is_async, is_combined)
+    planned = _planned(settings, state, shape, rank, forward_only, config, is_async, is_combined)
     last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
@@ -136,7 +128,7 @@ def execute(
     is_synced = not forward_only and DataParallelSync.is_asked_for(config)
     sync = DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0) if is_synced else None
     delayed = [state.delayed_of(each) for each in models] if delays else []
-    is_recomputed = request.recomputes and not forward_only
+    is_recomputed = pipeline_orders.recomputes_in_steps(settings) and not forward_only
     recomputed = _units_of_step(session, config, planned.recomputed) if is_recomputed else None
     made = CombinedPasses if is_combined else MegatronPasses
     passes = made(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
@@ -154,7 +146,8 @@ def execute(
         single = AttributeOverride(config, batch_p2p_comm=False)
         communicator = pipeline_passes.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
-    trace = None if forward_only or request.trace is None else _trace(request.trace, rank)
+    folder = settings.get("pipeline_schedule_trace")
+    trace = None if forward_only or folder is None else _trace(folder, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
     if sync is not None:
         sync.begin()
@@ -200,7 +193,7 @@ def _on(device: Any, given: list[Any]) -> list[Any]:
 
 
 def _planned(
-    request: ScheduleRequest,
+    settings: Settings,
     state: ExecutorState,
     shape: tuple[int, int, int, int],
     rank: int,
@@ -213,10 +206,12 @@ def _planned(
     exchanges_lengths = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
     lookahead = int(is_async)
-    key = (shape, rank, forward_only, joining, lookahead, is_combined, request.flags)
+    order = pipeline_orders.name_of(settings)
+    recomputed = [settings.get(each) for each in (pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE)]
+    key = (shape, rank, forward_only, joining, lookahead, is_combined, order, *recomputed)
     found = state.planned.get(key)
     if found is None:
-        schedule = pipeline_orders.schedule_of(request.settings, PipelineShape(*shape), forward_only)
+        schedule = pipeline_orders.schedule_of(settings, PipelineShape(*shape), forward_only)
         # With lookahead a receive starts one step early.
         program = compile_program(schedule, rank, lookahead, joining, is_combined)
         plan = sync_plan(program.steps, schedule.num_chunks, rank)
