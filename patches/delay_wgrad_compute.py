@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.pipeline.wgrad import WgradQueue
@@ -36,7 +37,7 @@ _TELL_WHEN_DONE = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 class _Handover:
-    def __init__(self, layer: Any, input_: torch.Tensor, sequence_parallel: bool) -> None:
+    def __init__(self, layer: Any, input_: Tensor, sequence_parallel: bool) -> None:
         self.layer = layer
         self.input = input_.detach()
         self.sequence_parallel = sequence_parallel
@@ -46,11 +47,11 @@ class _Handover:
         """Full once the feature has ended, so that nothing is queued."""
         return _LIMIT if getattr(self.layer, _QUEUE, None) is None else 0
 
-    def append(self, grad_output: torch.Tensor) -> None:
+    def append(self, grad_output: Tensor) -> None:
         self.taken = True
         getattr(self.layer, _QUEUE).put(lambda: self._compute(grad_output))
 
-    def _compute(self, grad_output: torch.Tensor) -> None:
+    def _compute(self, grad_output: Tensor) -> None:
         from megatron.core.tensor_parallel import mappings
 
         weight = self.layer.weight

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer, StateOf
@@ -38,7 +39,7 @@ class _Placements(Placer):
         self._is_in_step = False
         session.on_end(self.end)
 
-    def routed(self, layer: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed(self, layer: Any, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.layers:
             self.layers[layer] = PlacedExperts(layer.config.num_moe_experts, layer.ep_group, routing_map.device)
         found = self.layers[layer]

@@ -12,7 +12,7 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
@@ -27,7 +27,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _extension(session: Session) -> ModuleType:
-    def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         given = {"main_grad": main_grad, "dy": grad_output, "x": total_input}
         against = "the product and the addition of Megatron's unfused path"
         ours, theirs = map(_on_copies, (accumulate_wgrad, reference.accumulate_wgrad))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
@@ -30,13 +31,13 @@ _FIRST = torch.iinfo(torch.int).max
 
 
 class _SharedExpert:
-    def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
+    def __init__(self, mlp: Any, hidden: Tensor) -> None:
         # A graph node as old as the whole expert's, so that gradients add up in the same order.
         self._mlp, self._hidden = mlp, hidden.view_as(hidden)
-        self._middle: torch.Tensor | None = None
-        self._output: torch.Tensor | None = None
+        self._middle: Tensor | None = None
+        self._output: Tensor | None = None
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         if self._middle is None:
             from megatron.core.transformer.mlp import MLP
 
@@ -48,7 +49,7 @@ class _SharedExpert:
             self._middle = MLP.forward(part, self._hidden)[0]
         return self._middle
 
-    def second(self) -> torch.Tensor:
+    def second(self) -> Tensor:
         if self._output is None:
             self._output = self._mlp.linear_fc2(self.first())[0]
         return self._output

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.grouped_matmul import (
@@ -86,11 +87,11 @@ def _forward(wrapped: Function, session: Session) -> Function:
 def _together(
     session: Session,
     module: Any,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     counts: Counts,
-    probs: torch.Tensor,
+    probs: Tensor,
     released: moe_zero_memory.ReleasedExperts | None,
-) -> torch.Tensor:
+) -> Tensor:
     experts = module.local_experts
     first = experts[0]
     fc1 = [expert.linear_fc1 for expert in experts]
@@ -98,8 +99,8 @@ def _together(
     for layer in (*fc1, *fc2):
         moe.before_call(layer)
 
-    def activation(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = run_activation(type(first).forward, first, x, probs)
+    def activation(x: Tensor, probs: Tensor) -> Tensor:
+        found: Tensor = run_activation(type(first).forward, first, x, probs)
         return found
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
@@ -124,11 +125,11 @@ def _has_moe_act(config: Any) -> bool:
 def _linear(
     session: Session,
     layers: Sequence[Any],
-    x: torch.Tensor,
+    x: Tensor,
     counts: Counts,
     biases: Sequence[Any] | None = None,
     released: moe_zero_memory.ReleasedExperts | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     weights = [layer.weight for layer in layers]
     together = moe_alltoall_mc2.product_of(session)
     if together is not None:
@@ -138,19 +139,17 @@ def _linear(
     return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers, released))
 
 
-def _verify(
-    session: Session, x: torch.Tensor, weights: Sequence[Any], counts: Counts, biases: Sequence[Any] | None
-) -> None:
+def _verify(session: Session, x: Tensor, weights: Sequence[Any], counts: Counts, biases: Sequence[Any] | None) -> None:
     number = len(weights)
 
     def split(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any] | None]:
         return tensors[:number], tensors[number:] or None
 
-    def ours(x: torch.Tensor, *both: Any) -> torch.Tensor:
+    def ours(x: Tensor, *both: Any) -> Tensor:
         weights, biases = split(both)
         return grouped_matmul(x, weights, counts, biases)
 
-    def loop(x: torch.Tensor, *both: Any) -> torch.Tensor:
+    def loop(x: Tensor, *both: Any) -> Tensor:
         weights, biases = split(both)
         rows = torch.split(x, torch.as_tensor(counts).tolist())
         linear = torch.nn.functional.linear
@@ -161,7 +160,7 @@ def _verify(
     verify(session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other", sizes_vary=True)
 
 
-def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
+def _finish(layers: Sequence[Any], x: Tensor, counts: Counts, probs: Tensor) -> Tensor:
     if layers[0].bias is None:
         return x
     # The gradient of index_select sums over an expert's rows.
@@ -187,7 +186,7 @@ def _gradients(
         if released is not None:
             released.rows.arrive()
 
-    def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
+    def take(dy: Tensor, x: Tensor, counts: Counts) -> Sequence[Tensor | None]:
         if not accumulates():
             arrive()
             return weight_gradients(dy, x, counts)

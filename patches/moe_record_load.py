@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
 from mindspeed_lite.parallel.balance import record
@@ -35,7 +36,7 @@ class _Recorder:
         self._step = 0
         session.on_end(self._say_what_is_missing)
 
-    def count(self, router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> None:
+    def count(self, router: Any, probs: Tensor, routing_map: Tensor) -> None:
         from megatron.core import parallel_state
 
         config = router.config
@@ -143,7 +144,7 @@ def _is_last(context: Context, step: int) -> bool:
 def _forward(wrapped: Function, session: Session) -> Function:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
-    def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         probs, routing_map = wrapped(self, input, *args, **kwargs)
         if self.training and torch.is_grad_enabled():
             recorder.count(self, probs, routing_map)

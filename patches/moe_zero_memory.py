@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.memory.released import ReleasedTensor
@@ -46,9 +47,9 @@ class ReleasedExperts:
     def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
         self.rows, self.level, self._session = rows, level, session
         self._middle: ReleasedTensor | None = None
-        self._again: Callable[[], torch.Tensor] | None = None
+        self._again: Callable[[], Tensor] | None = None
 
-    def release(self, x: torch.Tensor, middle: torch.Tensor, out: torch.Tensor, again: Callable[[], Any]) -> None:
+    def release(self, x: Tensor, middle: Tensor, out: Tensor, again: Callable[[], Any]) -> None:
         """Release rows x, and at level1 `middle`, which `again()` recomputes, until `out` has a gradient."""
         self.rows.release(x)
         if self.level == LEVEL1:
@@ -76,8 +77,8 @@ class ReleasedExperts:
 
 class _State:
     def __init__(self) -> None:
-        self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
-        self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
+        self.tokens: weakref.WeakKeyDictionary[Any, tuple[Tensor, str]] = weakref.WeakKeyDictionary()
+        self.given: tuple[Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
         self.shared: weakref.WeakKeyDictionary[Any, LinearCall] = weakref.WeakKeyDictionary()
 
@@ -86,7 +87,7 @@ def _state(session: Session) -> _State:
     return session.state(NAME, _State)
 
 
-def released_of(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
+def released_of(session: Session, rows: Tensor) -> ReleasedExperts | None:
     """The release for these rows; None if the experts keep everything."""
     state = session.find(NAME)
     if state is None or state.given is None:
@@ -155,12 +156,12 @@ def _postprocess(wrapped: Function, session: Session) -> Function:
     return dispatch_postprocess
 
 
-def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
+def _rows(dispatcher: Any, tokens: Tensor) -> RecomputedRows:
     """Rows that the dispatcher makes of tokens [s, b, hidden]."""
     from megatron.core.transformer.moe import moe_utils
 
-    def permute() -> torch.Tensor:
-        rows: torch.Tensor = moe_utils.permute(
+    def permute() -> Tensor:
+        rows: Tensor = moe_utils.permute(
             tokens.view(-1, tokens.shape[-1]),
             dispatcher.routing_map,
             num_out_tokens=dispatcher.num_out_tokens,
@@ -169,10 +170,10 @@ def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
         )[0]
         return rows
 
-    def order(received: torch.Tensor) -> torch.Tensor:
+    def order(received: Tensor) -> Tensor:
         # Megatron's own, without features that wait for messages.
         postprocess = inspect.unwrap(type(dispatcher).dispatch_postprocess)
-        rows: torch.Tensor = postprocess(dispatcher, received, received.new_zeros(len(received)))[0]
+        rows: Tensor = postprocess(dispatcher, received, received.new_zeros(len(received)))[0]
         return rows
 
     received, sent = (
@@ -216,7 +217,7 @@ def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: boo
     x, before = x.detach(), before.detach()
     waiting = [(ReleasedTensor(after), ReleasedTensor(before) if with_input else None, x, before)]
 
-    def fill(_: torch.Tensor) -> None:
+    def fill(_: Tensor) -> None:
         if not waiting:
             return
         output, input_, x, before = waiting.pop()

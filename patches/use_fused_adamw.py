@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.adamw import adamw
@@ -76,9 +77,7 @@ def _clip(wrapped: Function, session: Session) -> Function:
             return wrapped(parameters, max_norm, total_norm, use_decoupled_grad)
         coefficient = max_norm / (total_norm + 1.0e-6)
         if coefficient < 1.0:
-            scales: dict[Any, dict[torch.Tensor, float]] = {
-                owner: dict(owner.step_data.grad_scales) for _, owner in owners
-            }
+            scales: dict[Any, dict[Tensor, float]] = {owner: dict(owner.step_data.grad_scales) for _, owner in owners}
             for parameter, owner in owners:
                 scales[owner][parameter] = coefficient
             for owner, its in scales.items():
@@ -88,8 +87,8 @@ def _clip(wrapped: Function, session: Session) -> Function:
     return clip_grad_by_total_norm_fp32
 
 
-def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
-    if isinstance(parameters, torch.Tensor):
+def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[Tensor, Any]] | None:
+    if isinstance(parameters, Tensor):
         return None
     owner = {
         parameter: optimizer
@@ -116,7 +115,7 @@ def _with_cast_targets(session: Session, optimizer: Any) -> Iterator[None]:
         inner.step_data = replace(inner.step_data, cast_targets={}, casts_done=False)
 
 
-def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+def cast_targets(optimizer: Any) -> dict[Tensor, Tensor]:
     """fp32 main parameter -> memory that Megatron copies it to; empty where it does more."""
     if hasattr(optimizer, "fp32_from_float16_groups"):
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
@@ -148,7 +147,7 @@ def _norm(wrapped: Function, session: Session) -> Function:
         if not tensors:
             return wrapped(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
         if session.verifier is not None:
-            given, against = {"largest": max(tensors, key=torch.Tensor.numel)}, "Megatron's local_multi_tensor_l2_norm"
+            given, against = {"largest": max(tensors, key=Tensor.numel)}, "Megatron's local_multi_tensor_l2_norm"
             ours, theirs = (lambda x: l2norm([x.detach()])), (lambda x: torch.norm(x.detach()).float())
             verify(session, FEATURE, "l2norm", ours, theirs, given, against)
         return l2norm(tensors).reshape(1), None
@@ -172,18 +171,18 @@ def _scale(wrapped: Function, session: Session) -> Function:
 def _verification(session: Session) -> Function:
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
 
-    def before_update(fused: Any, group: dict[str, Any], *lists: Sequence[torch.Tensor], **rule: Any) -> None:
+    def before_update(fused: Any, group: dict[str, Any], *lists: Sequence[Tensor], **rule: Any) -> None:
         kind: Any = next(each for each in type(fused).__mro__ if each.__module__.startswith("torch."))
         scale = 1.0 if rule["grad_scale"] is None else rule["grad_scale"]
 
         @torch.no_grad()
-        def ours(*tensors: torch.Tensor) -> Any:
+        def ours(*tensors: Tensor) -> Any:
             own = [tensor.detach().clone() for tensor in tensors]
             adamw(*([tensor] for tensor in own), **rule)
             return own[0]
 
         @torch.no_grad()
-        def torchs(*tensors: torch.Tensor) -> Any:
+        def torchs(*tensors: Tensor) -> Any:
             param, grad, exp_avg, exp_avg_sq = (tensor.detach().clone() for tensor in tensors)
             optimizer, param.grad = kind([{**group, "params": [param]}]), grad * scale
             step = torch.tensor(rule["step"] - 1)

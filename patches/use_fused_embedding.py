@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
@@ -47,7 +48,7 @@ def _forward(wrapped: Function, session: Session) -> Function:
         if alone:
             # As in Megatron, an unknown id raises.
             return torch.nn.functional.embedding(ids, self.weight, sparse=True)
-        rows: torch.Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
+        rows: Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
         if self.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(rows, **among)
         return mappings.reduce_from_tensor_model_parallel_region(rows, **among)
@@ -65,11 +66,11 @@ def _call_reasons(layer: Any) -> list[str]:
     return holding(found)
 
 
-def _dense_because(weight: torch.Tensor) -> str:
+def _dense_because(weight: Tensor) -> str:
     """Why the gradient is dense; rows need Megatron's hook to add them to the main gradient at once."""
     if weight.device.type not in _ADDS_SPARSE:
         return f"{weight.device.type} adds no rows"
-    if getattr(weight, "__fsdp_param__", False) or not isinstance(getattr(weight, "main_grad", None), torch.Tensor):
+    if getattr(weight, "__fsdp_param__", False) or not isinstance(getattr(weight, "main_grad", None), Tensor):
         return "there is no main gradient to add rows to"
     if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being recorded"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate
@@ -54,14 +55,14 @@ _WIDENED = 1 << 23
 class Deferred:
     """Operands of the output layer, in place of logits."""
 
-    hidden: torch.Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
-    weight: torch.Tensor  # [V / ranks, H]
+    hidden: Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
+    weight: Tensor  # [V / ranks, H]
     fused_accumulation: bool
     sums_gradient: bool
     sequence_parallel: bool
     group: Any
 
-    def loss(self, target: torch.Tensor) -> torch.Tensor:
+    def loss(self, target: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
 
         hidden = self.hidden
@@ -74,8 +75,8 @@ class Deferred:
         return vocab_parallel_linear_cross_entropy(hidden, self.weight, target, self.group, accumulate=accumulate)
 
 
-def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
-    def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+def _into(main_grad: Tensor, weight: Tensor) -> Accumulate:
+    def add(rows: slice, dlogits: Tensor, hidden: Tensor) -> None:
         linear_layers.add_wgrad(main_grad[rows], dlogits, hidden)
 
     return Accumulate(add, lambda: linear_layers.placeholder_grad(weight))
@@ -163,9 +164,9 @@ CONFLICTING_ARGS = {
 }
 
 
-def _weight(model: Any) -> torch.Tensor:
+def _weight(model: Any) -> Tensor:
     shared = model.share_embeddings_and_output_weights
-    weight: torch.Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    weight: Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
     return weight
 
 
@@ -180,18 +181,18 @@ def _loss(wrapped: Function, session: Session) -> Function:
     return compute_language_model_loss
 
 
-def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: Any, deferred: Deferred) -> None:
+def _verify(session: Session, original: Callable[[Tensor], Any], labels: Any, deferred: Deferred) -> None:
     group = deferred.group
     if group.size() > 1:
         leave_out(session, FEATURE, "linear_cross_entropy", "the ranks of a tensor-parallel group compute it")
         return
     target = labels.transpose(0, 1).contiguous()
 
-    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
         return vocab_parallel_linear_cross_entropy(hidden, weight, target, group).transpose(0, 1)
 
-    def megatrons(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = original(torch.matmul(hidden, weight.t()))
+    def megatrons(hidden: Tensor, weight: Tensor) -> Tensor:
+        loss: Tensor = original(torch.matmul(hidden, weight.t()))
         return loss
 
     inputs = {"hidden": deferred.hidden, "weight": deferred.weight}

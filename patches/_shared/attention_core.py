@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
@@ -165,10 +166,10 @@ _EVERY = slice(None)
 def check(
     session: Session,
     feature: Feature,
-    operator: Callable[..., torch.Tensor],
+    operator: Callable[..., Tensor],
     original: Function,
     module: Any,
-    qkv: Sequence[torch.Tensor],
+    qkv: Sequence[Tensor],
     attention_mask: Any,
     spec: AttentionSpec,
     packing: packed.Packing | None,
@@ -185,10 +186,10 @@ def check(
     parts: list[Part] | None = []
     clear = _padding_cleared(module, qkv, attention_mask)
 
-    def megatrons(*given: Any, batch: slice = _EVERY) -> torch.Tensor:
+    def megatrons(*given: Any, batch: slice = _EVERY) -> Tensor:
         return clear(_without_buffers(original, *given), batch)
 
-    def theirs(*qkv: torch.Tensor) -> torch.Tensor:
+    def theirs(*qkv: Tensor) -> Tensor:
         return megatrons(*qkv, attention_mask)
 
     if unsupported := _unsupported(module, qkv, packing):
@@ -226,7 +227,7 @@ def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
     return " ".join(words)
 
 
-def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packing | None) -> str:
+def _unsupported(module: Any, qkv: Sequence[Tensor], packing: packed.Packing | None) -> str:
     if qkv[2].shape[-1] != module.hidden_size_per_attention_head:
         return "values of this size"
     if packing is not None and (packing.q != packing.k or module.attn_mask_type.name not in ("causal", "no_mask")):
@@ -234,17 +235,17 @@ def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packi
     return ""
 
 
-def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., torch.Tensor]:
-    def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., Tensor]:
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = reference.attention(q, k, v, spec) if packing is None else reference.packed(q, k, v, packing, spec)
-        flat: torch.Tensor = found[0].flatten(-2)
+        flat: Tensor = found[0].flatten(-2)
         return flat
 
     return definition
 
 
-def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., torch.Tensor]:
-    def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
+def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., Tensor]:
+    def of_pack(*qkv: Tensor) -> Tensor:
         out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
         for first, last in packing.q:
             if last > first:
@@ -255,20 +256,20 @@ def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., t
     return of_pack
 
 
-def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: Any) -> Callable[..., torch.Tensor]:
+def _padding_cleared(module: Any, qkv: Sequence[Tensor], attention_mask: Any) -> Callable[..., Tensor]:
     """Clear rows that see no key: zero here, an average in Megatron."""
     if attention_mask is None or qkv[0].dim() != 4:
         return lambda context, batch=_EVERY: context
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
 
     @functools.cache
-    def rows() -> torch.Tensor:
+    def rows() -> Tensor:
         """[sq, b, n, 1]"""
         mask = applied_mask(module.scale_mask_softmax, (b, n, sq, sk), attention_mask)
-        empty: torch.Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
+        empty: Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
         return empty
 
-    def clear(context: torch.Tensor, batch: slice = _EVERY) -> torch.Tensor:
+    def clear(context: Tensor, batch: slice = _EVERY) -> Tensor:
         by_head = context.reshape(*context.shape[:2], n, -1)
         return by_head.masked_fill(rows()[:, batch], 0.0).flatten(-2)
 
@@ -288,7 +289,7 @@ def _without_buffers(original: Function, *given: Any) -> Any:
         buffers.update(kept)
 
 
-def _parts(original: Function, qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
+def _parts(original: Function, qkv: Sequence[Tensor], mask: Any) -> list[Part] | None:
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
     bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
     if b * bytes_of_one <= _SCORES:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Function, Override, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
@@ -22,7 +23,7 @@ from .conditions import CUDA_GRAPH_ARGS, config_reasons, holding
 LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-def add_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+def add_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """main_grad [N, K] += dy^T x; dy: [M, N], x: [M, K]."""
     from megatron.core.tensor_parallel import layers
 
@@ -36,7 +37,7 @@ def add_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> Non
     accumulate(x.contiguous(), dy.contiguous(), main_grad)
 
 
-def placeholder_grad(weight: Any) -> torch.Tensor | None:
+def placeholder_grad(weight: Any) -> Tensor | None:
     """Placeholder for autograd, whose hooks reduce main_grad."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -105,13 +106,13 @@ class _Reduced:
 def _wgrad(weight: Any, is_fused: bool, buffer: Any, limit: int) -> Wgrad:
     """Weight gradient that is added to the main gradient if fused; `buffer` takes deferred ones up to `limit`."""
 
-    def defer(dy: torch.Tensor) -> bool:
+    def defer(dy: Tensor) -> bool:
         if buffer is None or (limit and len(buffer) >= limit):
             return False
         buffer.append(dy)
         return True
 
-    def add(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def add(dy: Tensor, x: Tensor) -> Tensor | None:
         add_wgrad(weight.main_grad, dy, x)
         return placeholder_grad(weight)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Context, Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
@@ -25,8 +26,8 @@ class FusedNorm(torch.nn.Module):
     kind: ClassVar[str]
     operator_name: ClassVar[str]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
-    operator: ClassVar[Callable[..., torch.Tensor]]
-    definition: ClassVar[Callable[..., torch.Tensor]]
+    operator: ClassVar[Callable[..., Tensor]]
+    definition: ClassVar[Callable[..., Tensor]]
     weight: torch.nn.Parameter
     eps: Any
     verifier: Any = None
@@ -48,20 +49,20 @@ class FusedNorm(torch.nn.Module):
             for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         parameters = [getattr(self, name) for name in self.parameter_names]
         if self.verifier is not None:
             self._verify(x, dict(zip(self.parameter_names, parameters, strict=True)))
         return type(self).operator(x, *parameters, self.eps, self.zero_centered)
 
-    def _verify(self, x: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
-        def torchs(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def _verify(self, x: Tensor, parameters: dict[str, Tensor]) -> None:
+        def torchs(x: Tensor, *tensors: Tensor) -> Tensor:
             original = vars(self).get("original") or _torchs_class(self)(self.normalized_shape, self.eps)
             given = dict(zip(parameters, tensors, strict=True))
-            found: torch.Tensor = torch.func.functional_call(original, given, (x,))
+            found: Tensor = torch.func.functional_call(original, given, (x,))
             return found
 
-        def with_options(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda *tensors: function(*tensors, self.eps, self.zero_centered)
 
         against = f"torch.nn.{self.kind}"

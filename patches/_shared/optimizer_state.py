@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed_lite.engine import Around, Function, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
@@ -161,7 +161,7 @@ def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
 
 
 # Model parameter -> (inner optimizer, tensor that it updates).
-MainParams = Mapping[torch.Tensor, tuple[Any, torch.Tensor]]
+MainParams = Mapping[Tensor, tuple[Any, Tensor]]
 # Attribute that identifies a Megatron optimizer -> (model parameters, main parameters).
 _GROUPS = (
     ("fp32_from_float16_groups", (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",) * 2)),
@@ -179,7 +179,7 @@ def leaves(optimizer: Any) -> list[Any]:
     return [] if optimizer.optimizer is None or getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
 
 
-def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
+def main_params(optimizers: Sequence[Any]) -> dict[Tensor, tuple[Any, Tensor]]:
     """Parameter -> what its optimizer updates: an fp32 copy, a shard, or itself."""
     found = {}
     for each in optimizers:
@@ -194,7 +194,7 @@ def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torc
 
 
 @contextlib.contextmanager
-def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Iterator[list[torch.Tensor]]:
+def training_state(parameters: Sequence[Tensor], mains: MainParams) -> Iterator[list[Tensor]]:
     """Context that yields parameters, main parameters and fp32 states; writes persist."""
     held = [(each, *mains[each]) for each in parameters if each in mains]
     with contextlib.ExitStack() as stack:
@@ -210,7 +210,7 @@ def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Ite
             found += [
                 state[name]
                 for name in sorted(state)
-                if isinstance(state[name], torch.Tensor) and state[name].dim() and state[name].shape == main.shape
+                if isinstance(state[name], Tensor) and state[name].dim() and state[name].shape == main.shape
             ]
         yield found
 
