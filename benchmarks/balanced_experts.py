@@ -43,15 +43,15 @@ def _predicted(options: argparse.Namespace, skew: float, break_even: float) -> d
 
 def _break_even(race: Race, flags: dict[str, Any]) -> float:
     """What the feature measures in its first step."""
-    from mindspeed_lite.parallel.balance import payoff
+    from mindspeed_lite.patches import balanced_moe_experts
 
-    told, measure = [], payoff.measure
+    told, measure = [], balanced_moe_experts.measure_costs
 
     def measured(*args: Any) -> Any:
         told.append(measure(*args))
         return told[-1]
 
-    with mock.patch.object(payoff, "measure", measured), mindspeed_lite.enabled(**flags):
+    with mock.patch.object(balanced_moe_experts, "measure_costs", measured), mindspeed_lite.enabled(**flags):
         race.training.step()
     return float(told[-1].break_even)
 

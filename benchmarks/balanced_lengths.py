@@ -34,8 +34,13 @@ from lab.network import Delays
 from lab.ranks import Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.ops.attention import packed
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, lower_bound, sample_costs, simulate
-from mindspeed_lite.parallel.balance.lengths import attention_pairs
+from mindspeed_lite.parallel.balance.lengths import (
+    GeneratedLengths,
+    attention_pairs,
+    lower_bound,
+    sample_costs,
+    simulate_order,
+)
 from tests.harness import document_data
 
 RANKS = 2
@@ -212,7 +217,7 @@ def _simulated(options: argparse.Namespace) -> list[str]:
     for ranks in SIMULATED:
         step = ranks * options.micro_batches
         costs = sample_costs(_lengths(options).draw(), options.seq_length, SIMULATED_STEPS * step, 1234)
-        random, balanced, waiting, bound = simulate(costs, ranks, step)
+        random, balanced, waiting, bound = simulate_order(costs, ranks, step)
         for wait, slowest, after, least in (
             ("at the end of a step", random.step, balanced.step, bound.step),
             ("in each micro-batch", random.micro_batch, waiting.micro_batch, bound.micro_batch),

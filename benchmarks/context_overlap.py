@@ -31,8 +31,7 @@ from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import ring
 from mindspeed_lite.parallel.context.blocks import RankBlocks
 from mindspeed_lite.parallel.context.layout import CAUSAL
-from mindspeed_lite.parallel.context.ring import Ring, RingP2P
-from mindspeed_lite.parallel.context.schedule import Move, programs
+from mindspeed_lite.parallel.context.ring import Move, Ring, RingP2P, programs
 
 PASSES = ("forward", "backward")
 # Times of messages between hosts and within one, in blocks of the forward pass.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from mindspeed_lite.parallel.context.schedule import Move, Program
+from mindspeed_lite.parallel.context.ring import Move, Program
 
 
 class RingTiming(NamedTuple):

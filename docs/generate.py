@@ -137,7 +137,7 @@ def _title(page: Path) -> str:
 
 def defaults() -> list[str]:
     """The table of Megatron's defaults that are switched."""
-    from mindspeed_lite.patches._shared.megatron_defaults import DEFAULTS
+    from mindspeed_lite.patches._shared.megatron_arguments import DEFAULTS
 
     rows = {}
     for each in DEFAULTS:

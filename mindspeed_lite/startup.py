@@ -36,7 +36,7 @@ from mindspeed_lite.engine import (
     add_arguments,
     when_imported,
 )
-from mindspeed_lite.patches._shared import megatron_defaults, pipeline_orders, preflight
+from mindspeed_lite.patches._shared import megatron_arguments, pipeline_orders
 from mindspeed_lite.platform import megatron
 
 
@@ -87,7 +87,7 @@ class _CommandLine:
 
     def _translate(self, words: Sequence[str]) -> None:
         device = platform.activate().name
-        missing = next(each.missing for each in megatron_defaults.DEFAULTS if each.dest == "transformer_impl")
+        missing = next(each.missing for each in megatron_arguments.DEFAULTS if each.dest == "transformer_impl")
         self.translation = migration.translate(
             words, self.flags, device=device, transformer_engine=missing(device) is None
         )
@@ -148,12 +148,12 @@ def _after_parsing(args: Any, line: _CommandLine) -> None:
 
 def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
     device = platform.activate().name
-    notices = dict.fromkeys(line.notices(), "") | megatron_defaults.switch(args, device, line.explicit)
-    restore_compile = megatron_defaults.disable_compile(args, device)
+    notices = dict.fromkeys(line.notices(), "") | megatron_arguments.switch(args, device, line.explicit)
+    restore_compile = megatron_arguments.disable_compile(args, device)
     if restore_compile is not None:
         _undo.append(restore_compile)
     flat = _flat(megatron.argument_holders(args))
-    preflight.check(flat)
+    megatron_arguments.check_arguments(flat)
     return runtime.FeatureRequest(
         runtime.given_flags(flat), flat, frozenset(line.explicit), line.collisions, arguments={}, notices=notices
     )
@@ -171,7 +171,7 @@ def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any
     without: dict[str, str] = {}
     while True:
         asked = runtime.with_arguments(replace(request, without=without), earlier)
-        hidden = megatron_defaults.hide(args)
+        hidden = megatron_arguments.hide(args)
         for values in (asked.arguments or {}).values():
             _set(holders, values)
         validated = validate()
@@ -186,7 +186,7 @@ def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any
             vars(holder).clear()
             vars(holder).update(values)
     active = runtime.apply_requests([*earlier, asked], planned)
-    for dest in megatron_defaults.REFUSED:
+    for dest in megatron_arguments.REFUSED:
         # True if the feature of that name enables it. An order that delays weight gradients itself must leave it off:
         # Megatron's configuration refuses it.
         applied = active.plan.outcome(dest).status == "applied"

@@ -8,20 +8,29 @@ Leaves evaluation alone. Experts that overlap communication are recomputed with 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.engine import (
+    Around,
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Relation,
+    Session,
+    Settings,
+)
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
-from ._shared import recompute, wgrad_accumulation
-from ._shared.conditions import transformer_engine_reasons
+from ._shared import linear_layers, recompute
+from ._shared.conditions import every, local
 from ._shared.memory_choice import MemoryChoice
-from ._shared.wrappers import within
+from ._shared.wrappers import forward_pass_patch
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
 _MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -43,7 +52,7 @@ def _prepare(layer: Any, session: Session, index: int | None) -> None:
         _state(session).add(layer)
 
 
-def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _choose(wrapped: Function, session: Session) -> Function:
     # Stages without layers take part in the collectives too.
     _state(session)
 
@@ -61,16 +70,11 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return get_forward_backward_func
 
 
-def _in_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
-    state = session.find(NAME)
-    return contextlib.nullcontext() if state is None else state.forward_pass()
-
-
 def _enabled(settings: Settings) -> bool:
     return bool(settings.get(NAME) or settings.get(EXPLAIN) or settings.get(BUDGET) is not None)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _check(context: Context) -> Sequence[str]:
     if not _enabled(context.settings):
         return []
     budget = context.settings.get(BUDGET)
@@ -80,7 +84,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{NAME}: --memory-budget {budget}: want GiB above 0 that activations of a rank may take")
     if importlib.util.find_spec("scipy") is None:
         raise OptionError(f"{NAME} needs scipy, which solves for the choice: pip install mindspeed-lite[adaptive]")
-    return transformer_engine_reasons(context, "has its own --recompute-modules")
+    return []
 
 
 _CHOSEN_HERE = "it is chosen here, layer by layer: leave its flag out"
@@ -107,7 +111,7 @@ FEATURE = Feature(
     theme="memory",
     memory="not predicted: it is within the budget, and is measured after the choice",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=_why_not,
+    condition=every(_check, local("has its own --recompute-modules")),
     conflicting_args=_CONFLICTING_ARGS,
     conflicts=(
         Relation("recompute_activation_function", _CHOSEN_HERE),
@@ -128,12 +132,9 @@ FEATURE = Feature(
             ),
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_in_pass)),
-        wgrad_accumulation.PATCH,
+        forward_pass_patch(NAME),
+        linear_layers.PLACEHOLDER_PATCH,
         *recompute.CHECKPOINT_PATCHES,
-        Override(
-            "megatron.core.transformer.mlp:MLP.forward", recompute_activation_function.recomputing_forward,
-            by_name=True, reads=("linear_fc1", "linear_fc2"),
-        ),
+        recompute_activation_function.MLP_PATCH,
     ),
 )  # fmt: skip

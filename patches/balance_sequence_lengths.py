@@ -7,13 +7,13 @@ alone; falls back for other data sets. An existing loader keeps its order when t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
 
 _GPT = "megatron.core.datasets.gpt_dataset:GPTDataset"
@@ -76,7 +76,7 @@ def _unknown(dataset: Any) -> str | None:
     return kind.__name__
 
 
-def _loader(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _loader(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
     from megatron.core.datasets.utils import Split
 

@@ -11,24 +11,44 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
-from mindspeed_lite.parallel.balance import payoff, placement
-from mindspeed_lite.parallel.balance.copies import CopyPlan, ExpertCopies, PendingGradients, Slots, gather_counts
+from mindspeed_lite.engine import (
+    Around,
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Override,
+    Relation,
+    Session,
+    Settings,
+)
+from mindspeed_lite.parallel.balance import placement
+from mindspeed_lite.parallel.balance.copies import (
+    CopyPlan,
+    ExpertCopies,
+    PendingGradients,
+    Slots,
+    gather_counts,
+    measure_costs,
+)
 from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts
 from mindspeed_lite.platform.megatron import CONFIG
 
-from ._shared import expert_messages, moe
+from ._shared import moe
 from ._shared.conditions import (
     CUDA_GRAPH_ARGS,
     FSDP_ARGS,
     config_reasons,
+    every,
     given_flags,
     holding,
+    local,
     require_first,
 )
 from ._shared.proxies import AttributeOverride
@@ -103,7 +123,7 @@ def _link_experts(session: Session, layer: Any) -> None:
     _state(session).experts[layer.token_dispatcher] = layer.experts
 
 
-def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _preprocess(wrapped: Function, session: Session) -> Function:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         state = _state(session)
         built = state.built.setdefault(self, {name: getattr(self, name) for name in _SIZES})
@@ -145,7 +165,7 @@ def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> floa
     parameters = [*experts.local_experts[0].parameters()]
     key = tuple(each.numel() for each in parameters)
     if key not in state.break_even:
-        costs = payoff.measure(parameters, rows, dispatcher.ep_group, dispatcher.tp_ep_group)
+        costs = measure_costs(parameters, rows, dispatcher.ep_group, dispatcher.tp_ep_group)
         state.break_even[key] = costs.break_even
         state.session.log_decision(
             f"{NAME}: a copy takes {1e3 * costs.copy:.2f} ms, a token {1e6 * costs.products:.1f} us of products and "
@@ -178,7 +198,7 @@ def _copy(state: _State, dispatcher: Any, experts: Any, slots: Slots) -> ExpertC
         dispatcher.ep_group,
         state.pending,
         bool(experts.config.gradient_accumulation_fusion) and hasattr(like[0], "main_grad"),
-        lambda: expert_messages.run_jobs(state.session),
+        lambda: moe.run_jobs(state.session),
     )
     return plan.make(
         [
@@ -188,7 +208,7 @@ def _copy(state: _State, dispatcher: Any, experts: Any, slots: Slots) -> ExpertC
     )
 
 
-def _experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _experts(wrapped: Function, session: Session) -> Function:
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
@@ -223,19 +243,14 @@ def _enabled(settings: Settings) -> bool:
     return bool(given_flags(FEATURE.options, settings))
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _check(context: Context) -> Sequence[str]:
     number, break_even = context.settings.get(NUMBER), context.settings.get(BREAK_EVEN)
     if number is not None and number < 1:
         raise OptionError(f"--balanced-moe-hot-expert-num takes a number of experts, at least 1, not {number}.")
     if break_even is not None and not break_even >= 0:
         raise OptionError(f"--balanced-moe-break-even takes a number of tokens, at least 0, not {break_even}.")
     require_first(FEATURE.options, context.settings)
-    if context.host_args is None:
-        return []
-    reasons = moe.local_expert_reasons("experts")(context)
-    if moe.expert_sizes(context)[1] == 1:
-        reasons.append("--expert-model-parallel-size 1: every rank has all experts")
-    return [*reasons, *moe.dispatcher_reasons(context, "alltoall")]
+    return []
 
 
 FEATURE = Feature(
@@ -266,7 +281,12 @@ FEATURE = Feature(
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=_why_not,
+    condition=every(
+        _check,
+        local("has experts of its own"),
+        moe.spread_experts("every rank has all experts"),
+        moe.dispatchers("alltoall"),
+    ),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
         **dict.fromkeys(FSDP_ARGS, "FSDP holds shards of the experts' parameters, which are copied whole"),

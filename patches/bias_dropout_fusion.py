@@ -7,20 +7,19 @@ dtypes of residual and output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 
-from ._shared.conditions import explicitly_disabled_reasons
+from ._shared.conditions import every, not_disabled
+from ._shared.wrappers import leave_out, verify
 
 ARGUMENT = "bias_dropout_fusion"
 
 
-def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _train(wrapped: Function, session: Session) -> Function:
     def bias_dropout_add_fused_train(x_with_bias: Any, residual: Any, prob: Any) -> Any:
         x, bias = x_with_bias
         if x.dtype != residual.dtype:
@@ -29,46 +28,29 @@ def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         if bias is not None and bias.numel() != x.shape[-1]:
             # Megatron's warm-up: its draws affect initial weights drawn later.
             return wrapped(x_with_bias, residual, prob)
-        if session.verifier is not None:
-            _verify(session, wrapped, x, residual, bias, prob)
+        _verify(session, wrapped, x, residual, bias, prob)
         return bias_dropout_add(x, residual, bias, prob)
 
     return bias_dropout_add_fused_train
 
 
-def _verify(
-    session: Session,
-    wrapped: Callable[..., Any],
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    bias: torch.Tensor | None,
-    prob: float,
-) -> None:
-    verifier: Any = session.verifier
+def _verify(session: Session, wrapped: Function, x: Any, residual: Any, bias: Any, prob: float) -> None:
     if prob:
-        verifier.leave_out(FEATURE.name, "bias_dropout_add", "dropout is on, and each draws in its own way")
+        leave_out(session, FEATURE, "bias_dropout_add", "dropout is on, and each draws in its own way")
         return
 
-    def with_bias(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda x, residual, bias=None: function(x, residual, bias, 0.0)
+    def ours(x: Any, residual: Any, bias: Any = None) -> Any:
+        return bias_dropout_add(x, residual, bias, 0.0)
+
+    def theirs(x: Any, residual: Any, bias: Any = None) -> Any:
+        return wrapped((x, bias), residual, 0.0)
 
     given = {"x": x, "residual": residual, **({} if bias is None else {"bias": bias})}
-    verifier.check(
-        FEATURE.name,
-        "bias_dropout_add",
-        FEATURE.numerics,
-        with_bias(bias_dropout_add),
-        with_bias(lambda x, residual, bias, prob: wrapped((x, bias), residual, prob)),
-        given,
-        against="Megatron's function",
-    )
+    verify(session, FEATURE, "bias_dropout_add", ours, theirs, given)
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = explicitly_disabled_reasons(context, ARGUMENT, "--no-bias-dropout-fusion")
-    if context.device == "cuda":
-        reasons.append("torch.compile fuses it on CUDA, as Megatron has it")
-    return reasons
+    return ["torch.compile fuses it on CUDA, as Megatron has it"] if context.device == "cuda" else []
 
 
 FEATURE = Feature(
@@ -84,7 +66,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=every(not_disabled(ARGUMENT, "--no-bias-dropout-fusion"), _why_not),
     operators=("bias_dropout_add",),
     patches=(Override("megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train", _train),),
 )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Provide, Session, Settings
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Provide, Session, Settings
 from mindspeed_lite.parallel import context as cp
 from mindspeed_lite.parallel.context import layout as layouts
 from mindspeed_lite.platform.megatron import CONFIG
@@ -31,11 +31,10 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
 )
-from ._shared.conditions import given_flags, transformer_engine_reasons
+from ._shared.conditions import given_flags, local
 from ._shared.context_parallel import (
     ALGORITHMS,
     NAME,
-    Options,
     algorithm_named,
     algorithm_of,
     check,
@@ -53,7 +52,7 @@ _CAUSAL, _FREE = (-1, 0), (-1, -1)
 _NOT_OF_ROWS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _init(wrapped: Function, session: Session) -> Function:
     build, signature = without_head_sizes(wrapped, session), inspect.signature(wrapped)
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -69,8 +68,8 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return __init__
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    options, before = Options.of(session), session.find(_SPLIT)
+def _forward(wrapped: Function, session: Session) -> Function:
+    before = session.find(_SPLIT)
     if before is not None:
         core, ranks = before
         session.state(_SPLIT, lambda: _warn_at_end(core, ranks, session))
@@ -116,7 +115,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             return out.flatten(-2)
         band = call.window or (_CAUSAL if call.causal else _FREE)
         kind = kind or least_exposed(*tensors, group, call.causal, session)
-        algorithm = algorithm_of(kind, group, self.layer_number, options, session)
+        algorithm = algorithm_of(kind, group, self.layer_number, session)
         if algorithm.ulysses is not None:
             check_heads(query.shape[-2], key.shape[-2], algorithm.ulysses.size())
         with dropout_generator(self, call.dropout_p):
@@ -175,7 +174,7 @@ def _packed_zigzag(documents: layouts.Spans, padded: layouts.Spans, ranks: int) 
         raise OptionError(f"{error}, twice --context-parallel-size.") from error
 
 
-def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _thd_batch(wrapped: Function, session: Session) -> Function:
     """0.16 and 0.17: the original with this package's partition."""
 
     def get_thd_batch_on_this_cp_rank(
@@ -246,7 +245,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if not _is_split(context.settings):
         given = _given_options(context.settings)
         return [f"{', '.join(given)} with --context-parallel-size 1: no sequence is split"] if given else []
-    if reasons := transformer_engine_reasons(context, "uses Transformer Engine's own attention"):
+    if reasons := local("uses Transformer Engine's own attention")(context):
         return reasons
     check(context)
     return []

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Provide, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from . import moe_fb_overlap
-from ._shared import pipeline_orders, wgrad_accumulation
-from ._shared.conditions import transformer_engine_reasons
+from ._shared import linear_layers, pipeline_orders
+from ._shared.conditions import every, local
 from ._shared.pipeline_passes import QUEUE as _QUEUE
 from ._shared.wrappers import after, before
 
@@ -36,7 +37,7 @@ _TELL_WHEN_DONE = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 class _Handover:
-    def __init__(self, layer: Any, input_: torch.Tensor, sequence_parallel: bool) -> None:
+    def __init__(self, layer: Any, input_: Tensor, sequence_parallel: bool) -> None:
         self.layer = layer
         self.input = input_.detach()
         self.sequence_parallel = sequence_parallel
@@ -46,11 +47,11 @@ class _Handover:
         """Full once the feature has ended, so that nothing is queued."""
         return _LIMIT if getattr(self.layer, _QUEUE, None) is None else 0
 
-    def append(self, grad_output: torch.Tensor) -> None:
+    def append(self, grad_output: Tensor) -> None:
         self.taken = True
         getattr(self.layer, _QUEUE).put(lambda: self._compute(grad_output))
 
-    def _compute(self, grad_output: torch.Tensor) -> None:
+    def _compute(self, grad_output: Tensor) -> None:
         from megatron.core.tensor_parallel import mappings
 
         weight = self.layer.weight
@@ -58,7 +59,7 @@ class _Handover:
             total = self.input
             if self.sequence_parallel:
                 total = mappings.gather_from_sequence_parallel_region(total, group=self.layer.tp_group)
-            wgrad_accumulation.add(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
+            linear_layers.add_wgrad(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
         # Autograd's placeholder must not be added.
         weight.grad_added_to_main_grad = True
 
@@ -79,7 +80,7 @@ def _is_asked_for(config: Any, session: Session) -> bool:
     return getattr(config, ARGUMENT, False) or _order_asks(session)
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
         # Layers of a transformer layer have such a name; the output layer has none.
@@ -107,7 +108,7 @@ def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> No
             layer.weight.grad = None
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         # Not for a weight passed in, nor outside training.
         if (
@@ -151,7 +152,7 @@ def _queued(model: Any) -> Iterator[Any]:
     return (each for each in model.modules() if getattr(each, _QUEUE, None) is not None)
 
 
-def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _reduction(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if _order_asks(session):
             session.mark(ddp_config, ARGUMENT, True)
@@ -203,7 +204,7 @@ def _end_step(session: Session, ddp: Any) -> None:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = transformer_engine_reasons(context, "delays weight gradients itself")
+    reasons = []
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
@@ -213,10 +214,6 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons += found
     elif context.host_args is not None and not context.arg(moe_fb_overlap.ARGUMENT, False) and not is_asked_for:
         reasons.append("--overlap-moe-expert-parallel-comm is off: no other schedule asks for delayed gradients")
-    if context.arg("cpu_offloading_num_layers", 0):
-        reasons.append("--cpu-offloading-num-layers takes inputs away that are still needed")
-    if context.arg("cuda_graph_impl", "none") != "none":
-        reasons.append("--cuda-graph-impl records a backward pass of which a part is missing")
     return reasons
 
 
@@ -236,7 +233,11 @@ FEATURE = Feature(
     unsupported={
         "<0.14": "before Megatron 0.14 gradient reduction does not wait for a weight gradient that comes later"
     },
-    condition=_why_not,
+    condition=every(local("delays weight gradients itself"), _why_not),
+    conflicting_args={
+        "cpu_offloading_num_layers": "--cpu-offloading-num-layers takes inputs away that are still needed",
+        "cuda_graph_impl": "--cuda-graph-impl records a backward pass of which a part is missing",
+    },
     enabled=lambda settings: (
         bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False))
         or pipeline_orders.delays_weight_gradients(settings)

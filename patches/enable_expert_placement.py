@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer, StateOf
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, given_flags, require_first
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, every, given_flags, local, require_first
 from ._shared.optimizer_state import finish_gathers, leaves, main_params, training_state
 from ._shared.wrappers import after, before
 
@@ -38,7 +39,7 @@ class _Placements(Placer):
         self._is_in_step = False
         session.on_end(self.end)
 
-    def routed(self, layer: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed(self, layer: Any, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.layers:
             self.layers[layer] = PlacedExperts(layer.config.num_moe_experts, layer.ep_group, routing_map.device)
         found = self.layers[layer]
@@ -122,7 +123,7 @@ def _state(session: Session) -> _Placements:
     return session.state(NAME, lambda: _Placements(session))
 
 
-def _route(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _route(wrapped: Function, session: Session) -> Function:
     placements = _state(session)
 
     def route(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -156,13 +157,9 @@ def _why_not(context: Context) -> Sequence[str]:
     if break_even is not None and not break_even >= 0:
         raise OptionError(f"--expert-placement-break-even takes a number of tokens, at least 0, not {break_even}.")
     require_first(FEATURE.options, context.settings)
-    if context.host_args is None:
-        return []
-    reasons = [*moe.local_expert_reasons("experts")(context), *moe.dispatcher_reasons(context, "alltoall", "allgather")]
+    reasons = []
     ranks, experts = moe.expert_sizes(context)[1], context.arg("num_experts", None)
-    if ranks == 1:
-        reasons.append("--expert-model-parallel-size 1: every rank has all experts")
-    elif experts and experts // ranks == 1:
+    if ranks > 1 and experts and experts // ranks == 1:
         reasons.append("a rank has one expert: no other place changes the load of ranks")
     if context.arg("optimizer", "adam") not in ("adam", "sgd"):
         reasons.append(f"--optimizer {context.arg('optimizer')} keeps more than states of a parameter's shape")
@@ -197,7 +194,12 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="none but a message of one expert while experts move",
-    condition=_why_not,
+    condition=every(
+        _why_not,
+        local("has experts of its own"),
+        moe.spread_experts("every rank has all experts"),
+        moe.dispatchers("alltoall", "allgather"),
+    ),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
         **dict.fromkeys(FSDP_ARGS, "FSDP holds experts in shards of its own"),

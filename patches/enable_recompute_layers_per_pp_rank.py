@@ -8,10 +8,10 @@ virtual stages alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.proxies import AttributeOverride
@@ -28,7 +28,7 @@ def layers_of_chunk(number: int, chunks: int, chunk: int) -> int:
     return max(0, -(-(number - chunk) // chunks))
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     signature = inspect.signature(wrapped)
 
     def __init__(block: Any, *args: Any, **kwargs: Any) -> None:

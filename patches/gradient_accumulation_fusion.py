@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Provide, Session
+from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 
-from ._shared import wgrad_accumulation
-from ._shared.conditions import explicitly_disabled_reasons, fsdp_reasons, reenable_default, transformer_engine_reasons
-from ._shared.config_restore import config_field
-from ._shared.wrappers import after
+from ._shared import linear_layers
+from ._shared.conditions import every, fsdp_args, local, not_disabled, reenable_default
+from ._shared.wrappers import after, config_field, verify
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
@@ -29,11 +27,11 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _extension(session: Session) -> ModuleType:
-    verifier = session.verifier
-
-    def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-        if verifier is not None:
-            _verify(verifier, main_grad, grad_output, total_input)
+    def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        given = {"main_grad": main_grad, "dy": grad_output, "x": total_input}
+        against = "the product and the addition of Megatron's unfused path"
+        ours, theirs = map(_on_copies, (accumulate_wgrad, reference.accumulate_wgrad))
+        verify(session, FEATURE, "accumulate_wgrad", ours, theirs, given, against)
         accumulate_wgrad(main_grad, grad_output, total_input)
 
     module: Any = ModuleType(EXTENSION)
@@ -81,30 +79,8 @@ def _fuse_while_enabled(session: Session, layer: Any) -> None:
     session.on_end(end)
 
 
-def _verify(verifier: Any, main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
-    def ours(*copies: torch.Tensor) -> torch.Tensor:
-        return accumulate_wgrad(*(each.detach() for each in copies))
-
-    def unfused(*copies: torch.Tensor) -> torch.Tensor:
-        return reference.accumulate_wgrad(*(each.detach() for each in copies))
-
-    verifier.check(
-        FEATURE.name,
-        "accumulate_wgrad",
-        FEATURE.numerics,
-        ours,
-        unfused,
-        {"main_grad": main_grad, "dy": grad_output, "x": total_input},
-        against="the product and the addition of Megatron's unfused path",
-    )
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    return [
-        *transformer_engine_reasons(context, "accumulates weight gradients itself"),
-        *explicitly_disabled_reasons(context, ARGUMENT, "--no-gradient-accumulation-fusion"),
-        *fsdp_reasons(context, "has no main gradients that a layer could add to"),
-    ]
+def _on_copies(operator: Function) -> Function:
+    return lambda *copies: operator(*(each.detach() for each in copies))
 
 
 FEATURE = Feature(
@@ -121,8 +97,11 @@ FEATURE = Feature(
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves the 16-bit weight gradient of one layer at a time",
-    condition=_why_not,
-    arguments=lambda context: reenable_default(context, ARGUMENT),
+    condition=every(
+        local("accumulates weight gradients itself"), not_disabled(ARGUMENT, "--no-gradient-accumulation-fusion")
+    ),
+    conflicting_args=fsdp_args("has no main gradients that a layer could add to"),
+    arguments=reenable_default(ARGUMENT),
     operators=("accumulate_wgrad",),
     patches=(
         # Also by value: the layers have already tried the import.
@@ -137,7 +116,7 @@ FEATURE = Feature(
         Around(
             f"{_LAYERS}:RowParallelLinear.__init__", after(_fuse_while_enabled), reads=("gradient_accumulation_fusion",)
         ),
-        wgrad_accumulation.PATCH,
+        linear_layers.PLACEHOLDER_PATCH,
         config_field(ARGUMENT, _is_there),
     ),
 )

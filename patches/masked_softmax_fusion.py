@@ -8,24 +8,17 @@ offsets and other masking functions.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
 from ._shared.attention_core import SOFTMAX_AND_MASKS
-from ._shared.conditions import (
-    CUDA_GRAPH_ARGS,
-    conflict_reasons,
-    explicitly_disabled_reasons,
-    holding,
-    reenable_default,
-)
-from ._shared.config_restore import config_field, switch_off
-from ._shared.wrappers import after
+from ._shared.conditions import CUDA_GRAPH_ARGS, conflict_reasons, every, holding, not_disabled, reenable_default
+from ._shared.wrappers import after, config_field, switch_off, verify
 
 ARGUMENT = "masked_softmax_fusion"
 
@@ -38,7 +31,7 @@ def _switch_off(session: Session, softmax: Any) -> None:
     switch_off(softmax, "scaled_masked_softmax_fusion", session, _is_there)
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.utils import attention_mask_func
 
@@ -54,17 +47,16 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             session.fallback(FEATURE.name, "; ".join(reasons))
             # `wrapped` would choose the absent extension.
             return self.forward_torch_softmax(input, mask, *(() if softmax_offset is None else (softmax_offset,)))
-        if session.verifier is not None:
-            session.verifier.check(
-                FEATURE.name,
-                "masked_softmax",
-                FEATURE.numerics,
-                lambda scores: masked_softmax(scores, mask, causal=causal, scale=scale),
-                lambda scores: self.forward_torch_softmax(scores.clone(), mask),
-                {"scores": input},
-                against="Megatron's scaling, mask and softmax",
-            )
-        return masked_softmax(input, mask, causal=causal, scale=scale)
+
+        def ours(scores: Any) -> Any:
+            return masked_softmax(scores, mask, causal=causal, scale=scale)
+
+        def theirs(scores: Any) -> Any:
+            return self.forward_torch_softmax(scores.clone(), mask)
+
+        against = "Megatron's scaling, mask and softmax"
+        verify(session, FEATURE, "masked_softmax", ours, theirs, {"scores": input}, against)
+        return ours(input)
 
     return forward
 
@@ -80,7 +72,7 @@ def _call_reasons(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) ->
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = explicitly_disabled_reasons(context, ARGUMENT, "--no-masked-softmax-fusion")
+    reasons = []
     if context.device == "npu":
         reasons += conflict_reasons(CUDA_GRAPH_ARGS, lambda name: context.arg(name, None))
         length = context.arg("seq_length", None)
@@ -106,8 +98,8 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
-    arguments=lambda context: reenable_default(context, ARGUMENT),
+    condition=every(not_disabled(ARGUMENT, "--no-masked-softmax-fusion"), _why_not),
+    arguments=reenable_default(ARGUMENT),
     operators=("masked_softmax",),
     patches=(
         Override(

@@ -8,21 +8,22 @@ expert); `start_grad_sync` (first reader of main gradients). Falls back for gate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
 
 from . import recompute_activation_function
-from ._shared import expert_messages, moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, holding
+from ._shared import moe
+from ._shared.conditions import CUDA_GRAPH_ARGS, every, holding
 from ._shared.proxies import RECOMPUTED, AttributeOverride, FunctionModule
 from ._shared.wrappers import before
 
-NAME = expert_messages.ALLGATHER
+NAME = moe.ALLGATHER
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher"
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -30,13 +31,13 @@ _FIRST = torch.iinfo(torch.int).max
 
 
 class _SharedExpert:
-    def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
+    def __init__(self, mlp: Any, hidden: Tensor) -> None:
         # A graph node as old as the whole expert's, so that gradients add up in the same order.
         self._mlp, self._hidden = mlp, hidden.view_as(hidden)
-        self._middle: torch.Tensor | None = None
-        self._output: torch.Tensor | None = None
+        self._middle: Tensor | None = None
+        self._output: Tensor | None = None
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         if self._middle is None:
             from megatron.core.transformer.mlp import MLP
 
@@ -48,24 +49,24 @@ class _SharedExpert:
             self._middle = MLP.forward(part, self._hidden)[0]
         return self._middle
 
-    def second(self) -> torch.Tensor:
+    def second(self) -> Tensor:
         if self._output is None:
             self._output = self._mlp.linear_fc2(self.first())[0]
         return self._output
 
 
-class _State(expert_messages.MessageState):
+class _State(moe.MessageState):
     def __init__(self) -> None:
         super().__init__()
         self.shared: _SharedExpert | None = None
 
 
 def _state(session: Session) -> _State:
-    found: _State = expert_messages.state_of(session, NAME, _State)
+    found: _State = moe.messages_of(session, NAME, _State)
     return found
 
 
-def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _gather(wrapped: Function, session: Session) -> Function:
     def gather_from_sequence_parallel_region(
         input_: Any,
         tensor_parallel_output_grad: Any = True,
@@ -88,7 +89,7 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return gather_from_sequence_parallel_region
 
 
-def _scatter(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _scatter(wrapped: Function, session: Session) -> Function:
     def reduce_scatter_to_sequence_parallel_region(
         input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: Any = False
     ) -> Any:
@@ -114,7 +115,7 @@ def _wait_for_probs(session: Session, _: Any) -> None:
     _state(session).messages.wait(leaving=1)
 
 
-def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _permute(wrapped: Function, session: Session) -> Function:
     def permute(*args: Any, **kwargs: Any) -> Any:
         _state(session).messages.wait()
         return wrapped(*args, **kwargs)
@@ -122,7 +123,7 @@ def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return permute
 
 
-def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared_expert(wrapped: Function, session: Session) -> Function:
     def shared_experts_compute(self: Any, hidden_states: Any) -> Any:
         from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
@@ -154,7 +155,7 @@ def _layer_reasons(layer: Any, session: Session) -> list[str]:
     return [f"a shared expert {which} runs before the router" for which in holding(reasons)]
 
 
-def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _postprocess(wrapped: Function, session: Session) -> Function:
     def postprocess(self: Any, output: Any, shared_expert_output: Any) -> Any:
         if isinstance(shared_expert_output, _SharedExpert):
             _state(session).shared = None
@@ -165,12 +166,9 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    if context.host_args is None:
-        return []
-    reasons = moe.no_expert_reasons(context)
-    if not reasons and moe.expert_sizes(context) == (1, 1):
-        reasons = ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
-    return [*reasons, *moe.dispatcher_reasons(context, "allgather")]
+    if context.host_args is not None and context.arg("num_experts", None) and moe.expert_sizes(context) == (1, 1):
+        return ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
+    return []
 
 
 FEATURE = Feature(
@@ -186,12 +184,11 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step after the combine"},
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
-    condition=_why_not,
+    condition=every(moe.has_experts, _why_not, moe.dispatchers("allgather")),
     conflicting_args=CUDA_GRAPH_ARGS,
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     patches=(
-        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
-        Around(f"{_DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
+        *moe.message_patches(NAME, _DISPATCHER),
         Override(f"{_MAPPINGS}:gather_from_sequence_parallel_region", _gather),
         Override(f"{_MAPPINGS}:reduce_scatter_to_sequence_parallel_region", _scatter),
         Around(f"{_DISPATCHER}.dispatch_postprocess", before(_wait_for_probs)),
@@ -202,6 +199,5 @@ FEATURE = Feature(
             reads=("shared_experts", "shared_experts_recompute", "token_dispatcher", "use_shared_expert"),
         ),
         Override(f"{_LAYER}.postprocess", _postprocess),
-        expert_messages.before_gradients_are_reduced(NAME),
     ),
 )

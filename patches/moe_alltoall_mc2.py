@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Relation, Session
 from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS, every
 from ._shared.wrappers import within
 
 NAME = "moe_alltoall_mc2"
@@ -44,7 +44,7 @@ def _state(session: Session) -> _State:
     return session.state(NAME, _State)
 
 
-def product_of(session: Session) -> Callable[..., Any] | None:
+def product_of(session: Session) -> Function | None:
     """Fused GEMM of the next linear layer (rows, weights, take_gradients), or None.
 
     The first layer's receives the rows, the second's sends them back.
@@ -56,7 +56,7 @@ def product_of(session: Session) -> Callable[..., Any] | None:
     return state.exchange.dispatch_linear if state.left else state.exchange.linear_combine
 
 
-def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _dispatch(wrapped: Function, session: Session) -> Function:
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = _state(session)
         with state.dispatcher_call():
@@ -98,7 +98,7 @@ def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
     return call.rows if _state(session).is_dispatcher_call and call.rows.dim() == 2 else None
 
 
-def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _sort_chunks(wrapped: Function, session: Session) -> Function:
     def sort_chunks_by_idxs(
         input: Any, split_sizes: Any, sorted_idxs: Any, probs: Any = None, fused: bool = False
     ) -> Any:
@@ -124,13 +124,8 @@ def _why_not_here(device: str) -> list[str]:
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = _why_not_here(context.device)
-    if context.host_args is None:
-        return reasons
-    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
     if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
-    if context.arg("add_bias_linear", False):
-        reasons.append("experts have biases, which the operators do not add: --disable-bias-linear")
     return reasons
 
 
@@ -147,9 +142,10 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="not predicted: never measured on a device",
-    condition=_why_not,
+    condition=every(_why_not, moe.exchanges, moe.dispatchers("alltoall")),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
+        "add_bias_linear": "experts have biases, which the operators do not add: --disable-bias-linear",
         "moe_expert_capacity_factor": "--moe-expert-capacity-factor: dropped and padded rows have never been sent "
         "through the operators",
         "moe_apply_probs_on_input": "--moe-apply-probs-on-input weighs rows before they have arrived",

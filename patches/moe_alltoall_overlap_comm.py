@@ -14,17 +14,17 @@ from typing import Any
 from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
-from ._shared import expert_messages, moe
-from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared import moe
+from ._shared.conditions import CUDA_GRAPH_ARGS, every
 from ._shared.wrappers import after, before
 
-NAME = expert_messages.ALLTOALL
+NAME = moe.ALLTOALL
 SHARED = "moe_shared_expert_overlap"
 _SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
 
 
-def _state(session: Session) -> expert_messages.MessageState:
-    found: expert_messages.MessageState = expert_messages.state_of(session, NAME)
+def _state(session: Session) -> moe.MessageState:
+    found: moe.MessageState = moe.messages_of(session, NAME)
     return found
 
 
@@ -47,14 +47,10 @@ def _wait_without_shared(session: Session, dispatcher: Any) -> None:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    arg = context.arg
-    reasons: list[str] = []
-    if context.host_args is None:
-        return reasons
-    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
-    if arg("moe_shared_expert_intermediate_size", None) and "shared_experts" in (arg("recompute_modules", None) or ()):
-        reasons.append("--recompute-modules shared_experts runs the shared expert whole, which is taken apart here")
-    return reasons
+    has_shared = context.arg("moe_shared_expert_intermediate_size", None)
+    if has_shared and "shared_experts" in (context.arg("recompute_modules", None) or ()):
+        return ["--recompute-modules shared_experts runs the shared expert whole, which is taken apart here"]
+    return []
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -75,7 +71,7 @@ FEATURE = Feature(
     theme="experts",
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
     unsupported={"<0.13": "the dispatcher of Megatron 0.12 sends and sorts tokens in one call"},
-    condition=_why_not,
+    condition=every(moe.exchanges, moe.dispatchers("alltoall"), _why_not),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
         "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm overlaps the messages with another "
@@ -85,8 +81,7 @@ FEATURE = Feature(
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Around(f"{moe.DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
-        Around(f"{moe.DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
+        *moe.message_patches(NAME, moe.DISPATCHER),
         moe.all_to_all_patch(_all_to_all),
         Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", after(_wait)),
         Around(f"{_SHARED_EXPERT}.linear_fc2_forward", after(_wait)),
@@ -103,6 +98,5 @@ FEATURE = Feature(
                 ),
             )
         ),
-        expert_messages.before_gradients_are_reduced(NAME),
     ),
 )

@@ -8,13 +8,14 @@ computations alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session, matches
 from mindspeed_lite.platform import megatron
 
 from ._shared import moe, pipeline_orders
+from ._shared.conditions import turn_on
 
 ARGUMENT = "overlap_moe_expert_parallel_comm"
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"
@@ -29,7 +30,7 @@ _STAGES = (
 )
 
 
-def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _run(wrapped: Function, session: Session) -> Function:
     """Schedule of two layers: forward (F) and backward (B) of different micro-batches.
 
     Messages start as soon as their input exists; weight gradients (W) run during the next one. Gradient sums keep
@@ -99,7 +100,7 @@ def _forward(layer: Any, part: Any, x: Any) -> Any:
         return part.forward(x)
 
 
-def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _backward(wrapped: Function, session: Session) -> Function:
     def default_backward_func(self: Any, outputs: Any, output_grad: Any) -> Any:
         pairs = [pair for pair in zip(outputs, output_grad, strict=True) if pair[0].requires_grad]
         if pairs:
@@ -121,14 +122,14 @@ def layout_reasons(context: Context) -> list[str]:
     Megatron only asserts them in `TransformerConfig.__post_init__`.
     """
     arg = context.arg
-    found = moe.exchange_reasons(context)
+    found = [*moe.exchanges(context)]
     if not found:
         each = arg("num_experts", 0) // arg("expert_model_parallel_size", 1)
         if each == 1 and matches("<0.17", context.versions.get(megatron.HOST, "1")):
             found.append(
                 "one expert a rank, whose input the schedule of Megatron 0.16 frees: add experts, or take 0.17"
             )
-    found += moe.dispatcher_reasons(context, "alltoall", "flex")
+    found += moe.dispatchers("alltoall", "flex")(context)
     # DualPipeV brings its virtual stages.
     has_stages = any(arg(name, None) for name in _STAGES) or context.settings.get(pipeline_orders.METHOD)
     if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not has_stages:
@@ -154,10 +155,6 @@ def _why_not(context: Context) -> Sequence[str]:
     return [] if context.host_args is None else layout_reasons(context)
 
 
-def _arguments(context: Context) -> Mapping[str, Any]:
-    return {} if context.host_args is None else {ARGUMENT: True}
-
-
 FEATURE = Feature(
     name="moe_fb_overlap",
     summary="expert all-to-alls overlapped with the computation of another micro-batch",
@@ -172,7 +169,7 @@ FEATURE = Feature(
     unsupported=_UNSUPPORTED,
     condition=_why_not,
     not_auto="two micro-batches are under way at once, which takes memory: enable it explicitly with its flag",
-    arguments=_arguments,
+    arguments=turn_on(ARGUMENT),
     patches=(
         Override(f"{_PLAN}.run", _run),
         Override("megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func", _backward),

@@ -8,12 +8,13 @@ hooks on experts, offloading, and other experts or layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.grouped_matmul import (
     Counts,
     TakeGradients,
@@ -30,9 +31,10 @@ from . import (
     moe_zero_memory,
     recompute_activation_function,
 )
-from ._shared import expert_messages, moe, recompute, wgrad_accumulation
-from ._shared.conditions import holding
+from ._shared import linear_layers, moe, recompute
+from ._shared.conditions import holding, turn_on
 from ._shared.proxies import AttributeOverride, FunctionModule, run_activation
+from ._shared.wrappers import verify
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
@@ -56,7 +58,7 @@ _READS = (
 )
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
@@ -85,11 +87,11 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 def _together(
     session: Session,
     module: Any,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     counts: Counts,
-    probs: torch.Tensor,
+    probs: Tensor,
     released: moe_zero_memory.ReleasedExperts | None,
-) -> torch.Tensor:
+) -> Tensor:
     experts = module.local_experts
     first = experts[0]
     fc1 = [expert.linear_fc1 for expert in experts]
@@ -97,8 +99,8 @@ def _together(
     for layer in (*fc1, *fc2):
         moe.before_call(layer)
 
-    def activation(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = run_activation(type(first).forward, first, x, probs)
+    def activation(x: Tensor, probs: Tensor) -> Tensor:
+        found: Tensor = run_activation(type(first).forward, first, x, probs)
         return found
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
@@ -123,11 +125,11 @@ def _has_moe_act(config: Any) -> bool:
 def _linear(
     session: Session,
     layers: Sequence[Any],
-    x: torch.Tensor,
+    x: Tensor,
     counts: Counts,
     biases: Sequence[Any] | None = None,
     released: moe_zero_memory.ReleasedExperts | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     weights = [layer.weight for layer in layers]
     together = moe_alltoall_mc2.product_of(session)
     if together is not None:
@@ -137,19 +139,17 @@ def _linear(
     return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers, released))
 
 
-def _verify(
-    session: Session, x: torch.Tensor, weights: Sequence[Any], counts: Counts, biases: Sequence[Any] | None
-) -> None:
+def _verify(session: Session, x: Tensor, weights: Sequence[Any], counts: Counts, biases: Sequence[Any] | None) -> None:
     number = len(weights)
 
     def split(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any] | None]:
         return tensors[:number], tensors[number:] or None
 
-    def ours(x: torch.Tensor, *both: Any) -> torch.Tensor:
+    def ours(x: Tensor, *both: Any) -> Tensor:
         weights, biases = split(both)
         return grouped_matmul(x, weights, counts, biases)
 
-    def loop(x: torch.Tensor, *both: Any) -> torch.Tensor:
+    def loop(x: Tensor, *both: Any) -> Tensor:
         weights, biases = split(both)
         rows = torch.split(x, torch.as_tensor(counts).tolist())
         linear = torch.nn.functional.linear
@@ -157,10 +157,10 @@ def _verify(
 
     inputs = {"x": x, **{f"weight {e}": each for e, each in enumerate(weights)}}
     inputs.update({f"bias {e}": each for e, each in enumerate(biases or ())})
-    moe.compare(session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other")
+    verify(session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other", sizes_vary=True)
 
 
-def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
+def _finish(layers: Sequence[Any], x: Tensor, counts: Counts, probs: Tensor) -> Tensor:
     if layers[0].bias is None:
         return x
     # The gradient of index_select sums over an expert's rows.
@@ -179,13 +179,14 @@ def _gradients(
         return layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)
 
     if accumulates():
-        expert_messages.expect_jobs(session)
+        for state in moe.message_states(session):
+            state.messages.expect_jobs()
 
     def arrive() -> None:
         if released is not None:
-            released.arrive()
+            released.rows.arrive()
 
-    def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
+    def take(dy: Tensor, x: Tensor, counts: Counts) -> Sequence[Tensor | None]:
         if not accumulates():
             arrive()
             return weight_gradients(dy, x, counts)
@@ -203,12 +204,12 @@ def _gradients(
 
         if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
             waiting.clear()
-            if not expert_messages.put(session, accumulate):
+            if not moe.put(session, accumulate):
                 # The side stream waits for no message.
                 arrive()
                 if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
                     accumulate()
-        return [wgrad_accumulation.placeholder_grad(weight) for weight in weights]
+        return [linear_layers.placeholder_grad(weight) for weight in weights]
 
     return take
 
@@ -246,22 +247,15 @@ def _call_reasons(experts: Sequence[Any]) -> list[str]:
     return holding(reasons)
 
 
-def _modules(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any) -> Any:
+def _modules(wrapped: Function, session: Session) -> Function:
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any, moe_use_legacy_grouped_gemm: Any = False) -> Any:
         # For grouped experts a release may need an extension.
-        return wrapped(self, False)
-
-    return grouped_mlp_modules
-
-
-def _modules_or_legacy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any, moe_use_legacy_grouped_gemm: Any) -> Any:
         return wrapped(self, False, moe_use_legacy_grouped_gemm)
 
     return grouped_mlp_modules
 
 
-def _spec(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _spec(wrapped: Function, session: Session) -> Function:
     """For 0.12, which has no spec provider."""
 
     def get_moe_module_spec(
@@ -287,8 +281,8 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_expert_reasons("grouped experts"),
-    arguments=moe.turn_on("moe_grouped_gemm"),
+    condition=moe.local_experts("grouped experts"),
+    arguments=turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(
         Override(
@@ -297,8 +291,7 @@ FEATURE = Feature(
             reads=_READS,
             relies_on=LINEAR_LAYERS,
         ),
-        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.17"),
-        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions=">=0.13,<0.17"),
+        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.13", by_name=True),
         Override(
             "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
             _spec,

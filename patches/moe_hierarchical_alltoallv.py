@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.engine import (
+    Around,
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Override,
+    Relation,
+    Session,
+    Settings,
+)
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS, every
 from ._shared.wrappers import Make, within
 
 NAME = "moe_hierarchical_alltoallv"
@@ -70,7 +81,7 @@ def _with_nodes(session: Session, dispatcher: Any) -> Iterator[None]:
         state.nodes = None
 
 
-def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
+def _permute(session: Session, plain: Function, call: moe.Permutation) -> Any:
     nodes = _state(session).nodes
     if nodes is None:
         return None
@@ -104,7 +115,7 @@ def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
     return spread(call.rows, state.route.probs if call.rows.dim() == 1 else state.route.tokens)
 
 
-def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _unpermute(wrapped: Function, session: Session) -> Function:
     def unpermute(permuted_tokens: Any, sorted_indices: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(sorted_indices, Route):
             return wrapped(permuted_tokens, sorted_indices, *args, **kwargs)
@@ -113,28 +124,19 @@ def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
     return unpermute
 
 
-def _layout_reason(context: Context, size: int) -> str | None:
-    tensor, experts = moe.expert_sizes(context)
-    ranks = tensor * experts
-    what = f"the {experts} x {tensor} ranks that share experts"
-    if size % ranks == 0:
-        return f"{what} are on one node of {size}: nothing crosses nodes"
-    if ranks % size:
-        return f"{what} cannot be divided among nodes of {size}: give --moe-node-size"
-    return None
-
-
 def _why_not(context: Context) -> Sequence[str]:
     size = _node_size(context.settings)
-    reasons = []
     if size is None:
-        reasons.append(_NO_SIZE)
-    if context.host_args is None:
-        return reasons
-    not_sent = moe.exchange_reasons(context)
-    if not not_sent and size is not None and (reason := _layout_reason(context, size)):
-        reasons.append(reason)
-    return [*reasons, *not_sent, *moe.dispatcher_reasons(context, "alltoall")]
+        return [_NO_SIZE]
+    if context.host_args is None or moe.exchanges(context):
+        return []
+    tensor, experts = moe.expert_sizes(context)
+    what = f"the {experts} x {tensor} ranks that share experts"
+    if size % (tensor * experts) == 0:
+        return [f"{what} are on one node of {size}: nothing crosses nodes"]
+    if tensor * experts % size:
+        return [f"{what} cannot be divided among nodes of {size}: give --moe-node-size"]
+    return []
 
 
 FEATURE = Feature(
@@ -157,7 +159,7 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="not predicted: one row for each token and node in the place of one for each expert, on both sides",
-    condition=_why_not,
+    condition=every(_why_not, moe.exchanges, moe.dispatchers("alltoall")),
     conflicting_args=CUDA_GRAPH_ARGS,
     conflicts=(
         Relation("moe_alltoall_overlap_comm", "it takes the messages of one all-to-all apart"),

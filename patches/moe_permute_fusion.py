@@ -7,17 +7,23 @@ Transformer Engine has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Option, OptionError, Override, Provide, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
 from ._shared import moe
-from ._shared.config_restore import config_field
+from ._shared.conditions import turn_on
+from ._shared.wrappers import config_field, placeholder, verify
 
 # Imports that TransformerConfig checks.
+# Called only to pad for fp8 or fp4.
+_PADDING = (
+    "moe_permute_fusion: padding to the tile of a quantised product needs Transformer Engine's form of the "
+    "permutation: train without fp8 and fp4, or leave --moe-permute-fusion out."
+)
 _NAMES = (
     "fused_permute",
     "fused_permute_with_probs",
@@ -39,7 +45,7 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
     return num_out_tokens // rows
 
 
-def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
+def _permuted(session: Session, plain: Function, call: moe.Permutation) -> Any:
     if not call.fused:
         return None
     tokens, routing_map, probs, num_out_tokens, _, drop_and_pad = call
@@ -52,17 +58,16 @@ def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation
     def theirs(tokens: Any, probs: Any) -> Any:
         return plain(tokens, routing_map, probs, **rest)
 
-    if session.verifier is not None:
-        _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], {"tokens": tokens})
-        if probs is not None:
-            rows = tokens.detach()
-            of_rows = (lambda p: ours(rows, p)[1], lambda p: theirs(rows, p)[1])
-            _verify(session, "permute", *of_rows, {"probs": probs}, variant="probabilities")
+    _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], {"tokens": tokens})
+    if probs is not None:
+        rows = tokens.detach()
+        of_rows = (lambda p: ours(rows, p)[1], lambda p: theirs(rows, p)[1])
+        _verify(session, "permute", *of_rows, {"probs": probs}, variant="probabilities")
     return ours(tokens, probs)
 
 
-def _verify(session: Session, operator: str, ours: Any, theirs: Any, inputs: Mapping[str, Any], **more: Any) -> None:
-    moe.compare(session, FEATURE, operator, ours, theirs, inputs, **more)
+def _verify(session: Session, *what: Any, **more: Any) -> None:
+    verify(session, FEATURE, *what, sizes_vary=True, **more)
 
 
 def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> Any:
@@ -74,14 +79,13 @@ def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> A
     def definition(x: Any, probs: Any = None) -> Any:
         return reference.unpermute(x, sorted_indices, restore_shape[0], probs, routing_map, drop_and_pad)
 
-    if session.verifier is not None:
-        # Megatron's function cannot read the operator's row ids.
-        inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
-        _verify(session, "unpermute", ours, definition, inputs, against="the sums in plain PyTorch")
+    # Megatron's function cannot read the operator's row ids.
+    inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
+    _verify(session, "unpermute", ours, definition, inputs, against="the sums in plain PyTorch")
     return ours(permuted_tokens, probs)
 
 
-def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _unpermute(wrapped: Function, session: Session) -> Function:
     def unpermute(
         permuted_tokens: Any,
         sorted_indices: Any,
@@ -100,31 +104,18 @@ def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
     return unpermute
 
 
-def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _sort_chunks(wrapped: Function, session: Session) -> Function:
     def sort_chunks_by_idxs(
         input: Any, split_sizes: Any, sorted_idxs: Any, probs: Any = None, fused: bool = False
     ) -> Any:
         if not fused:
             return wrapped(input, split_sizes, sorted_idxs, probs, fused)
-        if session.verifier is not None:
-            order = (split_sizes, sorted_idxs)
-            functions = (lambda x: ops.sort_chunks(x, *order)[0], lambda x: wrapped(x, *order)[0])
-            _verify(session, "sort_chunks", *functions, {"input": input})
+        order = (split_sizes, sorted_idxs)
+        functions = (lambda x: ops.sort_chunks(x, *order)[0], lambda x: wrapped(x, *order)[0])
+        _verify(session, "sort_chunks", *functions, {"input": input})
         return ops.sort_chunks(input, split_sizes, sorted_idxs, probs)
 
     return sort_chunks_by_idxs
-
-
-def _supplied(session: Session) -> Callable[..., Any]:
-    """Functions under Transformer Engine's names; called only to pad for fp8 or fp4."""
-
-    def fused_form(*args: Any, **kwargs: Any) -> Any:
-        raise OptionError(
-            "moe_permute_fusion: padding to the tile of a quantised product needs Transformer Engine's form of the "
-            "permutation: train without fp8 and fp4, or leave --moe-permute-fusion out."
-        )
-
-    return fused_form
 
 
 def _is_there() -> bool:
@@ -145,14 +136,14 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_expert_reasons("a permutation"),
-    arguments=moe.turn_on("moe_permute_fusion"),
+    condition=moe.local_experts("a permutation"),
+    arguments=turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(
         *moe.permute_patches(_permuted),
         Override(f"{moe.UTILS}:unpermute", _unpermute, by_name=True),
         Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks),
-        *(Provide(f"{moe.UTILS}:{name}", _supplied) for name in _NAMES),
+        *(Provide(f"{moe.UTILS}:{name}", placeholder(_PADDING)) for name in _NAMES),
         config_field("moe_permute_fusion", _is_there),
     ),
 )

@@ -9,12 +9,13 @@ groups.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
 from mindspeed_lite.parallel.balance import record
 from mindspeed_lite.parallel.balance.counts import ExpertPlace, LoadCounter
 from mindspeed_lite.platform.megatron import CONFIG
@@ -35,7 +36,7 @@ class _Recorder:
         self._step = 0
         session.on_end(self._say_what_is_missing)
 
-    def count(self, router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> None:
+    def count(self, router: Any, probs: Tensor, routing_map: Tensor) -> None:
         from megatron.core import parallel_state
 
         config = router.config
@@ -140,10 +141,10 @@ def _is_last(context: Context, step: int) -> bool:
     return step == context.arg("train_iters", None) or bool(every and step % every == 0)
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
-    def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         probs, routing_map = wrapped(self, input, *args, **kwargs)
         if self.training and torch.is_grad_enabled():
             recorder.count(self, probs, routing_map)
@@ -152,7 +153,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _finalize(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _finalize(wrapped: Function, session: Session) -> Function:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
     def finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -168,7 +169,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--moe-record-load-interval takes a number of steps, at least 1, not {interval}.")
     if file and os.environ.get("RANK", "0") == "0" and (reason := record.why_not_writable(file)):
         raise OptionError(f"--moe-record-load {file}: {reason}.")
-    return moe.no_expert_reasons(context)
+    return moe.has_experts(context)
 
 
 FEATURE = Feature(

@@ -8,18 +8,17 @@ and before 0.18 for 16-bit logits, whose scores that release rounds before top-k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops import moe_router as ops
 
 from ._shared import moe
-from ._shared.config_restore import config_field
+from ._shared.conditions import turn_on
+from ._shared.wrappers import config_field, verify
 
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUNDED = (
     "this release rounds the scores of 16-bit logits before it chooses, and the operator does not; "
     "--moe-router-dtype fp32 has nothing to round"
@@ -27,14 +26,11 @@ _ROUNDED = (
 _CHOSEN = "the experts are chosen or recorded outside the router, which Megatron's own code does"
 
 
-def _route(
-    session: Session, plain: Callable[..., Any], fused: bool, why_not: str, logits: Any, topk: int, how: Any
-) -> Any:
+def _route(session: Session, plain: Function, fused: bool, why_not: str, logits: Any, topk: int, how: Any) -> Any:
     if fused and not why_not:
-        if session.verifier is not None:
-            functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
-            # Choices depend on rounding.
-            moe.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits}, widened=False)
+        functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
+        # Choices depend on rounding.
+        verify(session, FEATURE, "topk_routing", *functions, {"logits": logits}, sizes_vary=True, widened=False)
         return ops.topk_routing(logits, topk, **how)
     if fused:
         session.fallback(FEATURE.name, why_not)
@@ -46,7 +42,7 @@ def _rounded(logits: Any, rounds: bool) -> str:
     return _ROUNDED if rounds and logits.dtype in (torch.bfloat16, torch.float16) else ""
 
 
-def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
+def _topk(wrapped: Function, session: Session, rounds: bool = False) -> Function:
     def topk_routing_with_score_function(
         logits: Any,
         topk: int,
@@ -79,7 +75,7 @@ def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -
     return topk_routing_with_score_function
 
 
-def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
+def _aux_scores(wrapped: Function, session: Session, rounds: bool = False) -> Function:
     def compute_routing_scores_for_aux_loss(
         logits: Any, topk: int, score_function: str, fused: bool = False, padding_mask: Any = None
     ) -> Any:
@@ -88,10 +84,9 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
             if fused:
                 session.fallback(FEATURE.name, why_not)
             return wrapped(logits, topk, score_function, False, padding_mask)
-        if session.verifier is not None:
-            given = (topk, score_function)
-            functions = (lambda x: ops.aux_loss_scores(x, *given)[1], lambda x: wrapped(x, *given)[1])
-            moe.compare(session, FEATURE, "aux_loss_scores", *functions, {"logits": logits})
+        given = (topk, score_function)
+        functions = (lambda x: ops.aux_loss_scores(x, *given)[1], lambda x: wrapped(x, *given)[1])
+        verify(session, FEATURE, "aux_loss_scores", *functions, {"logits": logits}, sizes_vary=True)
         routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
         if padding_mask is None:
             return routing_map, scores
@@ -102,7 +97,7 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
     return compute_routing_scores_for_aux_loss
 
 
-def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _aux_loss(wrapped: Function, session: Session) -> Function:
     def switch_load_balancing_loss_func(
         probs: Any,
         tokens_per_expert: Any,
@@ -119,9 +114,8 @@ def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
         if padding_mask is not None:
             # True is a token that counts.
             probs = probs * padding_mask.unsqueeze(-1)
-        if session.verifier is not None:
-            functions = (lambda x: ops.load_balancing_loss(x, *given), lambda x: wrapped(x, *given))
-            moe.compare(session, FEATURE, "load_balancing_loss", *functions, {"probs": probs})
+        functions = (lambda x: ops.load_balancing_loss(x, *given), lambda x: wrapped(x, *given))
+        verify(session, FEATURE, "load_balancing_loss", *functions, {"probs": probs}, sizes_vary=True)
         return ops.load_balancing_loss(probs, *given)
 
     return switch_load_balancing_loss_func
@@ -145,26 +139,26 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_expert_reasons("a fused router"),
-    arguments=moe.turn_on("moe_router_fusion"),
+    condition=moe.local_experts("a fused router"),
+    arguments=turn_on("moe_router_fusion"),
     operators=("moe_router",),
     unsupported={"<0.14": "Megatron's router has no function of its own for a fused form before 0.14"},
     patches=(
-        Override(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.18", by_name=True),
+        Override(f"{moe.UTILS}:topk_routing_with_score_function", _topk, versions=">=0.18", by_name=True),
         Override(
-            f"{_UTILS}:topk_routing_with_score_function",
+            f"{moe.UTILS}:topk_routing_with_score_function",
             functools.partial(_topk, rounds=True),
             versions="<0.18",
             by_name=True,
         ),
-        Override(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores, versions=">=0.17"),
+        Override(f"{moe.UTILS}:compute_routing_scores_for_aux_loss", _aux_scores, versions=">=0.17"),
         Override(
-            f"{_UTILS}:compute_routing_scores_for_aux_loss",
+            f"{moe.UTILS}:compute_routing_scores_for_aux_loss",
             functools.partial(_aux_scores, rounds=True),
             versions="<0.17",
             by_name=True,
         ),
-        Override(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss, by_name=True),
+        Override(f"{moe.UTILS}:switch_load_balancing_loss_func", _aux_loss, by_name=True),
         config_field("moe_router_fusion", _is_there),
     ),
 )

@@ -21,7 +21,7 @@ def _sizes(context: Context) -> tuple[int, int]:
 def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return ["in Python, set expert_tensor_parallel_size=1 and the larger expert_model_parallel_size yourself"]
-    reasons = moe.no_expert_reasons(context)
+    reasons = [*moe.has_experts(context)]
     experts = context.arg("num_experts", None)
     tensor, expert = _sizes(context)
     if not reasons and experts % (tensor * expert):

@@ -13,9 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from mindspeed_lite.engine import Around, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Feature, Function, Option, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 from mindspeed_lite.tuning.ab_test import StepABTest
@@ -67,15 +65,11 @@ def put(session: Session, config: Any, compute: Callable[[], None]) -> bool:
     return True
 
 
-def _executor_of(device: torch.device) -> DeviceStream:
-    return DeviceStream(device)
-
-
 def _why_not_here(device: str) -> list[str]:
     return [] if device != "cpu" else ["cpu has no streams: its threads all work on one operator after the other"]
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, config, *args, **kwargs)
 
@@ -86,7 +80,7 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
         elif first is not None and session.find(NAME) is None:
-            state = session.state(NAME, lambda: _SideStreamState(session, _executor_of(first.device)))
+            state = session.state(NAME, lambda: _SideStreamState(session, DeviceStream(first.device)))
 
             session.on_end(state.side.wait_all)
 

@@ -18,15 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.memory.released import ReleasedTensor
 from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
-from ._shared import expert_messages, moe, recompute
+from ._shared import moe, recompute
+from ._shared.conditions import every
 from ._shared.proxies import LinearCall, run_activation, seen
 
 NAME = "moe_zero_memory"
@@ -43,30 +45,22 @@ class ReleasedExperts:
     """What one layer and micro-batch has released until its backward pass."""
 
     def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
-        self._rows, self.level, self._session = rows, level, session
+        self.rows, self.level, self._session = rows, level, session
         self._middle: ReleasedTensor | None = None
-        self._again: Callable[[], torch.Tensor] | None = None
+        self._again: Callable[[], Tensor] | None = None
 
-    def release(self, x: torch.Tensor, middle: torch.Tensor, out: torch.Tensor, again: Callable[[], Any]) -> None:
+    def release(self, x: Tensor, middle: Tensor, out: Tensor, again: Callable[[], Any]) -> None:
         """Release rows x, and at level1 `middle`, which `again()` recomputes, until `out` has a gradient."""
-        self._rows.release(x)
+        self.rows.release(x)
         if self.level == LEVEL1:
             self._middle, self._again = ReleasedTensor(middle), again
         if out.requires_grad:
-            run = self.begin if self.level == LEVEL0 else self.compute
+            run = self.rows.leave if self.level == LEVEL0 else self.compute
             out.register_hook(lambda _: run())  # type: ignore[no-untyped-call]
-
-    def begin(self) -> None:
-        """Start sending the rows."""
-        self._rows.leave()
-
-    def arrive(self) -> None:
-        """Wait for the rows."""
-        self._rows.arrive()
 
     def compute(self) -> None:
         """Recompute what level1 has released."""
-        self.arrive()
+        self.rows.arrive()
         middle, again = self._middle, self._again
         self._middle = self._again = None
         if middle is not None and again is not None:
@@ -75,16 +69,16 @@ class ReleasedExperts:
 
     def before_the_gradient(self) -> None:
         """Called just before the gradient of the combined output is sent."""
-        self.begin()
-        messages = self._session.find(expert_messages.ALLTOALL)
+        self.rows.leave()
+        messages = self._session.find(moe.ALLTOALL)
         if messages is not None:
             messages.messages.put(self.compute, is_certain=True)
 
 
 class _State:
     def __init__(self) -> None:
-        self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
-        self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
+        self.tokens: weakref.WeakKeyDictionary[Any, tuple[Tensor, str]] = weakref.WeakKeyDictionary()
+        self.given: tuple[Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
         self.shared: weakref.WeakKeyDictionary[Any, LinearCall] = weakref.WeakKeyDictionary()
 
@@ -93,7 +87,7 @@ def _state(session: Session) -> _State:
     return session.state(NAME, _State)
 
 
-def released_of(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
+def released_of(session: Session, rows: Tensor) -> ReleasedExperts | None:
     """The release for these rows; None if the experts keep everything."""
     state = session.find(NAME)
     if state is None or state.given is None:
@@ -133,7 +127,7 @@ def _level(session: Session, built: Any) -> str | None:
     return LEVEL0 if level == LEVEL1 and index is not None else None
 
 
-def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _preprocess(wrapped: Function, session: Session) -> Function:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         tokens = _state(session).tokens
         tokens.pop(self, None)
@@ -144,7 +138,7 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return dispatch_preprocess
 
 
-def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _postprocess(wrapped: Function, session: Session) -> Function:
     def dispatch_postprocess(self: Any, global_input_tokens: Any, global_probs: Any) -> Any:
         state = _state(session)
         kept = state.tokens.pop(self, None)
@@ -162,12 +156,12 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
     return dispatch_postprocess
 
 
-def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
+def _rows(dispatcher: Any, tokens: Tensor) -> RecomputedRows:
     """Rows that the dispatcher makes of tokens [s, b, hidden]."""
     from megatron.core.transformer.moe import moe_utils
 
-    def permute() -> torch.Tensor:
-        rows: torch.Tensor = moe_utils.permute(
+    def permute() -> Tensor:
+        rows: Tensor = moe_utils.permute(
             tokens.view(-1, tokens.shape[-1]),
             dispatcher.routing_map,
             num_out_tokens=dispatcher.num_out_tokens,
@@ -176,10 +170,10 @@ def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
         )[0]
         return rows
 
-    def order(received: torch.Tensor) -> torch.Tensor:
+    def order(received: Tensor) -> Tensor:
         # Megatron's own, without features that wait for messages.
         postprocess = inspect.unwrap(type(dispatcher).dispatch_postprocess)
-        rows: torch.Tensor = postprocess(dispatcher, received, received.new_zeros(len(received)))[0]
+        rows: Tensor = postprocess(dispatcher, received, received.new_zeros(len(received)))[0]
         return rows
 
     received, sent = (
@@ -189,7 +183,7 @@ def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
     return RecomputedRows(permute, AllToAll(received, sent, dispatcher.ep_group) if is_sent else None, order)
 
 
-def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _combine(wrapped: Function, session: Session) -> Function:
     def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(self, *args, **kwargs)
         released = _state(session).combined.pop(self, None)
@@ -223,7 +217,7 @@ def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: boo
     x, before = x.detach(), before.detach()
     waiting = [(ReleasedTensor(after), ReleasedTensor(before) if with_input else None, x, before)]
 
-    def fill(_: torch.Tensor) -> None:
+    def fill(_: Tensor) -> None:
         if not waiting:
             return
         output, input_, x, before = waiting.pop()
@@ -254,7 +248,7 @@ def _release_shared(session: Session, shared: Any, first: LinearCall, second: Li
     release_mlp(shared, first, second, with_input)
 
 
-def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, hidden_states: Any) -> Any:
         with seen(self.linear_fc1) as first, seen(self.linear_fc2) as second:
             found = wrapped(self, hidden_states)
@@ -264,7 +258,7 @@ def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return forward
 
 
-def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared_first(wrapped: Function, session: Session) -> Function:
     def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
         with seen(self.linear_fc1) as first:
             found = wrapped(self, *args, **kwargs)
@@ -274,7 +268,7 @@ def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[...
     return linear_fc1_forward_and_act
 
 
-def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _shared_second(wrapped: Function, session: Session) -> Function:
     def linear_fc2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with seen(self.linear_fc2) as second:
             found = wrapped(self, *args, **kwargs)
@@ -303,12 +297,10 @@ def _why_not(context: Context) -> Sequence[str]:
     level, number = context.settings.get(NAME), context.settings.get(NUMBER)
     if number is not None and level in (None, OFF):
         raise OptionError(f"{FLAG}-num-layers {number} says how many layers, and nothing what they do: add {FLAG}")
-    if number is not None and number < 1:
-        raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
+    recompute.check_count(f"{FLAG}-num-layers", number)
     if context.host_args is None:
         return []
-    reasons = [*moe.local_expert_reasons("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
-    return [*reasons, *moe.dispatcher_reasons(context, "alltoall"), *recompute.full_recompute_reasons(context)]
+    return _layer_reasons(lambda name: context.arg(name, None))
 
 
 FEATURE = Feature(
@@ -336,7 +328,7 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=_why_not,
+    condition=every(_why_not, moe.local_experts("experts"), moe.dispatchers("alltoall"), recompute.not_full_recompute),
     conflicting_args=recompute.CONFLICTING_ARGS,
     requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),
     not_auto=recompute.NOT_AUTO,

@@ -7,12 +7,11 @@ waiting and order alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Session
 
-from ._shared.conditions import single_stage_reasons
+from ._shared.conditions import several_stages
 from ._shared.wrappers import after
 
 NAME = "optimize_send_recv_comm"
@@ -45,7 +44,7 @@ def _make(group: Any, session: Session) -> None:
             _second_groups(session)[group] = made
 
 
-def _in_two_groups(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _in_two_groups(wrapped: Function, session: Session) -> Function:
     def p2p_ops(
         *,
         tensor_send_prev: Any,
@@ -84,7 +83,7 @@ FEATURE = Feature(
     theme="communication",
     memory="not predicted: the buffers of a second communicator, on devices where one has buffers",
     unsupported={"<0.14": "before Megatron 0.14 ranks make no communicator together, and so no second group"},
-    condition=lambda context: single_stage_reasons(context, "no messages between stages"),
+    condition=several_stages("no messages between stages"),
     conflicting_args={"use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges both directions in one call"},
     not_auto="a second communicator takes device memory: enable it explicitly with its flag",
     patches=(

@@ -8,12 +8,12 @@ buckets. Leaves `--overlap-param-gather` alone, which gathers once already.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Session
 
-from ._shared.conditions import fsdp_reasons
+from ._shared.conditions import every, fsdp_args, needs
 from ._shared.wrappers import within
 
 # Parameters of the optimizers being stepped, innermost last.
@@ -34,26 +34,13 @@ def _stepping_optimizer(session: Session, optimizer: Any) -> Iterator[None]:
         _stepping.pop()
 
 
-def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _gather(wrapped: Function, session: Session) -> Function:
     def start_param_sync(self: Any, force_sync: bool = False) -> Any:
         if _stepping and not any(param in _stepping[-1] for bucket in self.buckets for param in bucket.params):
             return None
         return wrapped(self, force_sync)
 
     return start_param_sync
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    reasons: list[str] = []
-    if context.host_args is None:
-        return reasons
-    if not context.arg("use_distributed_optimizer", False):
-        reasons.append("--use-distributed-optimizer is not given: no parameters are gathered")
-    if not context.arg("num_experts", None):
-        reasons.append("--num-experts is not given: there is one optimizer, which gathers once")
-    if context.arg("overlap_param_gather", False):
-        reasons.append("--overlap-param-gather gathers once already")
-    return reasons + fsdp_reasons(context, "gathers by itself")
 
 
 FEATURE = Feature(
@@ -65,7 +52,14 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="communication",
     memory="none: it moves fewer bytes and keeps the same ones",
-    condition=_why_not,
+    condition=every(
+        needs("use_distributed_optimizer", "no parameters are gathered"),
+        needs("num_experts", "there is one optimizer, which gathers once"),
+    ),
+    conflicting_args={
+        "overlap_param_gather": "--overlap-param-gather gathers once already",
+        **fsdp_args("gathers by itself"),
+    },
     patches=(
         Around(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",

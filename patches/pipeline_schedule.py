@@ -9,21 +9,22 @@ and recorded graphs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
 from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute, moe_fb_overlap
-from ._shared import pipeline_orders, schedule_functions
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, single_stage_reasons
+from ._shared import pipeline_orders, pipeline_passes
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, several_stages
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
 # Only DualPipeV supports it.
 _COMBINED = {moe_fb_overlap.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
+_is_pipeline = several_stages("one rank has nothing to schedule")
 _LEFT_TO_MEGATRON = {
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
@@ -32,8 +33,8 @@ _LEFT_TO_MEGATRON = {
 }
 
 
-def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    made: dict[Any, Callable[..., Any]] = {}
+def _choose(wrapped: Function, session: Session) -> Function:
+    made: dict[Any, Function] = {}
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         function = wrapped(*args, **kwargs)
@@ -46,7 +47,7 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return get_forward_backward_func
 
 
-def _executing(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _executing(original: Function, session: Session) -> Function:
     from megatron.core.pipeline_parallel import schedules
 
     state = session.state(NAME, lambda: ExecutorState(session))
@@ -54,22 +55,23 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
         # A training loop may hold this function after the session. Megatron refuses unknown arguments.
-        if not state.is_on or not given.keys() <= schedule_functions.parameters(original):
+        if not state.is_on or not given.keys() <= pipeline_passes.parameters(original):
             return original(**given)
-        request = state.request(session)
-        if request.name is None:
+        settings = pipeline_orders.active_settings(session)
+        if pipeline_orders.name_of(settings) is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
+        is_v = bool(settings.get(pipeline_orders.METHOD))
         model = listed(given["model"])[0]
         config = schedules.get_model_config(model)
-        reasons = config_reasons(_LEFT_TO_MEGATRON if request.is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
-        reasons += _call_reasons(given) + schedule_functions.unsupported_reasons(schedules, model)
+        reasons = config_reasons(_LEFT_TO_MEGATRON if is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
+        reasons += _call_reasons(given) + pipeline_passes.unsupported_reasons(schedules, model)
         if reasons:
-            if request.is_v:
+            if is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
-        return execute(session, state, request, config, **given)
+        return execute(session, state, settings, config, **given)
 
     return forward_backward
 
@@ -99,14 +101,15 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
+    if reasons := _is_pipeline(context):
         return reasons
     if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
         return left
     if pipeline_orders.delays_weight_gradients(settings):
         delay, release = delay_wgrad_compute.FEATURE, context.versions.get(megatron.HOST)
         assert delay.condition is not None
-        if found := (release and delay.patches_for(release)[1]) or delay.condition(context):
+        found = delay.patches_for(release)[1] if release else []
+        if found := [*found, *delay.conflict_reasons(context.arg), *delay.condition(context)]:
             return found
     pipeline_orders.check_layout(context)
     return []

@@ -7,24 +7,15 @@ and load with or without the flag.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Feature, Option, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 
-from ._shared.optimizer_state import (
-    DISTRIBUTED,
-    FLOAT16,
-    FP32,
-    FP32_PATCHES,
-    PATCHES,
-    init_patches,
-    patch_optimizer_init,
-)
+from ._shared.optimizer_state import MOMENT_ARGS, state_patches
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -38,9 +29,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
         return torch.bfloat16 if parameter in tied else wanted
 
     inner.quantized_moments = QuantizedMoments(inner, dtype)
-
-
-_init = patch_optimizer_init("quant_states", _use)
 
 
 def _tied(optimizer: Any) -> set[torch.Tensor]:
@@ -60,12 +48,6 @@ def _tied(optimizer: Any) -> set[torch.Tensor]:
     }
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    if context.arg("rl_offload_optimizer_during_inference", False):
-        return ["--rl-offload-optimizer-during-inference moves the moments itself"]
-    return []
-
-
 FEATURE = Feature(
     name="quant_states",
     summary="Adam's moments in bf16 or fp8, stochastically rounded",
@@ -81,12 +63,8 @@ FEATURE = Feature(
     ),
     numerics="deviation",
     theme="memory",
-    condition=_why_not,
+    conflicting_args=MOMENT_ARGS,
     requires=(Relation("use_fused_adamw", "its step alone reads and writes narrow moments"),),
     operators=("adamw",),
-    patches=(
-        *init_patches(_init, {}, (FP32, FLOAT16, DISTRIBUTED)),
-        *PATCHES,
-        *FP32_PATCHES,
-    ),
+    patches=state_patches("quant_states", _use),
 )

@@ -12,22 +12,18 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Override, Session
+from mindspeed_lite.engine import Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import recompute
 from ._shared.proxies import RECOMPUTED, run_activation
 
-SWITCH = recompute.Switch(
-    "recompute_activation_function",
-    help="Release the MLP's activation after use and compute it again in the backward pass.",
-)
 _OBSERVERS = "activation_observers"
 
 
 def is_recomputed(mlp: Any, session: Session) -> bool:
     chosen = getattr(mlp, RECOMPUTED, False) and torch.is_grad_enabled()
-    return chosen and not recompute.is_checkpointed(SWITCH.feature, session)
+    return chosen and not recompute.is_checkpointed(FEATURE.name, session)
 
 
 def observe(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Callable[[], None]:
@@ -47,7 +43,7 @@ def observe(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]
     return end
 
 
-def run_observed(mlp: Any, activation: Callable[..., Any], x: Any, *rest: Any) -> Any:
+def run_observed(mlp: Any, activation: Function, x: Any, *rest: Any) -> Any:
     """`activation(x, *rest)`, observed by the observers of this MLP."""
     enter, leave = vars(mlp).get(_OBSERVERS, (None, None))
     if enter is None:
@@ -76,7 +72,7 @@ def prepare(layer: Any, session: Session) -> None:
             session.mark(shared, RECOMPUTED, not (selective and "shared_experts" in modules))
 
 
-def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
         biased = per_token_scale is not None and getattr(self.linear_fc2, "bias", None) is not None
         recomputes = is_recomputed(self, session)
@@ -101,23 +97,16 @@ def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callab
     return forward
 
 
-FEATURE = Feature(
-    name=SWITCH.feature,
+# For features that mark an MLP with `RECOMPUTED`.
+MLP_PATCH = Override(
+    "megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True, reads=("linear_fc1", "linear_fc2")
+)
+FEATURE = recompute.feature_of_layers(
+    "recompute_activation_function",
     summary="the MLP's activation released after use and recomputed",
-    options=SWITCH.options,
-    enabled=SWITCH.enabled,
+    help="Release the MLP's activation after use and compute it again in the backward pass.",
     numerics="bitwise",
-    theme="memory",
-    condition=SWITCH.why_not,
-    conflicting_args=recompute.CONFLICTING_ARGS,
-    not_auto=recompute.NOT_AUTO,
-    patches=(
-        SWITCH.in_chosen_layers(prepare, ("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap")),
-        Override(
-            "megatron.core.transformer.mlp:MLP.forward",
-            recomputing_forward,
-            by_name=True,
-            reads=("linear_fc1", "linear_fc2"),
-        ),
-    ),
+    prepare=prepare,
+    reads=("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap"),
+    patches=(MLP_PATCH,),
 )

@@ -7,13 +7,13 @@ selective recomputation, evaluation and calls outside a schedule alone. Bitwise 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
 
 from ._shared import pipeline_execution, pipeline_orders, recompute
-from ._shared.conditions import CUDA_GRAPH_ARGS, single_stage_reasons
+from ._shared.conditions import CUDA_GRAPH_ARGS, every, several_stages
 
 NAME = "recompute_in_bubble"
 _IN_BUBBLE, _IN_ADVANCE = pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE
@@ -30,10 +30,10 @@ _CONFLICTING_ARGS = {
 }
 
 
-def _checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _checkpoint(wrapped: Function, session: Session) -> Function:
     units = pipeline_execution.recomputed_units(session)
 
-    def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
         return units.checkpoint(wrapped, function, (distribute_saved_activations,), args)
 
     return checkpoint
@@ -52,8 +52,6 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if reasons := single_stage_reasons(context, "one rank has no bubble"):
-        return reasons
     if settings[_IN_ADVANCE] and context.arg("recompute_granularity", None) != "full":
         return ["--recompute-in-advance: nothing is recomputed: add --recompute-granularity full"]
     return []
@@ -84,7 +82,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    condition=_why_not,
+    condition=every(several_stages("one rank has no bubble"), _why_not),
     enabled=lambda settings: bool(settings.get(_IN_BUBBLE) or settings.get(_IN_ADVANCE)),
     conflicting_args=_CONFLICTING_ARGS,
     requires=(Relation(pipeline_orders.SCHEDULE, "it executes the steps"),),

@@ -12,13 +12,9 @@ import functools
 import weakref
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Session
+from mindspeed_lite.engine import Session
 
 from ._shared import recompute
-
-SWITCH = recompute.Switch(
-    "recompute_norm", help="Release the norms of a layer after use and compute them again in the backward pass."
-)
 
 
 def prepare(layer: Any, session: Session) -> None:
@@ -42,21 +38,12 @@ def _forget(layer: weakref.ref[Any], name: str) -> None:
         vars(found).pop(name, None)
 
 
-FEATURE = Feature(
-    name=SWITCH.feature,
+FEATURE = recompute.feature_of_layers(
+    "recompute_norm",
     summary="a layer's norms released after use and recomputed",
-    options=SWITCH.options,
-    enabled=SWITCH.enabled,
+    help="Release the norms of a layer after use and compute them again in the backward pass.",
     numerics="ulp",
-    theme="memory",
-    condition=SWITCH.why_not,
-    conflicting_args=recompute.CONFLICTING_ARGS,
-    not_auto=recompute.NOT_AUTO,
-    patches=(
-        SWITCH.in_chosen_layers(
-            prepare,
-            ("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
-        ),
-        *recompute.CHECKPOINT_PATCHES,
-    ),
+    prepare=prepare,
+    reads=("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
+    patches=recompute.CHECKPOINT_PATCHES,
 )

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Session
+from mindspeed_lite.engine import Around, Feature, Option, Session
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared.conditions import conflict_reasons, fsdp_reasons
+from ._shared.conditions import conflict_reasons, fsdp_args, needs
 from ._shared.wrappers import after, before
 
 NAME = "reset_bucket_group_order"
@@ -105,15 +105,6 @@ CONFLICTING_ARGS = {
 }
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    reasons: list[str] = []
-    if context.host_args is None:
-        return reasons
-    if not context.arg("overlap_param_gather", False):
-        reasons.append("--overlap-param-gather is not given: no gather overlaps anything")
-    return reasons + fsdp_reasons(context, "gathers by itself")
-
-
 FEATURE = Feature(
     name=NAME,
     summary="parameters gathered in the order of the first forward pass, from the end of the step on",
@@ -126,8 +117,8 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="communication",
     memory="none: gathers start in another order",
-    condition=_why_not,
-    conflicting_args=CONFLICTING_ARGS,
+    condition=needs("overlap_param_gather", "no gather overlaps anything"),
+    conflicting_args={**CONFLICTING_ARGS, **fsdp_args("gathers by itself")},
     patches=(
         Around(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",

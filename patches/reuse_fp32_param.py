@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Feature, Option, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
 
 from . import use_fused_adamw
-from ._shared.optimizer_state import (
-    DISTRIBUTED,
-    FLOAT16,
-    MAIN_PARAM_PATCHES,
-    PATCHES,
-    init_patches,
-    main_param_reasons,
-    patch_optimizer_init,
-)
+from ._shared.conditions import needs
+from ._shared.optimizer_state import DISTRIBUTED, MAIN_PARAM_ARGS, state_patches
 from ._shared.wrappers import within
 
 
@@ -53,9 +46,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
             session.fallback(FEATURE.name, f"{alone} main parameters have no bf16 weight to be half of")
 
 
-_init = patch_optimizer_init("reuse_fp32_param", _use)
-
-
 @contextlib.contextmanager
 def _without_update(session: Session, optimizer: Any) -> Iterator[None]:
     """Leave weights unchanged in the step that only creates states for a checkpoint."""
@@ -70,20 +60,14 @@ def _without_update(session: Session, optimizer: Any) -> Iterator[None]:
             group["lr"] = rate
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.host_args is not None and not context.arg("bf16", False):
-        reasons.append("--bf16 is not given: only a bf16 weight is half of an fp32 number")
-    return reasons + main_param_reasons(context)
-
-
 FEATURE = Feature(
     name="reuse_fp32_param",
     summary="bf16 weights and fp32 main parameters in one storage of 4 bytes",
     options=(Option("--reuse-fp32-param", help="Store fp32 main parameters as the bf16 weights plus 16 low bits."),),
     numerics="bitwise",
     theme="memory",
-    condition=_why_not,
+    condition=needs("bf16", "only a bf16 weight is half of an fp32 number"),
+    conflicting_args=MAIN_PARAM_ARGS,
     requires=(Relation("use_fused_adamw", "its step alone updates weights in halves"),),
     operators=("adamw",),
     patches=(
@@ -93,8 +77,12 @@ FEATURE = Feature(
             absent_in="<0.14",
             reads=("optimizer",),
         ),
-        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FLOAT16, DISTRIBUTED)),
-        *MAIN_PARAM_PATCHES,
-        *PATCHES,
+        *state_patches(
+            "reuse_fp32_param",
+            _use,
+            reads=use_fused_adamw.CAST_TARGET_READS,
+            has_fp32=False,
+            moves_main_params=True,
+        ),
     ),
 )

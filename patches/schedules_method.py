@@ -8,14 +8,14 @@ and `mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layer numbers, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import pipeline_orders
-from ._shared.conditions import single_stage_reasons
+from ._shared.conditions import several_stages
 
 NAME = pipeline_orders.METHOD
 _UTILS = "megatron.core.pipeline_parallel.utils"
@@ -36,12 +36,12 @@ def _is_up(vp_stage: int | None) -> bool:
     return vp_stage == 1
 
 
-def _offset(wrapped: Callable[..., int], session: Session) -> Callable[..., int]:
+def _offset(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
     session.state(pipeline_orders.PLACED, object)
 
-    def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
         if not _is_up(vp_stage):
             return wrapped(config, vp_stage, pp_rank)
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
@@ -50,27 +50,27 @@ def _offset(wrapped: Callable[..., int], session: Session) -> Callable[..., int]
     return get_transformer_layer_offset
 
 
-def _vp_last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+def _vp_last(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
-    def is_vp_last_stage(vp_stage: int, vp_size: int | None) -> bool:
+    def is_vp_last_stage(vp_stage: int, vp_size: int | None) -> Any:
         return wrapped(vp_stage, vp_size) and parallel_state.get_pipeline_model_parallel_rank() == 0
 
     return is_vp_last_stage
 
 
-def _pp_last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
-    def is_pp_last_stage(pp_group: Any) -> bool:
+def _pp_last(wrapped: Function, session: Session) -> Function:
+    def is_pp_last_stage(pp_group: Any) -> Any:
         # The rank of the last stage; Megatron reads the losses there.
         return wrapped(pp_group) or pp_group.rank() == 0
 
     return is_pp_last_stage
 
 
-def _last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+def _last(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
-    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> Any:
         if ignore_virtual:
             return wrapped(ignore_virtual, vp_stage)
         return _is_up(vp_stage) and parallel_state.get_pipeline_model_parallel_rank() == 0
@@ -78,10 +78,10 @@ def _last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]
     return is_pipeline_last_stage
 
 
-def _needs_all(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+def _needs_all(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
-    def mtp_on_this_rank(*args: Any, **kwargs: Any) -> bool:
+    def mtp_on_this_rank(*args: Any, **kwargs: Any) -> Any:
         # Such a rank gets tokens and labels; without these layers nothing else asks.
         return wrapped(*args, **kwargs) or parallel_state.get_pipeline_model_parallel_rank() == 0
 
@@ -97,8 +97,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return []
     size, layers = arg("pipeline_model_parallel_size", 1) or 1, arg("num_layers", 0)
-    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
-        return reasons
+    reasons = [*several_stages("one rank has nothing to schedule")(context)]
     chunks = pipeline_orders.chunks_of(context)
     if chunks is not None and chunks > 2:
         reasons.append(f"a rank has 2 model chunks, not {chunks}: leave out --num-virtual-stages-per-pipeline-rank")

@@ -7,7 +7,6 @@ keeps layer order per pass, and each layer, by saved-tensor hooks. Leaves recomp
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
-from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import StreamCopyEngine as StreamCopyEngine
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
-from ._shared import wgrad_accumulation
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
-from ._shared.wrappers import after, within
+from ._shared import linear_layers
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
+from ._shared.wrappers import after, forward_pass_patch
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
 # MindSpeed's name -> Megatron's.
@@ -44,10 +43,6 @@ def _names(given: str) -> tuple[str, ...]:
     return names
 
 
-def _copy_engine_of(device: torch.device) -> CopyEngine:
-    return StreamCopyEngine(device)
-
-
 def _why_not_here(device: str) -> list[str]:
     return [] if device != "cpu" else ["cpu has one memory: what leaves it is no smaller there"]
 
@@ -56,14 +51,9 @@ def _shared(session: Session, device: torch.device) -> Offload:
     def make() -> Offload:
         budget = session.settings.swap_attention_budget
         limit = None if budget is None else int(budget * 2**30)
-        return Offload(_copy_engine_of(device), device.type, limit, session.fallback_of(FEATURE.name))
+        return Offload(StreamCopyEngine(device), device.type, limit, session.fallback_of(FEATURE.name))
 
     return session.state(FEATURE.name, make)
-
-
-def _forward_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
-    offload = session.find(FEATURE.name)
-    return contextlib.nullcontext() if offload is None else offload.forward_pass()
 
 
 def _chosen(layer: torch.nn.Module, given: str) -> list[torch.nn.Module]:
@@ -104,7 +94,6 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
     reasons = _why_not_here(context.device)
-    reasons += transformer_engine_reasons(context, "has its own --cpu-offloading")
     if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
         reasons.append("--recompute-granularity full keeps nothing within a layer")
     return reasons
@@ -132,16 +121,16 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    condition=_why_not,
+    condition=every(_why_not, local("has its own --cpu-offloading")),
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",
     patches=(
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_forward_pass)),
+        forward_pass_patch("swap_attention"),
         Around(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             after(_hook_layer),
             reads=("config",),
         ),
-        wgrad_accumulation.PATCH,
+        linear_layers.PLACEHOLDER_PATCH,
     ),
 )

@@ -11,29 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
-from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import StreamCopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
 from . import use_fused_adamw
-from ._shared.optimizer_state import (
-    DISTRIBUTED,
-    FLOAT16,
-    FP32,
-    FP32_PATCHES,
-    MAIN_PARAM_PATCHES,
-    PATCHES,
-    init_patches,
-    main_param_reasons,
-    patch_optimizer_init,
-)
-
-
-def _copy_engine_of(device: torch.device) -> CopyEngine:
-    return StreamCopyEngine(device)
+from ._shared.optimizer_state import MAIN_PARAM_ARGS, state_patches
 
 
 def _no_copy_engine(device: str) -> list[str]:
@@ -49,14 +33,11 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
 
     def make() -> SwappedOptimizerState:
         times = session.settings.swap_optimizer_times
-        return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
+        return SwappedOptimizerState(StreamCopyEngine(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
     placement = session.state(FEATURE.name, make)
     inner.placement = placement
     placement.register(use_fused_adamw.cast_targets(optimizer))
-
-
-_init = patch_optimizer_init("swap_optimizer", _use)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -67,7 +48,7 @@ def _why_not(context: Context) -> Sequence[str]:
             f"--swap-optimizer-times {times}: `swap_optimizer` takes a number of groups from 1 on; MindSpeed's 0, all "
             "in one order of its own, does not exist here"
         )
-    return _no_copy_engine(context.device) + main_param_reasons(context)
+    return _no_copy_engine(context.device)
 
 
 FEATURE = Feature(
@@ -89,14 +70,10 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     condition=_why_not,
+    conflicting_args=MAIN_PARAM_ARGS,
     not_auto="it trades speed for memory: enable it explicitly with its flag",
     requires=(Relation("use_fused_adamw", "its step alone goes over parameters in groups"),),
     conflicts=(Relation("virtual_optimizer", "both keep Adam's moments in host memory, each in its own way"),),
     operators=("adamw",),
-    patches=(
-        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FP32, FLOAT16, DISTRIBUTED)),
-        *MAIN_PARAM_PATCHES,
-        *PATCHES,
-        *FP32_PATCHES,
-    ),
+    patches=state_patches("swap_optimizer", _use, reads=use_fused_adamw.CAST_TARGET_READS, moves_main_params=True),
 )

@@ -1,7 +1,7 @@
 """`--use-ascend-coc`: overlap tensor-parallel communication with the layer's own GEMM.
 
 Cuts collectives into chunks; Megatron overlaps only a column parallel layer's backward. Reaches the local
-`ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`. Resets `--tp-comm-overlap`, or Megatron
+`ColumnParallelLinear` and `RowParallelLinear` through `_shared.linear_layers`. Resets `--tp-comm-overlap`, or Megatron
 would build Transformer Engine's buffers. Leaves experts and Transformer Engine alone. Falls back for distributed
 weights and under autocast.
 """
@@ -9,24 +9,25 @@ weights and under autocast.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session, Settings
 from mindspeed_lite.parallel.symmetric import Symmetric
 from mindspeed_lite.parallel.tp_linear import ChunkPolicy, TPCommConfig, fixed_chunks
 from mindspeed_lite.platform import cache
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 
-from ._shared import tp_linear
-from ._shared.conditions import transformer_engine_reasons
-from ._shared.tp_linear import LAYERS, LayerCall
+from ._shared import linear_layers
+from ._shared.conditions import every, local
+from ._shared.linear_layers import LAYERS, LayerCall
 
 NAME = "use_ascend_coc"
 _LAYER_NAME = "tp_comm_buffer_name"
 AUTO = "auto"
+_is_local = local("overlaps by itself, with --tp-comm-overlap")
 # Chunks under --deterministic-mode, where times must not decide.
 _DETERMINISTIC = 4
 
@@ -60,7 +61,7 @@ def _choice(session: Session) -> _Choice:
     return session.state(NAME, make)
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
         session.mark(self, _LAYER_NAME, kwargs.get(_LAYER_NAME))
@@ -73,9 +74,9 @@ def _comm_config(call: LayerCall) -> TPCommConfig:
         say = call.session.fallback_of(NAME)
         if call.sequence_parallel:
             symmetric = Symmetric(lambda reason: say(f"--coc-fused-kernel: {reason}"))
-            return TPCommConfig(call.group, True, fixed_chunks(1), call.wgrad_handler, symmetric)
+            return TPCommConfig(call.group, True, fixed_chunks(1), call.wgrad, symmetric)
         say("--coc-fused-kernel: a layer is not sequence parallel, which PyTorch's operators are for: chunks")
-    return TPCommConfig(call.group, call.sequence_parallel, _slices(call), call.wgrad_handler)
+    return TPCommConfig(call.group, call.sequence_parallel, _slices(call), call.wgrad)
 
 
 def _slices(call: LayerCall) -> ChunkPolicy:
@@ -104,17 +105,14 @@ def _enabled(settings: Settings) -> bool:
 
 def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
-    reasons = []
+    reasons = [*_is_local(context)]
     if settings.get("coc_mode", -1) == 0:
         reasons.append("--coc-mode 0 asks for Megatron's own linear layers")
-    if found := transformer_engine_reasons(context, "overlaps by itself, with --tp-comm-overlap"):
-        reasons += found
-    elif settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):
+    if not reasons and settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):
         raise OptionError(
             "--tp-comm-overlap-cfg describes buffers of Transformer Engine, which --transformer-impl local does not "
             "have. Leave it out; --coc-parallel-num says how many chunks."
         )
-    reasons += tp_linear.no_group_reasons(context)
     if settings.get("coc_fused_kernel", False) and context.device != "cuda":
         other = "--use-ascend-mc2 has those of an NPU" if context.device == "npu" else "leave it out"
         raise OptionError(
@@ -159,14 +157,14 @@ FEATURE = Feature(
     numerics="ulp",
     theme="communication",
     memory="not predicted: one chunk of a gathered input or output",
-    unsupported=tp_linear.UNSUPPORTED,
-    condition=_why_not,
-    conflicting_args=tp_linear.CONFLICTING_ARGS,
+    unsupported=linear_layers.UNSUPPORTED,
+    condition=every(_why_not, linear_layers.has_group),
+    conflicting_args=linear_layers.CONFLICTING_ARGS,
     not_auto="measured times choose the chunks, so that two runs may differ in the last bit: enable it explicitly",
     enabled=_enabled,
     arguments=_arguments,
     patches=(
         Around(f"{LAYERS}:ColumnParallelLinear.__init__", _init),
-        *tp_linear.tp_linear_patches(NAME, _comm_config),
+        *linear_layers.tp_linear_patches(NAME, _comm_config),
     ),
 )

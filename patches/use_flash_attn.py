@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
@@ -28,14 +28,12 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
 )
-from ._shared.conditions import transformer_engine_reasons
+from ._shared.conditions import every, local
 
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    verifier = session.verifier
-
+def _forward(wrapped: Function, session: Session) -> Function:
     def choose_kernels(module: Any) -> Callable[[], None]:
         windowed = module.config.window_size is not None
         choice, undo = cuda_flash.activate(dropout=module.attention_dropout.p > 0.0, window=windowed)
@@ -60,13 +58,13 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         reasons = [] if attention_bias is None else ["an attention bias needs another kernel"]
         if packed_seq_params is None:
             if not reasons:
-                spec = prepare(query, key, value, mask=call.mask, **call.options)
+                spec = prepare(query, key, value, **call._asdict())
                 reasons = fallback_reasons(spec)
         else:
             reasons += pack_reasons(self, query, packed_seq_params)
             if not reasons:
                 packing = packing_of(packed_seq_params)
-                spec = packed.prepare(query, key, value, packing, **call.options)
+                spec = packed.prepare(query, key, value, packing, **call._asdict())
         if reasons or spec is None:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
@@ -75,9 +73,9 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             """[s, b, n, d] -> [s, b, n, dv], or for a pack [t, n, d] -> [t, n, dv]"""
             return (attend(q, k, v, spec) if packing is None else packed.attend(q, k, v, packing, spec))[0]
 
-        if verifier is not None:
+        if session.verifier is not None:
             check(
-                verifier,
+                session,
                 FEATURE,
                 compute,
                 functools.partial(wrapped, self),
@@ -110,14 +108,13 @@ def _enabled(settings: Settings) -> bool:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if _attention_backend(context.settings) == "unfused":
-        if context.settings.get("use_flash_attn", False):
-            raise OptionError(
-                "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
-            )
-        reasons.append("--attention-backend unfused asks for Megatron's own attention")
-    return reasons + transformer_engine_reasons(context, "uses Transformer Engine's own attention")
+    if _attention_backend(context.settings) != "unfused":
+        return []
+    if context.settings.get("use_flash_attn", False):
+        raise OptionError(
+            "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
+        )
+    return ["--attention-backend unfused asks for Megatron's own attention"]
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -145,7 +142,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=every(_why_not, local("uses Transformer Engine's own attention")),
     enabled=_enabled,
     arguments=_arguments,
     operators=("attention",),

@@ -9,40 +9,36 @@ options, and from deferred clipping where gradients are read later.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.ops.l2norm import l2norm
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepData, adopt, release
+from mindspeed_lite.optim.fused_adam import StepData, adopt, release
 
-from ._shared.conditions import fsdp_reasons
-from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
-from ._shared.wrappers import before, within
+from ._shared.conditions import fsdp_args
+from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, copy_main, has_fused_step
+from ._shared.wrappers import before, verify, within
 
 # Adopted optimizer -> whether Megatron counts zeros in its gradients.
 _adopted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def is_ours(optimizer: Any) -> bool:
-    return isinstance(optimizer, (FusedAdamW, FusedAdam))
-
-
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
         wrapped(self, optimizer, config, init_state_fn)
-        if optimizer is not None and not is_ours(optimizer):
+        if optimizer is not None and not has_fused_step(optimizer):
             _take(optimizer, bool(getattr(config, "log_num_zeros_in_grad", False)), session)
 
     for optimizer, counts_zeros in [*_adopted.items()]:
-        if not is_ours(optimizer):
+        if not has_fused_step(optimizer):
             _take(optimizer, counts_zeros, session)
     return __init__
 
@@ -59,7 +55,7 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
     session.on_end(lambda: release(owner()))
     fused.on_fallback = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
     if session.verifier is not None:
-        fused.before_update = _verification(session.verifier)
+        fused.before_update = _verification(session)
     if counts_zeros:
         session.fallback(FEATURE.name, "--log-num-zeros-in-grad reads the clipped gradients: clipping is a pass")
     else:
@@ -68,11 +64,11 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
 
 
 def _drop_deferred(session: Session, optimizer: Any) -> None:
-    if is_ours(optimizer.optimizer):
+    if has_fused_step(optimizer.optimizer):
         optimizer.optimizer.step_data = StepData()
 
 
-def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _clip(wrapped: Function, session: Session) -> Function:
     def clip_grad_by_total_norm_fp32(
         parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
     ) -> Any:
@@ -81,9 +77,7 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
             return wrapped(parameters, max_norm, total_norm, use_decoupled_grad)
         coefficient = max_norm / (total_norm + 1.0e-6)
         if coefficient < 1.0:
-            scales: dict[Any, dict[torch.Tensor, float]] = {
-                owner: dict(owner.step_data.grad_scales) for _, owner in owners
-            }
+            scales: dict[Any, dict[Tensor, float]] = {owner: dict(owner.step_data.grad_scales) for _, owner in owners}
             for parameter, owner in owners:
                 scales[owner][parameter] = coefficient
             for owner, its in scales.items():
@@ -93,8 +87,8 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return clip_grad_by_total_norm_fp32
 
 
-def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
-    if isinstance(parameters, torch.Tensor):
+def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[Tensor, Any]] | None:
+    if isinstance(parameters, Tensor):
         return None
     owner = {
         parameter: optimizer
@@ -111,7 +105,7 @@ def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tens
 @contextlib.contextmanager
 def _with_cast_targets(session: Session, optimizer: Any) -> Iterator[None]:
     inner = optimizer.optimizer
-    if not is_ours(inner):
+    if not has_fused_step(inner):
         yield
         return
     inner.step_data = replace(inner.step_data, cast_targets=cast_targets(optimizer), casts_done=False)
@@ -121,7 +115,7 @@ def _with_cast_targets(session: Session, optimizer: Any) -> Iterator[None]:
         inner.step_data = replace(inner.step_data, cast_targets={}, casts_done=False)
 
 
-def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+def cast_targets(optimizer: Any) -> dict[Tensor, Tensor]:
     """fp32 main parameter -> memory that Megatron copies it to; empty where it does more."""
     if hasattr(optimizer, "fp32_from_float16_groups"):
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
@@ -145,40 +139,23 @@ def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     return found
 
 
-def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def _copy_main_params_to_model_params(self: Any) -> Any:
-        if is_ours(self.optimizer) and self.optimizer.step_data.casts_done:
-            return None
-        return wrapped(self)
-
-    return _copy_main_params_to_model_params
-
-
-def _norm(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    verifier = session.verifier
-
+def _norm(wrapped: Function, session: Session) -> Function:
     def local_multi_tensor_l2_norm(
         chunk_size: Any, noop_flag: Any, tensor_lists: Any, per_tensor: Any, *args: Any
     ) -> Any:
         tensors = [tensor for tensor_list in tensor_lists for tensor in tensor_list]
         if not tensors:
             return wrapped(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
-        if verifier is not None:
-            verifier.check(
-                FEATURE.name,
-                "l2norm",
-                FEATURE.numerics,
-                lambda tensor: l2norm([tensor.detach()]),
-                lambda tensor: torch.norm(tensor.detach()).float(),
-                {"largest": max(tensors, key=torch.Tensor.numel)},
-                against="Megatron's local_multi_tensor_l2_norm",
-            )
+        if session.verifier is not None:
+            given, against = {"largest": max(tensors, key=Tensor.numel)}, "Megatron's local_multi_tensor_l2_norm"
+            ours, theirs = (lambda x: l2norm([x.detach()])), (lambda x: torch.norm(x.detach()).float())
+            verify(session, FEATURE, "l2norm", ours, theirs, given, against)
         return l2norm(tensors).reshape(1), None
 
     return local_multi_tensor_l2_norm
 
 
-def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _scale(wrapped: Function, session: Session) -> Function:
     def local_multi_tensor_scale(chunk_size: Any, noop_flag: Any, tensor_lists: Any, scale: Any) -> None:
         sources, targets = tensor_lists[0], tensor_lists[1]
         if sources and all(source is target for source, target in zip(sources, targets, strict=True)):
@@ -191,58 +168,41 @@ def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return local_multi_tensor_scale
 
 
-def _verification(verifier: Any) -> Callable[..., None]:
+def _verification(session: Session) -> Function:
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
 
-    def through(update: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        def new_parameter(*tensors: torch.Tensor) -> torch.Tensor:
+    def before_update(fused: Any, group: dict[str, Any], *lists: Sequence[Tensor], **rule: Any) -> None:
+        kind: Any = next(each for each in type(fused).__mro__ if each.__module__.startswith("torch."))
+        scale = 1.0 if rule["grad_scale"] is None else rule["grad_scale"]
+
+        @torch.no_grad()
+        def ours(*tensors: Tensor) -> Any:
             own = [tensor.detach().clone() for tensor in tensors]
-            with torch.no_grad():
-                update(*([tensor] for tensor in own), **rule)
+            adamw(*([tensor] for tensor in own), **rule)
             return own[0]
 
-        return new_parameter
+        @torch.no_grad()
+        def torchs(*tensors: Tensor) -> Any:
+            param, grad, exp_avg, exp_avg_sq = (tensor.detach().clone() for tensor in tensors)
+            optimizer, param.grad = kind([{**group, "params": [param]}]), grad * scale
+            step = torch.tensor(rule["step"] - 1)
+            optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            optimizer.step()
+            return param
 
-    def torchs(
-        kind: Any, group: dict[str, Any], param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, **rule: Any
-    ) -> None:
-        optimizer = kind([{**group, "params": param}])
-        param[0].grad = grad[0] if rule["grad_scale"] is None else grad[0] * rule["grad_scale"]
-        step = torch.tensor(rule["step"] - 1)
-        optimizer.state[param[0]] = {"step": step, "exp_avg": exp_avg[0], "exp_avg_sq": exp_avg_sq[0]}
-        optimizer.step()
-
-    def before_update(fused: Any, group: dict[str, Any], *lists: Sequence[torch.Tensor], **rule: Any) -> None:
-        kind: Any = next(each for each in type(fused).__mro__ if each.__module__.startswith("torch."))
+        variant, against = "" if rule["decoupled"] else "L2", f"torch.optim.{kind.__name__}"
         for tensors in zip(*lists, strict=True):
-            if not tensors[0].numel():
-                continue
-            verifier.check(
-                FEATURE.name,
-                "adamw",
-                FEATURE.numerics,
-                through(adamw, rule),
-                through(functools.partial(torchs, kind, group), rule),
-                dict(zip(names, tensors, strict=True)),
-                against=f"torch.optim.{kind.__name__}",
-                variant="" if rule["decoupled"] else "L2",
-            )
+            if tensors[0].numel():
+                given = dict(zip(names, tensors, strict=True))
+                verify(session, FEATURE, "adamw", ours, torchs, given, against, variant=variant)
 
     return before_update
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    optimizer = context.arg("optimizer", "adam")
+    optimizer, reasons = context.arg("optimizer", "adam"), []
     if optimizer != "adam":
         reasons.append(f"--optimizer {optimizer} is not Adam")
-    if context.arg("use_precision_aware_optimizer", False):
-        reasons.append("--use-precision-aware-optimizer is a property of Transformer Engine's Adam")
-    if context.arg("optimizer_cpu_offload", False):
-        reasons.append("--optimizer-cpu-offload has an optimizer of its own")
-    if context.arg("optimizer_cuda_graph", False):
-        reasons.append("--optimizer-cuda-graph records torch's step")
-    reasons += fsdp_reasons(context, "has parameters that are not plain tensors")
     if context.device == "cuda":
         for package, name in (("transformer_engine", "Transformer Engine"), ("apex", "Apex")):
             if importlib.util.find_spec(package) is not None:
@@ -276,6 +236,12 @@ FEATURE = Feature(
     numerics="ulp",
     theme="operators",
     condition=_why_not,
+    conflicting_args={
+        "use_precision_aware_optimizer": "--use-precision-aware-optimizer is a property of Transformer Engine's Adam",
+        "optimizer_cpu_offload": "--optimizer-cpu-offload has an optimizer of its own",
+        "optimizer_cuda_graph": "--optimizer-cuda-graph records torch's step",
+        **fsdp_args("has parameters that are not plain tensors"),
+    },
     operators=("adamw", "l2norm"),
     patches=(
         Around(f"{_OPTIMIZER}:MegatronOptimizer.__init__", _init),
@@ -286,8 +252,8 @@ FEATURE = Feature(
             within(_with_cast_targets),
             reads=("optimizer", *CAST_TARGET_READS[FLOAT16], *CAST_TARGET_READS[DISTRIBUTED]),
         ),
-        Override(f"{FLOAT16}.{_COPY}", _copy, reads=("optimizer",)),
-        Override(f"{DISTRIBUTED}.{_COPY}", _copy, reads=("optimizer",)),
+        Override(f"{FLOAT16}.{_COPY}", copy_main, reads=("optimizer",)),
+        Override(f"{DISTRIBUTED}.{_COPY}", copy_main, reads=("optimizer",)),
         Override("megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", _clip),
         Override("megatron.core.utils:local_multi_tensor_l2_norm", _norm),
         Override("megatron.core.utils:local_multi_tensor_scale", _scale),

@@ -6,14 +6,16 @@ Transformer Engine's loss alone. Falls back for label smoothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
 from mindspeed_lite.verify import Part
+
+from ._shared.wrappers import leave_out, verify
 
 UNFUSED = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
 FUSED = "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
@@ -25,64 +27,38 @@ _WIDENED = 1 << 23
 _EVERY = slice(None)
 
 
-def _loss(
-    session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
-) -> Any:
-    if label_smoothing > 0.0:
-        session.fallback(FEATURE.name, "label smoothing, which the operator does not have")
-        return original(logits)
-    if session.verifier is not None:
+def _loss(wrapped: Function, session: Session) -> Function:
+    from megatron.core import parallel_state
+
+    def loss(vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None) -> Any:
+        def original(logits: Any, rows: slice = _EVERY) -> Any:
+            return wrapped(logits, target[rows], label_smoothing, tp_group)
+
+        if label_smoothing > 0.0:
+            session.fallback(FEATURE.name, "label smoothing, which the operator does not have")
+            return original(vocab_parallel_logits)
+        group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
         if group.size() > 1:
-            session.verifier.leave_out(FEATURE.name, "cross_entropy", "the ranks of a tensor-parallel group compute it")
+            leave_out(session, FEATURE, "cross_entropy", "the ranks of a tensor-parallel group compute it")
         else:
-            _verify(session, original, logits, target, group)
-    return vocab_parallel(logits, target, group)
+            _verify(session, original, vocab_parallel_logits, target, group)
+        return vocab_parallel(vocab_parallel_logits, target, group)
+
+    return loss
 
 
-def _verify(session: Session, original: Callable[..., Any], logits: Any, target: Any, group: Any) -> None:
+def _verify(session: Session, original: Function, logits: Any, target: Any, group: Any) -> None:
     part = slice(0, max(1, _WIDENED // max(1, logits[0].numel())))  # rows are independent
+    parts = [Part(lambda logits: original(logits, part), part, [part])]
+    against = "Megatron's vocabulary-parallel cross-entropy"
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
         return vocab_parallel(logits, target, group)
 
-    session.verifier.check(
-        FEATURE.name,
-        "cross_entropy",
-        FEATURE.numerics,
-        ours,
-        original,
-        {"logits": logits},
-        against="Megatron's vocabulary-parallel cross-entropy",
-        parts=[Part(lambda logits: original(logits, part), part, [part])],
-    )
+    verify(session, FEATURE, "cross_entropy", ours, original, {"logits": logits}, against, parts=parts)
 
 
-def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    from megatron.core import parallel_state
-
-    def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
-    ) -> Any:
-        def original(logits: Any, rows: slice = _EVERY) -> Any:
-            return wrapped(logits, target[rows], label_smoothing, tp_group)
-
-        group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
-        return _loss(session, original, vocab_parallel_logits, target, label_smoothing, group)
-
-    return vocab_parallel_cross_entropy
-
-
-def _fused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any) -> Any:
-        def original(logits: Any, rows: slice = _EVERY) -> Any:
-            return wrapped(logits, target[rows], tp_group)
-
-        return _loss(session, original, vocab_parallel_logits, target, 0.0, tp_group)
-
-    return fused_vocab_parallel_cross_entropy
-
-
-def _why_not(context: Context) -> Sequence[str]:
+def not_transformer_engines(context: Context) -> Sequence[str]:
     if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
         return ["--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss"]
     return []
@@ -99,10 +75,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=not_transformer_engines,
     operators=("cross_entropy",),
-    patches=(
-        Override(UNFUSED, _unfused, by_name=True, relies_on=(LOSS,)),
-        Override(FUSED, _fused, relies_on=(LOSS,)),
-    ),
+    patches=(*(Override(target, _loss, by_name=True, relies_on=(LOSS,)) for target in (UNFUSED, FUSED)),),
 )

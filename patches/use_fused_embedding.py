@@ -7,21 +7,23 @@ mode, for sharded weights and inference collectives; the gradient stays dense wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
-from ._shared.conditions import fsdp_reasons, holding
+from ._shared.conditions import conflict_reasons, fsdp_args, holding
+from ._shared.wrappers import leave_out
 
 # Devices whose PyTorch adds a sparse tensor to a dense one.
 _ADDS_SPARSE = ("cpu", "cuda")
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
 
@@ -40,14 +42,13 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
         if alone and dense:
             return wrapped(self, input_)
-        if session.verifier is not None:
-            why = "its gradient is in rows, and Megatron's is not" if alone else "the ranks of a group compute it"
-            session.verifier.leave_out(FEATURE.name, "vocab_embedding", why)
+        why = "its gradient is in rows, and Megatron's is not" if alone else "the ranks of a group compute it"
+        leave_out(session, FEATURE, "vocab_embedding", why)
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_  # [b, s] -> [s, b]
         if alone:
             # As in Megatron, an unknown id raises.
             return torch.nn.functional.embedding(ids, self.weight, sparse=True)
-        rows: torch.Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
+        rows: Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
         if self.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(rows, **among)
         return mappings.reduce_from_tensor_model_parallel_region(rows, **among)
@@ -65,11 +66,11 @@ def _call_reasons(layer: Any) -> list[str]:
     return holding(found)
 
 
-def _dense_because(weight: torch.Tensor) -> str:
+def _dense_because(weight: Tensor) -> str:
     """Why the gradient is dense; rows need Megatron's hook to add them to the main gradient at once."""
     if weight.device.type not in _ADDS_SPARSE:
         return f"{weight.device.type} adds no rows"
-    if getattr(weight, "__fsdp_param__", False) or not isinstance(getattr(weight, "main_grad", None), torch.Tensor):
+    if getattr(weight, "__fsdp_param__", False) or not isinstance(getattr(weight, "main_grad", None), Tensor):
         return "there is no main gradient to add rows to"
     if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being recorded"
@@ -77,16 +78,13 @@ def _dense_because(weight: torch.Tensor) -> str:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("tensor_model_parallel_size", 2) == 1:
-        one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
-        if context.device not in _ADDS_SPARSE:
-            reasons.append(f"{one}, and {context.device} has no gradient in rows")
-        for reason in fsdp_reasons(context, "has no main gradient for a gradient in rows"):
-            reasons.append(f"{one}, and {reason}")
-    if context.arg("deterministic_mode", False):
-        reasons.append("--deterministic-mode asks for another gradient kernel")
-    return reasons
+    if context.arg("tensor_model_parallel_size", 2) != 1:
+        return []
+    reasons = conflict_reasons(fsdp_args("has no main gradient for a gradient in rows"), context.arg)
+    if context.device not in _ADDS_SPARSE:
+        reasons.append(f"{context.device} has no gradient in rows")
+    one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
+    return [f"{one}, and {reason}" for reason in reasons]
 
 
 FEATURE = Feature(
@@ -102,6 +100,7 @@ FEATURE = Feature(
     theme="operators",
     memory="not predicted: saves one 16-bit gradient of the vocabulary in each micro-batch",
     condition=_why_not,
+    conflicting_args={"deterministic_mode": "--deterministic-mode asks for another gradient kernel"},
     operators=("vocab_embedding",),
     patches=(
         Override(

@@ -6,43 +6,31 @@ fp32 copies; this is RMSNorm with unit weight. Leaves other norms alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.rms_norm import rms_norm
+
+from ._shared.conditions import needs
+from ._shared.wrappers import verify
 
 _NORM = "megatron.core.transformer.torch_norm:L2Norm"
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _forward(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, x: Any) -> Any:
         ones = session.state(FEATURE.name, dict)
         key = (x.size(-1), x.dtype, x.device)
         if key not in ones:
             ones[key] = torch.ones(x.size(-1), dtype=x.dtype, device=x.device)
         weight, eps = ones[key], self.eps
-        if session.verifier is not None:
-            session.verifier.check(
-                FEATURE.name,
-                "rms_norm",
-                FEATURE.numerics,
-                lambda x: rms_norm(x, weight, eps),
-                lambda x: wrapped(self, x),
-                {"x": x},
-                against="Megatron's L2Norm",
-            )
+        ours, theirs = (lambda x: rms_norm(x, weight, eps)), (lambda x: wrapped(self, x))
+        verify(session, FEATURE, "rms_norm", ours, theirs, {"x": x}, "Megatron's L2Norm")
         return rms_norm(x, weight, eps)
 
     return forward
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    if context.host_args is not None and not context.arg("qk_l2_norm", False):
-        return ["--qk-l2-norm is not given: the model has no L2 norm"]
-    return []
 
 
 FEATURE = Feature(
@@ -52,7 +40,7 @@ FEATURE = Feature(
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves two fp32 copies of queries and keys",
-    condition=_why_not,
+    condition=needs("qk_l2_norm", "the model has no L2 norm"),
     operators=("rms_norm",),
     patches=(Override(f"{_NORM}.forward", _forward, reads=("eps",), relies_on=(f"{_NORM}._norm",)),),
 )

@@ -14,7 +14,8 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option
 from mindspeed_lite.ops.layer_norm import layer_norm, reference
 
-from ._shared.local_norms import FusedNorm, norm_patch, norm_reasons
+from ._shared.conditions import every
+from ._shared.local_norms import MEMORY_EFFICIENT, FusedNorm, local_norm, norm_patch
 
 
 class FusedLayerNorm(FusedNorm, torch.nn.LayerNorm):
@@ -28,10 +29,9 @@ class FusedLayerNorm(FusedNorm, torch.nn.LayerNorm):
 
 
 def _why_not(context: Context) -> list[str]:
-    reasons = norm_reasons(context, "LayerNorm")
-    if importlib.util.find_spec("apex") is not None:
-        reasons.append("Apex is installed, whose fused norm Megatron's local implementation takes for LayerNorm")
-    return reasons
+    if importlib.util.find_spec("apex") is None:
+        return []
+    return ["Apex is installed, whose fused norm Megatron's local implementation takes for LayerNorm"]
 
 
 FEATURE = Feature(
@@ -40,7 +40,8 @@ FEATURE = Feature(
     options=(Option("--use-fused-layernorm", help="Compute LayerNorm with one fused operator."),),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=every(local_norm("LayerNorm"), _why_not),
+    conflicting_args=MEMORY_EFFICIENT,
     operators=("layer_norm",),
     patches=(norm_patch(FusedLayerNorm),),
 )

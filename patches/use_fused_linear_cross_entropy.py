@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import use_fused_cross_entropy
-from ._shared import wgrad_accumulation
+from ._shared import linear_layers
 from ._shared.conditions import holding
+from ._shared.wrappers import leave_out, verify
 
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
@@ -53,14 +55,14 @@ _WIDENED = 1 << 23
 class Deferred:
     """Operands of the output layer, in place of logits."""
 
-    hidden: torch.Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
-    weight: torch.Tensor  # [V / ranks, H]
+    hidden: Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
+    weight: Tensor  # [V / ranks, H]
     fused_accumulation: bool
     sums_gradient: bool
     sequence_parallel: bool
     group: Any
 
-    def loss(self, target: torch.Tensor) -> torch.Tensor:
+    def loss(self, target: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
 
         hidden = self.hidden
@@ -73,11 +75,11 @@ class Deferred:
         return vocab_parallel_linear_cross_entropy(hidden, self.weight, target, self.group, accumulate=accumulate)
 
 
-def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
-    def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
-        wgrad_accumulation.add(main_grad[rows], dlogits, hidden)
+def _into(main_grad: Tensor, weight: Tensor) -> Accumulate:
+    def add(rows: slice, dlogits: Tensor, hidden: Tensor) -> None:
+        linear_layers.add_wgrad(main_grad[rows], dlogits, hidden)
 
-    return Accumulate(add, lambda: wgrad_accumulation.placeholder_grad(weight))
+    return Accumulate(add, lambda: linear_layers.placeholder_grad(weight))
 
 
 @contextlib.contextmanager
@@ -104,7 +106,7 @@ def _deferring(layer: Any) -> Iterator[None]:
         del layer._forward_impl
 
 
-def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _postprocess(wrapped: Function, session: Session) -> Function:
     signature = inspect.signature(wrapped)
 
     def _postprocess(
@@ -162,57 +164,41 @@ CONFLICTING_ARGS = {
 }
 
 
-def _weight(model: Any) -> torch.Tensor:
+def _weight(model: Any) -> Tensor:
     shared = model.share_embeddings_and_output_weights
-    weight: torch.Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    weight: Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
     return weight
 
 
-def _loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _loss(wrapped: Function, session: Session) -> Function:
     def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
         if not isinstance(logits, Deferred):
             return wrapped(self, labels, logits)
-        if session.verifier is not None:
-            _verify(session, lambda logits: wrapped(self, labels, logits), labels, logits)
+        _verify(session, lambda logits: wrapped(self, labels, logits), labels, logits)
         loss = logits.loss(labels.transpose(0, 1).contiguous())  # [b, s] -> [s, b]
         return loss.transpose(0, 1).contiguous()
 
     return compute_language_model_loss
 
 
-def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: Any, deferred: Deferred) -> None:
+def _verify(session: Session, original: Callable[[Tensor], Any], labels: Any, deferred: Deferred) -> None:
     group = deferred.group
     if group.size() > 1:
-        session.verifier.leave_out(
-            FEATURE.name, "linear_cross_entropy", "the ranks of a tensor-parallel group compute it"
-        )
+        leave_out(session, FEATURE, "linear_cross_entropy", "the ranks of a tensor-parallel group compute it")
         return
     target = labels.transpose(0, 1).contiguous()
 
-    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
         return vocab_parallel_linear_cross_entropy(hidden, weight, target, group).transpose(0, 1)
 
-    def megatrons(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = original(torch.matmul(hidden, weight.t()))
+    def megatrons(hidden: Tensor, weight: Tensor) -> Tensor:
+        loss: Tensor = original(torch.matmul(hidden, weight.t()))
         return loss
 
-    session.verifier.check(
-        FEATURE.name,
-        "linear_cross_entropy",
-        FEATURE.numerics,
-        ours,
-        megatrons,
-        {"hidden": deferred.hidden, "weight": deferred.weight},
-        against="Megatron's output layer and loss",
-        widened=target.numel() * deferred.weight.shape[0] <= _WIDENED,
-    )
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
-        reasons.append("--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss")
-    return reasons
+    inputs = {"hidden": deferred.hidden, "weight": deferred.weight}
+    widened = target.numel() * deferred.weight.shape[0] <= _WIDENED
+    against = "Megatron's output layer and loss"
+    verify(session, FEATURE, "linear_cross_entropy", ours, megatrons, inputs, against, widened=widened)
 
 
 FEATURE = Feature(
@@ -228,7 +214,7 @@ FEATURE = Feature(
     numerics="ulp",
     theme="memory",
     unsupported={"<0.14": "before Megatron 0.14 the output layer has no method that multiplies, to be replaced"},
-    condition=_why_not,
+    condition=use_fused_cross_entropy.not_transformer_engines,
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades a fourth GEMM of the output layer for the logits' memory: enable it explicitly with its flag",
     operators=("linear_cross_entropy",),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option
+from mindspeed_lite.engine import Feature, Option
 from mindspeed_lite.ops.rms_norm import reference, rms_norm
 
-from ._shared.local_norms import FusedNorm, norm_patch, norm_reasons
+from ._shared.local_norms import MEMORY_EFFICIENT, FusedNorm, local_norm, norm_patch
 
 
 class FusedRMSNorm(FusedNorm, torch.nn.RMSNorm):
@@ -24,17 +24,14 @@ class FusedRMSNorm(FusedNorm, torch.nn.RMSNorm):
     definition = staticmethod(reference.rms_norm)
 
 
-def _why_not(context: Context) -> list[str]:
-    return norm_reasons(context, "RMSNorm")
-
-
 FEATURE = Feature(
     name="use_fused_rmsnorm",
     summary="RMSNorm as one fused operator; also under sequence parallelism",
     options=(Option("--use-fused-rmsnorm", help="Compute RMSNorm with one fused operator."),),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=local_norm("RMSNorm"),
+    conflicting_args=MEMORY_EFFICIENT,
     operators=("rms_norm",),
     patches=(norm_patch(FusedRMSNorm),),
 )

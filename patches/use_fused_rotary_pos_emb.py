@@ -1,32 +1,33 @@
 """`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys.
 
 Reaches `apply_rotary_pos_emb`, which every attention calls, and the two functions of multi-latent attention's fused
-path. Provides what `apply_rope_fusion` imports from Transformer Engine. Leaves the angles, so long-context scaling,
-alone. Falls back for shapes that need broadcasting.
+path. Provides names that `apply_rope_fusion` imports from Transformer Engine. Leaves the angles, so long-context
+scaling, alone. Falls back for shapes that need broadcasting.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, Session, matches
-from mindspeed_lite.ops.rope import Pairs, reference, rope
+from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Provide, Session, matches
+from mindspeed_lite.ops.rope import reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
-from ._shared.conditions import transformer_engine_reasons
-from ._shared.config_restore import config_field
+from ._shared.conditions import every, local
+from ._shared.wrappers import config_field, placeholder, verify
 
 UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
 LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 _READS = tuple(f"{CONFIG}.{name}" for name in ("apply_rope_fusion", "multi_latent_attention", "rotary_interleaved"))
+_REPLACED = "use_fused_rotary_pos_emb replaces apply_rotary_pos_emb, which is to be called: leave the flag out."
 
 
-def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _rotate(wrapped: Function, session: Session) -> Function:
     from megatron.core import parallel_state
 
     def apply_rotary_pos_emb(
@@ -39,9 +40,12 @@ def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
         mla_rotary_interleaved: Any = None,
         max_seqlen: Any = None,
     ) -> Any:
-        def original(t: Any, config: Any) -> Any:
+        def unfused(t: Any) -> Any:
+            # Megatron's fused path may be this feature's placeholders.
+            changed = copy.copy(config)
+            changed.apply_rope_fusion = False
             return wrapped(
-                t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved, max_seqlen=max_seqlen
+                t, freqs, changed, cu_seqlens, mscale, cp_group, mla_rotary_interleaved, max_seqlen=max_seqlen
             )
 
         # [s, b, n, d] or packed [t, n, d]; freqs [s, 1 or b, 1, R]
@@ -52,18 +56,13 @@ def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
             reasons.append("regrouped and interleaved pairs together")
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
-            return original(t, config)
-        how: dict[str, Any] = {"pairs": _pairs(config.rotary_interleaved, regrouped), "scale": mscale}
+            return unfused(t)
+        pairs = "regrouped" if regrouped else "interleaved" if config.rotary_interleaved else "half"
+        how: dict[str, Any] = {"pairs": pairs, "scale": mscale}
         if cu_seqlens is not None:
             group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
             ranks = {"cp_size": group.size(), "cp_rank": group.rank()}
             how["positions"] = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], **ranks)
-
-        def unfused(t: Any) -> Any:
-            # Megatron's fused path may be this feature's.
-            changed = copy.copy(config)
-            changed.apply_rope_fusion = False
-            return original(t, changed)
 
         return _turn(session, t, cos_sin(freqs), how, unfused)
 
@@ -83,56 +82,21 @@ def _misfits(t: Any, freqs: Any, cu_seqlens: Any) -> list[str]:
     return []
 
 
-def _pairs(interleaved: bool, regrouped: bool = False) -> Pairs:
-    return "regrouped" if regrouped else "interleaved" if interleaved else "half"
+def _turn(session: Session, t: Any, tables: tuple[Any, Any], how: dict[str, Any], original: Any = None) -> Any:
+    def ours(t: Any) -> Any:
+        return rope(t, *tables, **how)
+
+    def definition(t: Any) -> Any:
+        whole = t if t.dim() == 4 else t.unsqueeze(1)
+        return reference.rope(whole, *tables, **how).view(t.shape)
+
+    against = "Megatron's unfused rotary embedding" if original else "the plain definition"
+    variant = how["pairs"] + (" packed" if how.get("positions") is not None else "")
+    verify(session, FEATURE, "rope", ours, original or definition, {"t": t}, against, variant=variant)
+    return ours(t)
 
 
-def _turn(
-    session: Session,
-    t: Any,
-    tables: tuple[Any, Any],
-    how: Mapping[str, Any],
-    original: Callable[[Any], Any] | None = None,
-) -> Any:
-    if session.verifier is not None:
-
-        def definition(t: torch.Tensor) -> torch.Tensor:
-            whole = t if t.dim() == 4 else t.unsqueeze(1)
-            return reference.rope(whole, *tables, **how).view(t.shape)
-
-        session.verifier.check(
-            FEATURE.name,
-            "rope",
-            FEATURE.numerics,
-            lambda t: rope(t, *tables, **how),
-            original or definition,
-            {"t": t},
-            against="Megatron's unfused rotary embedding" if original else "the plain definition",
-            variant=how["pairs"] + (" packed" if how.get("positions") is not None else ""),
-        )
-    return rope(t, *tables, **how)
-
-
-def _fused(session: Session) -> Any:
-    def fused_apply_rotary_pos_emb(
-        t: Any, freqs: Any, transpose_output_memory: bool = False, interleaved: bool = False
-    ) -> Any:
-        return rope(t, *cos_sin(freqs), pairs=_pairs(interleaved))
-
-    return fused_apply_rotary_pos_emb
-
-
-def _fused_thd(session: Session) -> Any:
-    def fused_apply_rotary_pos_emb_thd(
-        t: Any, cu_seqlens: Any, freqs: Any, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
-    ) -> Any:
-        positions = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], cp_size=cp_size, cp_rank=cp_rank)
-        return rope(t, *cos_sin(freqs), pairs=_pairs(interleaved), positions=positions)
-
-    return fused_apply_rotary_pos_emb_thd
-
-
-def _latent_query(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _latent_query(wrapped: Function, session: Session) -> Function:
     def fused_apply_mla_rope_for_q(
         t: Any,
         cos: Any,
@@ -152,7 +116,7 @@ def _latent_query(wrapped: Callable[..., Any], session: Session) -> Callable[...
     return fused_apply_mla_rope_for_q
 
 
-def _latent_key_value(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _latent_key_value(wrapped: Function, session: Session) -> Function:
     def fused_apply_mla_rope_for_kv(
         kv: Any,
         k_pos_emb: Any,
@@ -187,11 +151,10 @@ def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> 
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own rotary embedding")
     position = context.arg("position_embedding_type", "rope")
-    if position not in ("rope", "yarn", "mrope") and not context.arg("multi_latent_attention", False):
-        reasons.append(f"the model has --position-embedding-type {position}, not a rotary one")
-    return reasons
+    if position in ("rope", "yarn", "mrope") or context.arg("multi_latent_attention", False):
+        return []
+    return [f"the model has --position-embedding-type {position}, not a rotary one"]
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -219,13 +182,12 @@ FEATURE = Feature(
     options=(Option("--use-fused-rotary-pos-emb", help="Compute rotary embedding with one fused operator."),),
     numerics="ulp",
     theme="operators",
-    condition=_why_not,
+    condition=every(local("uses Transformer Engine's own rotary embedding"), _why_not),
     arguments=_arguments,
     operators=("rope",),
     patches=(
         Override(f"{UTILITIES}:apply_rotary_pos_emb", _rotate, by_name=True, reads=_READS),
-        Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb", _fused),
-        Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb_thd", _fused_thd),
+        *(Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb{form}", placeholder(_REPLACED)) for form in ("", "_thd")),
         Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query, by_name=True, absent_in="<0.13"),
         Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value, by_name=True, absent_in="<0.13"),
         config_field("apply_rope_fusion", _is_there),

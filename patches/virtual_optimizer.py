@@ -15,7 +15,7 @@ from mindspeed_lite.memory import host
 from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, init_patches, patch_optimizer_init
+from ._shared.optimizer_state import MOMENT_ARGS, state_patches
 
 _ALL = "all"
 
@@ -63,18 +63,12 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     inner.placement = _shared(session)
 
 
-_init = patch_optimizer_init("virtual_optimizer", _use)
-
-
 def _why_not(context: Context) -> Sequence[str]:
     given = context.settings.get("virtual_optimizer")
     if given:
         # Reports a mistake before anything is built.
         _budget(given, 0, context.arg("pipeline_model_parallel_size", None) or len(given))
-    reasons = host.why_not(context.device)
-    if context.arg("rl_offload_optimizer_during_inference", False):
-        reasons.append("--rl-offload-optimizer-during-inference moves the moments itself")
-    return reasons
+    return host.why_not(context.device)
 
 
 FEATURE = Feature(
@@ -94,7 +88,8 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     condition=_why_not,
+    conflicting_args=MOMENT_ARGS,
     requires=(Relation("use_fused_adamw", "its step alone goes over moments where they are"),),
     operators=("adamw",),
-    patches=(*init_patches(_init, {}, (FP32, FLOAT16, DISTRIBUTED)),),
+    patches=state_patches("virtual_optimizer", _use, is_in_checkpoints=False),
 )

@@ -323,7 +323,7 @@ def test_a_bare_checkout_on_the_path_is_enough(tmp_path):
     code = (
         "import mindspeed_lite.patches, sys\n"
         "assert 'torch' not in sys.modules and not any(m.startswith('megatron') for m in sys.modules)\n"
-        "from mindspeed_lite.patches._shared import megatron_defaults\n"
+        "from mindspeed_lite.patches._shared import megatron_arguments\n"
         "print(mindspeed_lite.patches.__file__)\n"
     )
     ran = python(code, tmp_path, PYTHONPATH=str(ROOT))

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_lite import error_exit, platform, runtime
 from mindspeed_lite.cli import COMMANDS
 from mindspeed_lite.memory import host
-from mindspeed_lite.patches._shared.megatron_defaults import DEFAULTS
+from mindspeed_lite.patches._shared.megatron_arguments import DEFAULTS
 from mindspeed_lite.platform import allocator, cpu_matmul
 from mindspeed_lite.platform.cache import CACHE_VARIABLE
 from mindspeed_lite.platform.megatron import ASSUMPTIONS

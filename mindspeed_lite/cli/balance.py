@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
-from mindspeed_lite.parallel.balance import length_simulation, record, simulation
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from mindspeed_lite.parallel.balance import lengths, record, simulation
+from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
 from mindspeed_lite.parallel.balance.simulation import BalancingOptions, ExpertSizes, GeneratedLoad
 
 from . import terminal
@@ -169,12 +169,12 @@ def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
 def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
     sequence, ranks, batch, seed = options.seq_length, options.ranks or 4, options.global_batch_size, options.seed
     if options.generate_lengths is None:
-        documents = length_simulation.shuffled(length_simulation.read_index(options.file), seed)
+        documents = lengths.shuffled(lengths.read_index(options.file), seed)
     else:
         drawn = {"longest": sequence, "seed": seed}
         documents = _drawn(GeneratedLengths, options.generate_lengths, **drawn).draw()
-    costs = length_simulation.sample_costs(documents, sequence, options.steps * batch, seed)
-    before, after, waiting, bound = length_simulation.simulate(costs, ranks, batch, options.micro_batch_size)
+    costs = lengths.sample_costs(documents, sequence, options.steps * batch, seed)
+    before, after, waiting, bound = lengths.simulate_order(costs, ranks, batch, options.micro_batch_size)
     say(
         f"{options.steps} steps of {batch} sequences of {sequence} tokens, "
         f"{batch // (options.micro_batch_size * ranks)} micro-batches for each of {ranks} ranks; cost of a sequence: "

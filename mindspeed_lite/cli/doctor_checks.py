@@ -259,10 +259,10 @@ def _torch_npu(machine: Machine) -> Findings:
         yield "ok", f"{text}, {facts['count']} x {facts['name']}, transfer_to_npu imports, HCCL {hccl}"
 
 
-def _megatron_defaults(machine: Machine) -> Findings:
-    from mindspeed_lite.patches._shared import megatron_defaults
+def _megatron_arguments(machine: Machine) -> Findings:
+    from mindspeed_lite.patches._shared import megatron_arguments
 
-    missing = {each.flag: each.missing(machine.device) for each in megatron_defaults.DEFAULTS}
+    missing = {each.flag: each.missing(machine.device) for each in megatron_arguments.DEFAULTS}
     for flag, what in missing.items():
         if what is not None:
             yield "note", f"{flag} will be set: the default needs {what}"
@@ -400,7 +400,7 @@ CHECKS: dict[str, Callable[[Machine], Findings]] = {
     "megatron.training": _training,
     "device": _device,
     "torch_npu": _torch_npu,
-    "megatron default": _megatron_defaults,
+    "megatron default": _megatron_arguments,
     "c++ compiler": _compiler,
     "dataset helper": _dataset_helper,
     "collectives": _collectives,

@@ -19,6 +19,7 @@ from .errors import VerifyError as VerifyError
 from .feature import Around as Around
 from .feature import Context as Context
 from .feature import Feature as Feature
+from .feature import Function as Function
 from .feature import Option as Option
 from .feature import Override as Override
 from .feature import Patch as Patch

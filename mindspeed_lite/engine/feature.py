@@ -14,6 +14,7 @@ from .errors import OptionError
 from .target import parse
 
 Numerics = Literal["bitwise", "ulp", "deviation"]
+Function = Callable[..., Any]
 
 
 def matches(specifier: str, version: str) -> bool:

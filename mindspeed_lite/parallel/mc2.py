@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .overlapped_gemm import FusedGemmCollective
 
@@ -17,7 +19,7 @@ RANKS = (2, 4, 8, 16, 32)
 SUMMED = range(256, 65535)
 
 
-def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
+def why_not(x: Tensor, w: Tensor, ranks: int) -> list[str]:
     """Reasons against x [M, K] by w [K, N]; equal on all ranks."""
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype:
@@ -30,14 +32,12 @@ def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
 
 
 class MC2(FusedGemmCollective):
-    """`OverlappedGemm` by CANN's two operators."""
+    """GEMMs and collectives by CANN's two operators."""
 
-    def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
+    def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
         return why_not(x, w, group.size())
 
-    def _gather(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gather(self, x: Tensor, w: Tensor, group: ProcessGroup, keep: bool) -> tuple[Tensor, Tensor | None]:
         import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         # x may not be a transposed view; w may.
@@ -45,11 +45,11 @@ class MC2(FusedGemmCollective):
         y, gathered = torch_npu.npu_all_gather_base_mm(x, w, name, group.size(), gather_output=keep)
         return y, gathered
 
-    def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _scatter(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
         import torch_npu
 
         name = communicator(group, x.device)
-        y: torch.Tensor = torch_npu.npu_mm_reduce_scatter_base(x, w, name, group.size(), reduce_op="sum")
+        y: Tensor = torch_npu.npu_mm_reduce_scatter_base(x, w, name, group.size(), reduce_op="sum")
         return y
 
 

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class Pending:
-    def __init__(self, result: torch.Tensor, wait: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
+    def __init__(self, result: Tensor, wait: list[Callable[[], object]], kept: list[Tensor]) -> None:
         self._result, self._wait, self._kept = result, wait, kept
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Raises the collective's errors."""
         for wait in self._wait:
             wait()
@@ -31,7 +33,7 @@ class Pending:
         return self._result
 
 
-def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def gather(x: Tensor, group: ProcessGroup) -> Pending:
     """x [m, K] of every rank -> [p m, K], in one message."""
     x = x.contiguous()
     whole = x.new_empty(group.size() * x.shape[0], x.shape[1])
@@ -40,8 +42,8 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def gather_matmul(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, w: Tensor, group: ProcessGroup, chunks: int, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(X w [p m, N], X if `keep`), where X [p m, K] gathers x [m, K]; w: [K, N]."""
     size, rank, rows = group.size(), group.rank(), x.shape[0]
     if chunks < 2 or rows < 2:
@@ -69,7 +71,7 @@ def gather_matmul(
     return y.flatten(0, 1), None if kept is None else kept.flatten(0, 1)
 
 
-def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending:
+def matmul_scatter(x: Tensor, w: Tensor, group: ProcessGroup, chunks: int) -> Pending:
     """This rank's rows [m, N] of the sum over ranks of x w; x: [p m, K], w: [K, N], any strides."""
     size = group.size()
     rows = x.shape[0] // size
@@ -91,7 +93,7 @@ def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, c
     return Pending(y, waits, kept)
 
 
-def matmul_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending:
+def matmul_reduce(x: Tensor, w: Tensor, group: ProcessGroup, chunks: int) -> Pending:
     """The sum over ranks of x w, [M, N]; x: [M, K], w: [K, N], any strides."""
     y = x.new_empty(x.shape[0], w.shape[1])
     waits = []
@@ -109,7 +111,7 @@ def parts(rows: int, chunks: int) -> Iterator[slice]:
 
 
 class FusedGemmCollective(ABC):
-    """`OverlappedGemm` by fused operators; unsupported calls run unchunked, `say` gets the reason.
+    """GEMMs and collectives by fused operators; unsupported calls run unchunked, `say` gets the reason.
 
     The operators ignore `chunks`. `why_not` must be equal on all ranks of a group.
     """
@@ -118,33 +120,31 @@ class FusedGemmCollective(ABC):
         self._say = say
 
     @abstractmethod
-    def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
+    def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
         """Reasons against x [M, K] by w [K, N]."""
 
     @abstractmethod
-    def _gather(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gather(self, x: Tensor, w: Tensor, group: ProcessGroup, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(GEMM of all rows, these rows if `keep`)."""
 
     @abstractmethod
-    def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _scatter(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
         """This rank's rows of the sum over ranks."""
 
     def gather_matmul(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: Tensor, w: Tensor, group: ProcessGroup, chunks: int, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         if not self._can(x, w, group):
             return gather_matmul(x, w, group, 1, keep)
         y, whole = self._gather(x.contiguous(), w, group, keep)
         return y, whole if keep else None
 
-    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending:
+    def matmul_scatter(self, x: Tensor, w: Tensor, group: ProcessGroup, chunks: int) -> Pending:
         if not self._can(x, w, group):
             return matmul_scatter(x, w, group, 1)
         return Pending(self._scatter(x.contiguous(), w, group), [], [])
 
-    def _can(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    def _can(self, x: Tensor, w: Tensor, group: ProcessGroup) -> bool:
         reasons = self.why_not(x, w, group)
         if reasons:
             self._say("; ".join(reasons))

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .overlapped_gemm import FusedGemmCollective
 
@@ -24,9 +26,9 @@ _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 class Symmetric(FusedGemmCollective):
-    """`OverlappedGemm` by PyTorch's two operators; support is determined once per group."""
+    """GEMMs and collectives by PyTorch's two operators; support is determined once per group."""
 
-    def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
+    def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
         if x.dtype != w.dtype:
             return [f"{x.dtype} times {w.dtype}"]
         if not x.shape[0]:
@@ -36,18 +38,16 @@ class Symmetric(FusedGemmCollective):
         reason = _found[group]
         return [] if reason is None else [reason]
 
-    def _gather(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gather(self, x: Tensor, w: Tensor, group: ProcessGroup, keep: bool) -> tuple[Tensor, Tensor | None]:
         whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group.group_name, return_A=keep)
         return y, whole
 
-    def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group.group_name)
+    def _scatter(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+        y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group.group_name)
         return y
 
 
-def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def prepare(group: ProcessGroup, device: torch.device) -> str | None:
     """Set up symmetric memory; returns the reason of a failure, equal on all ranks. A collective."""
     own = _missing() or _alone(device)
     shared: list[Any] = [None] * group.size()
@@ -93,7 +93,7 @@ def _reaches(device: torch.device, other: int | None) -> bool:
     return torch.cuda.can_device_access_peer(device, other)
 
 
-def _register(group: dist.ProcessGroup) -> None:
+def _register(group: ProcessGroup) -> None:
     from torch.distributed import _symmetric_memory
 
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)

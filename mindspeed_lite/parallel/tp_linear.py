@@ -12,76 +12,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from . import overlapped_gemm
-from .overlapped_gemm import Pending
+
+# (phase, x [M, K], w [K, N], run) -> chunk count; `run(n)` is the pass to time.
+ChunkPolicy = Callable[[str, Tensor, Tensor, Callable[[int], object]], int]
 
 
-class ChunkPolicy(Protocol):
-    def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """Chunk count for x [M, K] times w [K, N]; `run(n)` is the pass to time."""
-        ...
+@dataclass(frozen=True)
+class Wgrad:
+    """The weight gradient dy^T x, by default autograd's.
+
+    compute: from dy [M, N] and x [M, K]; returns the gradient for autograd.
+    defer: queues dy in the layer's shape; False if it does not.
+    placeholder: returned to autograd for a deferred gradient.
+    """
+
+    compute: Callable[[Tensor, Tensor], Tensor | None] = lambda dy, x: dy.t() @ x
+    defer: Callable[[Tensor], bool] = lambda dy: False
+    placeholder: Callable[[], Tensor | None] = lambda: None
 
 
-class WgradHandler(Protocol):
-    """Computes or defers the weight gradient dy^T x."""
-
-    def defer(self, dy: torch.Tensor) -> bool:
-        """Queue dy in the layer's shape and return True, or return False."""
-        ...
-
-    def deferred(self) -> torch.Tensor | None: ...
-
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """Compute from dy [M, N] and x [M, K]; returns the gradient for autograd."""
-        ...
-
-
-class AutogradWgrad:
-    def defer(self, dy: torch.Tensor) -> bool:
-        return False
-
-    def deferred(self) -> torch.Tensor | None:
-        return None
-
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        return dy.t() @ x
-
-
-AUTOGRAD_WGRAD = AutogradWgrad()
-
-
-class OverlappedGemm(Protocol):
-    def gather_matmul(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending: ...
+AUTOGRAD_WGRAD = Wgrad()
 
 
 @dataclass(frozen=True)
 class TPCommConfig:
-    group: dist.ProcessGroup
+    """gemm: `overlapped_gemm`, or an object with its `gather_matmul` and `matmul_scatter`."""
+
+    group: ProcessGroup
     sequence_parallel: bool
     chunks: ChunkPolicy
-    wgrad_handler: WgradHandler
-    gemm: OverlappedGemm = overlapped_gemm
+    wgrad: Wgrad = AUTOGRAD_WGRAD
+    gemm: Any = overlapped_gemm
 
 
 def fixed_chunks(number: int) -> ChunkPolicy:
     return lambda phase, x, w, run: number
 
 
-def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, comm: TPCommConfig) -> torch.Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: TPCommConfig) -> Tensor:
     """x [s, ..., K] (with sequence parallelism [s / p, ..., K]), weight [N, K], bias [N] -> [s, ..., N]."""
     return _Column.apply(x, weight, bias, comm)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, comm: TPCommConfig) -> torch.Tensor:
+def row_linear(x: Tensor, weight: Tensor, comm: TPCommConfig) -> Tensor:
     """x [s, ..., K], weight [N, K] -> [s, ..., N], with sequence parallelism [s / p, ..., N]; no bias."""
     return _Row.apply(x, weight, comm)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -96,7 +76,7 @@ class _Column(torch.autograd.Function):
         rows, w = _rows(x), weight.t()
         if comm.sequence_parallel:
 
-            def run(chunks: int) -> torch.Tensor:
+            def run(chunks: int) -> Any:
                 return comm.gemm.gather_matmul(rows, w, comm.group, chunks)[0]
 
             y = run(comm.chunks("column forward", rows, w, run))
@@ -112,21 +92,21 @@ class _Column(torch.autograd.Function):
         comm: TPCommConfig = ctx.comm
         rows = _rows(dy)
         product = comm.gemm.matmul_scatter if comm.sequence_parallel else overlapped_gemm.matmul_reduce
-        is_deferred = ctx.needs_input_grad[1] and comm.wgrad_handler.defer(dy)
+        is_deferred = ctx.needs_input_grad[1] and comm.wgrad.defer(dy)
         needs_weight = ctx.needs_input_grad[1] and not is_deferred
 
-        def run(chunks: int, gradient: WgradHandler = AUTOGRAD_WGRAD) -> tuple[Any, Any]:
+        def run(chunks: int, wgrad: Wgrad = AUTOGRAD_WGRAD) -> tuple[Any, Any]:
             coming = overlapped_gemm.gather(_rows(x), comm.group) if needs_weight and comm.sequence_parallel else None
             dx = product(rows, weight, comm.group, chunks)
             dw = None
             if needs_weight:
-                dw = gradient(rows, _rows(x) if coming is None else coming.wait())
+                dw = wgrad.compute(rows, _rows(x) if coming is None else coming.wait())
             return dx.wait(), dw
 
         phase = "column backward" if needs_weight else "column backward without weight"
-        dx, dw = run(comm.chunks(phase, rows, weight, run), comm.wgrad_handler)
+        dx, dw = run(comm.chunks(phase, rows, weight, run), comm.wgrad)
         if is_deferred:
-            dw = comm.wgrad_handler.deferred()
+            dw = comm.wgrad.placeholder()
         return _shaped(dx, ctx.shape), dw, rows.sum(dim=0) if ctx.trains_bias else None, None
 
 
@@ -138,7 +118,7 @@ class _Row(torch.autograd.Function):
         rows, w = _rows(x), weight.t()
         product = comm.gemm.matmul_scatter if comm.sequence_parallel else overlapped_gemm.matmul_reduce
 
-        def run(chunks: int) -> torch.Tensor:
+        def run(chunks: int) -> Tensor:
             return product(rows, w, comm.group, chunks).wait()
 
         y = run(comm.chunks("row forward", rows, w, run))
@@ -148,11 +128,11 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight = ctx.saved_tensors
         comm: TPCommConfig = ctx.comm
-        rows: torch.Tensor = _rows(dy)
-        total: torch.Tensor | None = rows
+        rows: Tensor = _rows(dy)
+        total: Tensor | None = rows
         if comm.sequence_parallel:
 
-            def run(chunks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            def run(chunks: int) -> Any:
                 return comm.gemm.gather_matmul(rows, weight, comm.group, chunks, keep=ctx.needs_input_grad[1])
 
             dx, total = run(comm.chunks("row backward", rows, weight, run))
@@ -161,15 +141,15 @@ class _Row(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             assert total is not None
-            is_deferred = comm.wgrad_handler.defer(total.view(-1, *dy.shape[1:]))
-            dw = comm.wgrad_handler.deferred() if is_deferred else comm.wgrad_handler(total, _rows(x))
+            is_deferred = comm.wgrad.defer(total.view(-1, *dy.shape[1:]))
+            dw = comm.wgrad.placeholder() if is_deferred else comm.wgrad.compute(total, _rows(x))
         return _shaped(dx, ctx.shape), dw, None
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _shaped(rows: torch.Tensor, shape: Any) -> torch.Tensor:
+def _shaped(rows: Tensor, shape: Any) -> Tensor:
     """Reshape without a view, whose storage Megatron could not release."""
     return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Feature, Session
+from mindspeed_lite.engine import Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
 from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.verify import Part
+
+from .wrappers import leave_out, verify
 
 CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
@@ -50,16 +53,6 @@ class CoreCall(NamedTuple):
     scale: float
     dropout_p: float
     sink: Any
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "causal": self.causal,
-            "window": self.window,
-            "scale": self.scale,
-            "dropout_p": self.dropout_p,
-            "sink": self.sink,
-        }
 
 
 def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> CoreCall:
@@ -154,7 +147,7 @@ def dropout_generator(module: Any, dropout_p: float) -> contextlib.AbstractConte
     return contextlib.nullcontext()
 
 
-def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def without_head_sizes(wrapped: Function, session: Session) -> Function:
     """Drop head sizes from constructor arguments; the operator reads them off tensors."""
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -171,12 +164,12 @@ _EVERY = slice(None)
 
 
 def check(
-    verifier: Any,
+    session: Session,
     feature: Feature,
-    operator: Callable[..., torch.Tensor],
-    original: Callable[..., Any],
+    operator: Callable[..., Tensor],
+    original: Function,
     module: Any,
-    qkv: Sequence[torch.Tensor],
+    qkv: Sequence[Tensor],
     attention_mask: Any,
     spec: AttentionSpec,
     packing: packed.Packing | None,
@@ -187,20 +180,19 @@ def check(
     offset counts as a constant.
     """
     if spec.dropout_p > 0.0:
-        verifier.leave_out(feature.name, "attention", "dropout is on, and each draws in its own way")
+        leave_out(session, feature, "attention", "dropout is on, and each draws in its own way")
         return
     against = "Megatron's DotProductAttention"
     parts: list[Part] | None = []
     clear = _padding_cleared(module, qkv, attention_mask)
 
-    def megatrons(*given: Any, batch: slice = _EVERY) -> torch.Tensor:
+    def megatrons(*given: Any, batch: slice = _EVERY) -> Tensor:
         return clear(_without_buffers(original, *given), batch)
 
-    def theirs(*qkv: torch.Tensor) -> torch.Tensor:
+    def theirs(*qkv: Tensor) -> Tensor:
         return megatrons(*qkv, attention_mask)
 
-    unsupported = _unsupported(module, qkv, packing)
-    if unsupported:
+    if unsupported := _unsupported(module, qkv, packing):
         against = f"the plain definition, since Megatron's local attention takes no {unsupported}"
         theirs = _definition(spec, packing)
     elif packing is not None:
@@ -208,14 +200,14 @@ def check(
         theirs = _by_sequence(functools.partial(_without_buffers, original), packing)
     else:
         parts = _parts(megatrons, qkv, attention_mask)
-    verifier.check(
-        feature.name,
+    verify(
+        session,
+        feature,
         "attention",
-        feature.numerics,
         lambda *qkv: clear(operator(*qkv).flatten(-2)),
         theirs,
         dict(zip("qkv", qkv, strict=True)),
-        against=against,
+        against,
         parts=parts or (),
         widened=parts is not None,
         variant=_variant(spec, packing),
@@ -235,7 +227,7 @@ def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
     return " ".join(words)
 
 
-def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packing | None) -> str:
+def _unsupported(module: Any, qkv: Sequence[Tensor], packing: packed.Packing | None) -> str:
     if qkv[2].shape[-1] != module.hidden_size_per_attention_head:
         return "values of this size"
     if packing is not None and (packing.q != packing.k or module.attn_mask_type.name not in ("causal", "no_mask")):
@@ -243,17 +235,17 @@ def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packi
     return ""
 
 
-def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., torch.Tensor]:
-    def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., Tensor]:
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = reference.attention(q, k, v, spec) if packing is None else reference.packed(q, k, v, packing, spec)
-        flat: torch.Tensor = found[0].flatten(-2)
+        flat: Tensor = found[0].flatten(-2)
         return flat
 
     return definition
 
 
-def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Callable[..., torch.Tensor]:
-    def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
+def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., Tensor]:
+    def of_pack(*qkv: Tensor) -> Tensor:
         out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
         for first, last in packing.q:
             if last > first:
@@ -264,27 +256,27 @@ def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Calla
     return of_pack
 
 
-def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: Any) -> Callable[..., torch.Tensor]:
+def _padding_cleared(module: Any, qkv: Sequence[Tensor], attention_mask: Any) -> Callable[..., Tensor]:
     """Clear rows that see no key: zero here, an average in Megatron."""
     if attention_mask is None or qkv[0].dim() != 4:
         return lambda context, batch=_EVERY: context
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
 
     @functools.cache
-    def rows() -> torch.Tensor:
+    def rows() -> Tensor:
         """[sq, b, n, 1]"""
         mask = applied_mask(module.scale_mask_softmax, (b, n, sq, sk), attention_mask)
-        empty: torch.Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
+        empty: Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
         return empty
 
-    def clear(context: torch.Tensor, batch: slice = _EVERY) -> torch.Tensor:
+    def clear(context: Tensor, batch: slice = _EVERY) -> Tensor:
         by_head = context.reshape(*context.shape[:2], n, -1)
         return by_head.masked_fill(rows()[:, batch], 0.0).flatten(-2)
 
     return clear
 
 
-def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
+def _without_buffers(original: Function, *given: Any) -> Any:
     """Run without leaving score buffers in Megatron's global memory buffer."""
     from megatron.core import parallel_state
 
@@ -297,7 +289,7 @@ def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
         buffers.update(kept)
 
 
-def _parts(original: Callable[..., Any], qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
+def _parts(original: Function, qkv: Sequence[Tensor], mask: Any) -> list[Part] | None:
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
     bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
     if b * bytes_of_one <= _SCORES:

@@ -1,4 +1,4 @@
-"""Reasons why a feature cannot run: conflicting arguments, flags, Transformer Engine."""
+"""Conditions of features, composed with `every`, and reasons that depend on arguments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from mindspeed_lite.engine import Context, Option, OptionError, Settings
 
+Condition = Callable[[Context], Sequence[str]]
+
 CUDA_GRAPH_ARGS = {
     "enable_cuda_graph": "--enable-cuda-graph records a layer once",
     "external_cuda_graph": "--external-cuda-graph records a layer once",
@@ -14,35 +16,66 @@ CUDA_GRAPH_ARGS = {
 }
 # Up to 0.13 Megatron FSDP is called `custom`.
 FSDP_ARGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
-SINGLE_STAGE = "--pipeline-model-parallel-size 1"
+
+
+def every(*conditions: Condition) -> Condition:
+    return lambda context: [reason for each in conditions for reason in each(context)]
+
+
+def local(theirs: str) -> Condition:
+    """The local implementation; `theirs`: what Transformer Engine has instead."""
+
+    def condition(context: Context) -> list[str]:
+        is_used = context.arg("transformer_impl", "local") == "transformer_engine"
+        return [f"--transformer-impl transformer_engine {theirs}"] if is_used else []
+
+    return condition
+
+
+def needs(argument: str, why: str) -> Condition:
+    """An argument that is set, where Megatron's arguments are known."""
+
+    def condition(context: Context) -> list[str]:
+        is_missing = context.host_args is not None and not context.arg(argument, None)
+        return [f"{flag(argument)} is not given: {why}"] if is_missing else []
+
+    return condition
+
+
+def several_stages(why: str) -> Condition:
+    def condition(context: Context) -> list[str]:
+        is_single = context.host_args is not None and (context.arg("pipeline_model_parallel_size", 1) or 1) == 1
+        return [f"--pipeline-model-parallel-size 1: {why}"] if is_single else []
+
+    return condition
+
+
+def not_disabled(argument: str, flag: str) -> Condition:
+    """A fusion that the user has not disabled by `flag`, which clears `argument`, or by YAML."""
+
+    def condition(context: Context) -> list[str]:
+        is_cleared = argument in context.explicit and not context.arg(argument, True)
+        reasons = [f"{flag} is given"] if is_cleared else []
+        if any(getattr(part, argument, True) is False for part in _yaml_sections(context)):
+            reasons.append(f"`{argument}` is false in the arguments of the YAML file, which this flag does not change")
+        return reasons
+
+    return condition
+
+
+def flag(argument: str) -> str:
+    return "--" + argument.replace("_", "-")
+
+
+def fsdp_args(why: str) -> dict[str, str]:
+    return {name: f"{flag(name)} {why}" for name in FSDP_ARGS}
 
 
 def holding(reasons: Mapping[str, Any]) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def transformer_engine_reasons(context: Context, has: str) -> list[str]:
-    """Reason for the local implementation; `has`: Transformer Engine's counterpart."""
-    is_used = context.arg("transformer_impl", "local") == "transformer_engine"
-    return [f"--transformer-impl transformer_engine {has}"] if is_used else []
-
-
-def single_stage_reasons(context: Context, why: str) -> list[str]:
-    is_single = context.host_args is not None and (context.arg("pipeline_model_parallel_size", 1) or 1) == 1
-    return [f"{SINGLE_STAGE}: {why}"] if is_single else []
-
-
-def fsdp_reasons(context: Context, why: str) -> list[str]:
-    return [f"--{name.replace('_', '-')} {why}" for name in FSDP_ARGS if context.arg(name, False)]
-
-
 def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:
-    """Reasons of the arguments that are set.
-
-    Args:
-        conflicting_args: Megatron argument -> reason.
-        value_of: argument -> value.
-    """
     return [why for name, why in conflicting_args.items() if value_of(name) not in (None, False, "none")]
 
 
@@ -66,22 +99,16 @@ def require_first(options: Sequence[Option], settings: Settings) -> None:
         raise OptionError(f"{' '.join(given)} has no effect without {first.flag}: add it")
 
 
-def explicitly_disabled_reasons(context: Context, argument: str, flag: str) -> list[str]:
-    """Why the user disabled a fusion: by `flag`, which clears `argument`, or by YAML."""
-    reasons = []
-    if argument in context.explicit and not context.arg(argument, True):
-        reasons.append(f"{flag} is given")
-    if any(getattr(part, argument, True) is False for part in _yaml_sections(context)):
-        reasons.append(f"`{argument}` is false in the arguments of the YAML file, which this flag does not change")
-    return reasons
+def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
+    return lambda context: {} if context.host_args is None else {argument: True}
 
 
-def reenable_default(context: Context, argument: str) -> Mapping[str, Any]:
+def reenable_default(argument: str) -> Callable[[Context], Mapping[str, Any]]:
     """Set `argument` to True again, unless YAML or a Python caller decides.
 
     Megatron may have cleared it because a package is missing.
     """
-    return {} if context.host_args is None or _yaml_sections(context) else {argument: True}
+    return lambda context: {} if context.host_args is None or _yaml_sections(context) else {argument: True}
 
 
 def _yaml_sections(context: Context) -> list[Any]:

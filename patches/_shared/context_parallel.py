@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_lite.engine import Context, OptionError, Session, matches
 from mindspeed_lite.parallel.context import Algorithm, Ring
+from mindspeed_lite.parallel.context.collectives import split_heads
 from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
-from mindspeed_lite.parallel.context.ulysses import split_heads
 from mindspeed_lite.parallel.groups import new_groups
 from mindspeed_lite.platform.megatron import HOST
 
@@ -27,30 +27,6 @@ COMM_TYPES = {
     "all_gather": "gathered",
     "allgather": "gathered",
 }
-
-
-class Options(NamedTuple):
-    window: int
-    two_groups: bool
-    cache: str | None
-    cache_interval: int
-    gather_keys: bool
-
-    @classmethod
-    def of(cls, session: Session) -> Options:
-        settings = session.settings
-        return cls(
-            settings["cp_window_size"],
-            settings["use_cp_send_recv_overlap"],
-            settings["context_parallel_kv_cache_policy"],
-            settings["context_parallel_cache_interval"],
-            settings["use_ulysses_allgather_kv"],
-        )
-
-    def cache_of(self, layer: int) -> Any:
-        """Cache policy of a layer (from 1): every (interval + 1)-th layer has it."""
-        kept = self.cache is not None and (layer - 1) % (self.cache_interval + 1) == 0
-        return self.cache if kept else "none"
 
 
 def group_of(module: Any, packed_seq_params: Any) -> Any:
@@ -75,15 +51,16 @@ def group_of(module: Any, packed_seq_params: Any) -> Any:
     return group
 
 
-def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: Session) -> Algorithm:
+def algorithm_of(kind: str, group: Any, layer: int, session: Session) -> Algorithm:
+    gather_keys = session.settings["use_ulysses_allgather_kv"]
     if kind == "ulysses":
-        return Algorithm(ulysses=group, gather_keys=options.gather_keys)
+        return Algorithm(ulysses=group, gather_keys=gather_keys)
     if kind == "gathered":
         return Algorithm(gathered=group)
     if kind == "ring":
-        return Algorithm(ring=_ring(group, layer, options, session))
+        return Algorithm(ring=ring_of(group, layer, session))
     inner, outer = _hierarchical(group)
-    return Algorithm(ulysses=inner, ring=_ring(outer, layer, options, session), gather_keys=options.gather_keys)
+    return Algorithm(ulysses=inner, ring=ring_of(outer, layer, session), gather_keys=gather_keys)
 
 
 def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, session: Session) -> str:
@@ -102,9 +79,13 @@ def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, se
     return chosen[work]
 
 
-def _ring(group: Any, layer: int, options: Options, session: Session) -> Ring:
-    second = _second(group, session) if options.two_groups else None
-    return Ring(group, second, options.window, options.cache_of(layer))
+def ring_of(group: Any, layer: int, session: Session) -> Ring:
+    """Ring of a layer (from 1); every (interval + 1)-th layer caches."""
+    settings = session.settings
+    second = _second(group, session) if settings["use_cp_send_recv_overlap"] else None
+    is_kept = (layer - 1) % (settings["context_parallel_cache_interval"] + 1) == 0
+    cache = settings["context_parallel_kv_cache_policy"] if is_kept else None
+    return Ring(group, second, settings["cp_window_size"], cache or "none")
 
 
 def _second(group: Any, session: Session) -> Any:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Context, Override, Session
+from mindspeed_lite.engine import Context, Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conditions import transformer_engine_reasons
+from .conditions import Condition, every, local
 
 
 class FusedNorm(torch.nn.Module):
@@ -25,8 +26,8 @@ class FusedNorm(torch.nn.Module):
     kind: ClassVar[str]
     operator_name: ClassVar[str]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
-    operator: ClassVar[Callable[..., torch.Tensor]]
-    definition: ClassVar[Callable[..., torch.Tensor]]
+    operator: ClassVar[Callable[..., Tensor]]
+    definition: ClassVar[Callable[..., Tensor]]
     weight: torch.nn.Parameter
     eps: Any
     verifier: Any = None
@@ -48,20 +49,20 @@ class FusedNorm(torch.nn.Module):
             for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         parameters = [getattr(self, name) for name in self.parameter_names]
         if self.verifier is not None:
             self._verify(x, dict(zip(self.parameter_names, parameters, strict=True)))
         return type(self).operator(x, *parameters, self.eps, self.zero_centered)
 
-    def _verify(self, x: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
-        def torchs(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def _verify(self, x: Tensor, parameters: dict[str, Tensor]) -> None:
+        def torchs(x: Tensor, *tensors: Tensor) -> Tensor:
             original = vars(self).get("original") or _torchs_class(self)(self.normalized_shape, self.eps)
             given = dict(zip(parameters, tensors, strict=True))
-            found: torch.Tensor = torch.func.functional_call(original, given, (x,))
+            found: Tensor = torch.func.functional_call(original, given, (x,))
             return found
 
-        def with_options(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda *tensors: function(*tensors, self.eps, self.zero_centered)
 
         against = f"torch.nn.{self.kind}"
@@ -91,7 +92,7 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         adopted[norm] = None
         session.on_end(functools.partial(_restore_class, weakref.ref(norm)))
 
-    def new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def new(wrapped: Function, session: Session) -> Function:
         def __new__(
             cls: Any,
             config: Any,
@@ -132,10 +133,13 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
 def _restore_class(reference: weakref.ref[Any]) -> None:
     """Restore torch's class, unless gamma is zero-centred, which torch lacks."""
     norm = reference()
-    if norm is None or norm.zero_centered:
+    if norm is None:
         return
-    for name in ("zero_centered", "verifier", "original"):
+    for name in ("verifier", "original"):
         vars(norm).pop(name, None)
+    if norm.zero_centered:
+        return
+    del norm.zero_centered
     norm.__class__ = _torchs_class(norm)
 
 
@@ -143,11 +147,12 @@ def _torchs_class(norm: Any) -> type[Any]:
     return next(each for each in type(norm).__mro__ if each.__module__.startswith("torch.nn.modules.normalization"))
 
 
-def norm_reasons(context: Context, kind: str) -> list[str]:
-    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own fused norm")
-    normalization = context.arg("normalization", kind)
-    if normalization != kind:
-        reasons.append(f"the model has --normalization {normalization}, not {kind}")
-    if context.arg("memory_efficient_layer_norm", False):
-        reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
-    return reasons
+MEMORY_EFFICIENT = {"memory_efficient_layer_norm": "--memory-efficient-layer-norm is a property of Apex's norm"}
+
+
+def local_norm(kind: str) -> Condition:
+    def condition(context: Context) -> list[str]:
+        given = context.arg("normalization", kind)
+        return [] if given == kind else [f"the model has --normalization {given}, not {kind}"]
+
+    return every(local("uses Transformer Engine's own fused norm"), condition)

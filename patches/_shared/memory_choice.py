@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite import _version
-from mindspeed_lite.engine import OptionError, Session
+from mindspeed_lite.engine import Function, OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
 from mindspeed_lite.memory.kept_choices import Choice, KeptChoices
 from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
@@ -65,7 +65,7 @@ class MemoryChoice:
     def add(self, layer: Any) -> None:
         if self._offload is None and not self._why_kept:
             device = torch.device(self._session.context.device)
-            self._engine = swap_attention._copy_engine_of(device)
+            self._engine = swap_attention.StreamCopyEngine(device)
             on_refusal = self._session.fallback_of(self._session.feature)
             self._offload = Offload(self._engine, device.type, None, on_refusal)
         self._layers.append(RecomputedLayer(len(self._layers), layer, self._session, self._offload))
@@ -79,7 +79,7 @@ class MemoryChoice:
                 stack.enter_context(self._recorder.forward_pass())
             yield
 
-    def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def step(self, original: Function, given: dict[str, Any]) -> Any:
         if self._is_done or given.get("forward_only", False):
             return original(**given)
         if self._steps == 0 and not any(map(any, _by_stage(bool(self._layers)).values())):
@@ -103,7 +103,7 @@ class MemoryChoice:
         self._check(tracker.peak, given)
         return result
 
-    def _recorded(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def _recorded(self, original: Function, given: dict[str, Any]) -> Any:
         recorder = self._recorder = LayerRecorder(len(self._layers), _excluded(given), self._synchronize)
         with contextlib.ExitStack() as stack:
             for layer in self._layers:

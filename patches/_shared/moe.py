@@ -1,17 +1,20 @@
-"""Conditions, patches and verification shared by mixture-of-experts features."""
+"""Conditions, patches and messages shared by mixture-of-experts features."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from mindspeed_lite.engine import Around, Context, Feature, Override, Session
+from mindspeed_lite.engine import Around, Context, Function, Override, Session
+from mindspeed_lite.parallel.expert.exchange import Messages
 
-from .conditions import transformer_engine_reasons
-from .wrappers import before
+from .conditions import Condition, every, local, needs
+from .wrappers import Make, before, within
 
 UTILS = "megatron.core.transformer.moe.moe_utils"
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+ALLTOALL, ALLGATHER = "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm"
 HOOKED = "a hook on an expert or its linear layers"
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook"
 
@@ -34,16 +37,14 @@ class AllToAllCall(NamedTuple):
     sent: Any
 
 
-def permute_patches(
-    serve: Callable[[Session, Callable[..., Any], Permutation], Any], order: int = 0
-) -> tuple[Override, ...]:
+def permute_patches(serve: Callable[[Session, Function, Permutation], Any], order: int = 0) -> tuple[Override, ...]:
     """Override `permute` by `serve(session, original, call)`.
 
     `serve` returns (rows, probabilities, row ids), or None to run the original.
     """
 
-    def make_of(has_padding: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
-        def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make_of(has_padding: bool) -> Callable[[Function, Session], Function]:
+        def make(wrapped: Function, session: Session) -> Function:
             def permute(
                 tokens: Any,
                 routing_map: Any,
@@ -74,7 +75,7 @@ def permute_patches(
 def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int = 0) -> Override:
     """Override `all_to_all`; `serve` returns rows, or None to run the original."""
 
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def all_to_all(
             group: Any,
             input_: Any,
@@ -107,35 +108,34 @@ def expert_sizes(context: Context) -> tuple[int, int]:
     return shared, arg("expert_model_parallel_size", 1) or 1
 
 
-def no_expert_reasons(context: Context) -> list[str]:
-    has_none = context.host_args is not None and not context.arg("num_experts", None)
-    return ["--num-experts is not given: the model has no experts"] if has_none else []
+has_experts = needs("num_experts", "the model has no experts")
 
 
-def dispatcher_reasons(context: Context, *dispatchers: str) -> list[str]:
-    given = context.arg("moe_token_dispatcher_type", dispatchers[0])
-    return [] if given in dispatchers else [f"--moe-token-dispatcher-type {given}: it takes {' or '.join(dispatchers)}"]
+def local_experts(theirs: str) -> Condition:
+    return every(local(f"has {theirs} of its own"), has_experts)
 
 
-def exchange_reasons(context: Context) -> list[str]:
-    found = no_expert_reasons(context)
-    if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
-        found = ["--expert-model-parallel-size 1: tokens stay where they are"]
-    return found
+def dispatchers(*names: str) -> Condition:
+    def condition(context: Context) -> list[str]:
+        given = context.arg("moe_token_dispatcher_type", names[0])
+        return [] if given in names else [f"--moe-token-dispatcher-type {given}: it takes {' or '.join(names)}"]
+
+    return condition
 
 
-def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
-    return lambda context: [
-        *transformer_engine_reasons(context, f"has {theirs} of its own"),
-        *no_expert_reasons(context),
-    ]
+def spread_experts(why: str) -> Condition:
+    """Experts that several ranks share."""
+
+    def condition(context: Context) -> list[str]:
+        found = has_experts(context)
+        if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
+            found = [f"--expert-model-parallel-size 1: {why}"]
+        return [*found]
+
+    return condition
 
 
-def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
-    def adjust(context: Context) -> Mapping[str, Any]:
-        return {} if context.host_args is None else {argument: True}
-
-    return adjust
+exchanges = spread_experts("tokens stay where they are")
 
 
 def before_call(layer: Any) -> None:
@@ -159,30 +159,55 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
-def compare(
-    session: Session,
-    feature: Feature,
-    operator: str,
-    ours: Callable[..., Any],
-    theirs: Callable[..., Any],
-    inputs: Mapping[str, Any],
-    against: str = "Megatron's function",
-    widened: bool = True,
-    variant: str = "",
-) -> None:
-    """Verify an operator whose number of rows varies.
+class MessageState:
+    """Messages of expert dispatch and combine; is_dispatch: True in dispatch, False in combine, else None."""
 
-    widened: measure both against `theirs` in a wider type.
-    """
-    session.verifier.check(
-        feature.name,
-        operator,
-        feature.numerics,
-        ours,
-        theirs,
-        inputs,
-        against=against,
-        widened=widened,
-        variant=variant,
-        sizes_vary=True,
+    def __init__(self) -> None:
+        self.messages = Messages()
+        self.is_dispatch: bool | None = None
+
+
+def messages_of(session: Session, feature: str, factory: Callable[[], Any] = MessageState) -> Any:
+    found = session.find(feature)
+    if found is None:
+        found = session.state(feature, factory)
+        session.on_end(found.messages.run_jobs)
+    return found
+
+
+def message_states(session: Session) -> list[Any]:
+    return [state for name in (ALLTOALL, ALLGATHER) if (state := session.find(name)) is not None]
+
+
+def put(session: Session, job: Callable[[], None]) -> bool:
+    """Run `job`, on which no gradient depends, during the next message; False if none follows."""
+    return any(each.messages.put(job) for each in message_states(session))
+
+
+def run_jobs(session: Session) -> None:
+    """Run jobs that overlapped with no message."""
+    for each in message_states(session):
+        each.messages.run_jobs()
+
+
+def message_patches(feature: str, dispatcher: str) -> tuple[Around, ...]:
+    """Make collectives of the dispatcher's `token_dispatch` and `token_combine` messages of this feature."""
+
+    def tracked(is_dispatch: bool) -> Make:
+        @contextlib.contextmanager
+        def tracking(session: Session, _: Any) -> Iterator[None]:
+            state = messages_of(session, feature)
+            state.is_dispatch = is_dispatch
+            state.messages.begin(is_dispatch)
+            try:
+                yield
+            finally:
+                state.is_dispatch = None
+
+        return within(tracking)
+
+    return (
+        Around(f"{dispatcher}.token_dispatch", tracked(True)),
+        Around(f"{dispatcher}.token_combine", tracked(False)),
+        before_gradients_are_reduced(lambda session: messages_of(session, feature).messages.run_jobs()),
     )

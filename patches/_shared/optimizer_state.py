@@ -1,6 +1,6 @@
 """Checkpoints and access for optimizer state that is split, quantized or in host memory.
 
-Checkpoints hold fp32 copies, as without the features. Every such feature lists `PATCHES`, which are idempotent.
+Checkpoints hold fp32 copies, as without the features.
 """
 
 from __future__ import annotations
@@ -10,33 +10,37 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Override, Session
+from mindspeed_lite.engine import Around, Function, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from .wrappers import Make, after, within
+from .wrappers import after, within
+
+# Flags with which Megatron uses main parameters where these patches do not reach.
+MAIN_PARAM_ARGS = {
+    "fp8_param_gather": "--fp8-param-gather keeps weights in fp8",
+    "fp4_param_gather": "--fp4-param-gather keeps weights in fp4",
+    "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself",
+    "qk_clip": "--qk-clip changes main parameters inside attention",
+    "log_params_norm": "--log-params-norm reads the fp32 main parameters",
+    "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference moves main parameters",
+}
+MOMENT_ARGS = {
+    "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference moves the moments itself"
+}
+
+
+def has_fused_step(optimizer: Any) -> bool:
+    return isinstance(optimizer, (FusedAdam, FusedAdamW))
 
 
 def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None:
-    inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, (FusedAdam, FusedAdamW)):
+    inner: Any = getattr(optimizer, "optimizer", None)
+    if not has_fused_step(inner):
         return None
     elsewhere = inner.placement is not None and not inner.placement.device_addressable
     return inner if elsewhere or inner.split_params is not None or inner.quantized_moments is not None else None
-
-
-def main_param_reasons(context: Context) -> list[str]:
-    """Flags with which Megatron uses main parameters where these patches do not reach."""
-    used = {
-        "fp8_param_gather": "--fp8-param-gather keeps weights in fp8",
-        "fp4_param_gather": "--fp4-param-gather keeps weights in fp4",
-        "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself",
-        "qk_clip": "--qk-clip changes main parameters inside attention",
-        "log_params_norm": "--log-params-norm reads the fp32 main parameters",
-        "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference moves main parameters",
-    }
-    return [what for name, what in used.items() if context.arg(name, None)]
 
 
 def _materialized(session: Session, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
@@ -47,10 +51,9 @@ def _materialized(session: Session, optimizer: Any) -> contextlib.AbstractContex
 with_materialized_state = within(_materialized)
 
 
-def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def copy_main(wrapped: Function, session: Session) -> Function:
     def _copy_main_params_to_model_params(self: Any) -> Any:
-        inner = optimizer_with_custom_state(self)
-        if inner is not None and inner.step_data.casts_done:
+        if has_fused_step(self.optimizer) and self.optimizer.step_data.casts_done:
             return None
         with _materialized(session, self):
             return wrapped(self)
@@ -58,7 +61,7 @@ def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
     return _copy_main_params_to_model_params
 
 
-def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _state_dict(wrapped: Function, session: Session) -> Function:
     """Save fp32 copies; the saved dict outlives the call."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +86,7 @@ def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return state_dict
 
 
-def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _get(wrapped: Function, session: Session) -> Function:
     def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
         found, inner = wrapped(self, model_param), optimizer_with_custom_state(self)
         return found if inner is None else {**found, **inner.fp32_copy(found["param"])}
@@ -91,7 +94,7 @@ def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return _get_main_param_and_optimizer_states
 
 
-def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _set(wrapped: Function, session: Session) -> Function:
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
         inner = optimizer_with_custom_state(self)
         if inner is None:
@@ -103,23 +106,46 @@ def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return _set_main_param_and_optimizer_states
 
 
-def patch_optimizer_init(feature: str, use: Callable[[Any, FusedAdam | FusedAdamW, Session], None]) -> Make:
-    """Wrap `__init__`: call `use(optimizer, inner, session)` if the inner optimizer has the fused step.
+def state_patches(
+    feature: str,
+    use: Callable[[Any, Any, Session], None],
+    *,
+    reads: Mapping[str, Sequence[str]] | None = None,
+    has_fp32: bool = True,
+    moves_main_params: bool = False,
+    is_in_checkpoints: bool = True,
+) -> tuple[Around, ...]:
+    """Call `use(optimizer, inner, session)` after `__init__` if the inner optimizer has the fused step.
 
-    When the features end, state returns to fp32 on the device.
+    When the feature ends, state returns to fp32 on the device.
+
+    Args:
+        reads: attributes that `use` reads, by optimizer class.
+        has_fp32: also for models in fp32.
+        moves_main_params: main parameters are readable only in a step and where these patches materialize them.
+        is_in_checkpoints: checkpoints need fp32 copies.
     """
 
     def adopt(session: Session, optimizer: Any) -> None:
         inner = optimizer.optimizer
         if inner is None or getattr(optimizer, "is_stub_optimizer", False):
             return
-        if not isinstance(inner, (FusedAdam, FusedAdamW)):
+        if not has_fused_step(inner):
             session.fallback(feature, f"the optimizer is {type(inner).__qualname__}, without the fused step")
             return
         use(optimizer, inner, session)
         end_with(session, inner)
 
-    return after(adopt)
+    kinds = ((FP32,) if has_fp32 else ()) + (FLOAT16, DISTRIBUTED)
+    methods = [f"{each}._copy_model_params_to_main_params" for each in (FLOAT16, DISTRIBUTED) if moves_main_params]
+    found = [
+        *(
+            Around(f"{each}.__init__", after(adopt), reads=("optimizer", *(reads or {}).get(each, ())))
+            for each in kinds
+        ),
+        *(Around(each, with_materialized_state) for each in methods),
+    ]
+    return (*found, *_checkpoint_patches(has_fp32)) if is_in_checkpoints else (*found,)
 
 
 def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
@@ -127,14 +153,15 @@ def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
 
     def end() -> None:
         found = owner()
-        if isinstance(found, (FusedAdam, FusedAdamW)):
+        # The fused step may have ended before.
+        if found is not None and has_fused_step(found):
             found.restore()
 
     session.on_end(end)
 
 
 # Model parameter -> (inner optimizer, tensor that it updates).
-MainParams = Mapping[torch.Tensor, tuple[Any, torch.Tensor]]
+MainParams = Mapping[Tensor, tuple[Any, Tensor]]
 # Attribute that identifies a Megatron optimizer -> (model parameters, main parameters).
 _GROUPS = (
     ("fp32_from_float16_groups", (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",) * 2)),
@@ -152,7 +179,7 @@ def leaves(optimizer: Any) -> list[Any]:
     return [] if optimizer.optimizer is None or getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
 
 
-def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
+def main_params(optimizers: Sequence[Any]) -> dict[Tensor, tuple[Any, Tensor]]:
     """Parameter -> what its optimizer updates: an fp32 copy, a shard, or itself."""
     found = {}
     for each in optimizers:
@@ -167,12 +194,12 @@ def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torc
 
 
 @contextlib.contextmanager
-def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Iterator[list[torch.Tensor]]:
+def training_state(parameters: Sequence[Tensor], mains: MainParams) -> Iterator[list[Tensor]]:
     """Context that yields parameters, main parameters and fp32 states; writes persist."""
     held = [(each, *mains[each]) for each in parameters if each in mains]
     with contextlib.ExitStack() as stack:
         for inner in {id(inner): inner for _, inner, _ in held}.values():
-            if isinstance(inner, (FusedAdam, FusedAdamW)):
+            if has_fused_step(inner):
                 stack.enter_context(inner.materialized([main for _, its, main in held if its is inner]))
         found = list(parameters)
         for parameter, inner, main in held:
@@ -183,7 +210,7 @@ def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Ite
             found += [
                 state[name]
                 for name in sorted(state)
-                if isinstance(state[name], torch.Tensor) and state[name].dim() and state[name].shape == main.shape
+                if isinstance(state[name], Tensor) and state[name].dim() and state[name].shape == main.shape
             ]
         yield found
 
@@ -201,26 +228,14 @@ FP32 = f"{OPTIMIZERS}.optimizer:FP32Optimizer"
 FLOAT16 = f"{OPTIMIZERS}.optimizer:Float16OptimizerWithFloat16Params"
 DISTRIBUTED = f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer"
 
-PATCHES = (
-    Around(f"{FLOAT16}.state_dict", _state_dict),
-    Around(f"{FLOAT16}.load_state_dict", with_materialized_state),
-    Around(f"{DISTRIBUTED}._get_main_param_and_optimizer_states", _get),
-    Around(f"{DISTRIBUTED}._set_main_param_and_optimizer_states", _set, reads=("model_param_group_index_map",)),
-    Around(f"{DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy", with_materialized_state),
-)
-FP32_PATCHES = (
-    Around(f"{FP32}.state_dict", _state_dict),
-    Around(f"{FP32}.load_state_dict", with_materialized_state),
-)
-MAIN_PARAM_PATCHES = tuple(
-    patch
-    for optimizer in (FLOAT16, DISTRIBUTED)
-    for patch in (
-        Around(f"{optimizer}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{optimizer}._copy_main_params_to_model_params", copy_main),
-    )
-)
 
-
-def init_patches(make: Make, reads: Mapping[str, Sequence[str]], optimizers: Sequence[str]) -> tuple[Around, ...]:
-    return tuple(Around(f"{each}.__init__", make, reads=("optimizer", *reads.get(each, ()))) for each in optimizers)
+def _checkpoint_patches(has_fp32: bool) -> list[Around]:
+    """Patches that several features list; they are idempotent."""
+    loads = [f"{DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy"]
+    kinds = (FLOAT16, FP32) if has_fp32 else (FLOAT16,)
+    return [
+        *(Around(f"{each}.state_dict", _state_dict) for each in kinds),
+        *(Around(each, with_materialized_state) for each in [*(f"{kind}.load_state_dict" for kind in kinds), *loads]),
+        Around(f"{DISTRIBUTED}._get_main_param_and_optimizer_states", _get),
+        Around(f"{DISTRIBUTED}._set_main_param_and_optimizer_states", _set, reads=("model_param_group_index_map",)),
+    ]

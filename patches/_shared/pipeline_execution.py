@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.engine import OptionError, Session, Settings
+from mindspeed_lite.engine import Function, OptionError, Session, Settings
 from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
 from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
@@ -17,8 +16,7 @@ from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_progra
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import pipeline_orders, schedule_functions
-from .pipeline_orders import ScheduleRequest
+from . import pipeline_orders, pipeline_passes
 from .pipeline_passes import (
     CombinedPasses,
     DelayedWgrads,
@@ -26,9 +24,9 @@ from .pipeline_passes import (
     MegatronTransport,
     OverlappedTransport,
     TrainingStep,
+    filter_kwargs,
 )
 from .proxies import AttributeOverride
-from .schedule_functions import filter_kwargs
 
 
 class PlannedStep:
@@ -48,26 +46,10 @@ class ExecutorState:
         self.planned: dict[Any, PlannedStep] = {}
         self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()
         self.is_on = True
-        self._request: tuple[Settings, ScheduleRequest] | None = None
         session.on_end(self.end)
-
-    @functools.cached_property
-    def modules(self) -> tuple[Any, Any, Any]:
-        """Modules that a step calls; importing them every step is slow."""
-        import torch
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import schedules
-
-        return torch, parallel_state, schedules
 
     def end(self) -> None:
         self.is_on = False
-
-    def request(self, session: Session) -> ScheduleRequest:
-        settings = session.settings
-        if self._request is None or self._request[0] is not settings:
-            self._request = settings, ScheduleRequest.of(pipeline_orders.active_settings(session))
-        return self._request[1]
 
     def delayed_of(self, model: Any) -> DelayedWgrads:
         if model not in self.delayed:
@@ -82,10 +64,10 @@ def listed(given: Any) -> list[Any]:
 def execute(
     session: Session,
     state: ExecutorState,
-    request: ScheduleRequest,
+    settings: Settings,
     config: Any,
     *,
-    forward_step_func: Callable[..., Any],
+    forward_step_func: Function,
     data_iterator: Any,
     model: Any,
     num_microbatches: int,
@@ -101,21 +83,24 @@ def execute(
     grad_finalize_pgs: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    torch, parallel_state, schedules = state.modules
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
     models, groups = listed(model), grad_finalize_pgs if pg_collection is None else pg_collection
     tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
     cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     if p2p_communicator is None:
         pp = parallel_state.get_pipeline_model_parallel_group()
-        p2p_communicator = schedule_functions.communicator(schedules, pp, config)
+        p2p_communicator = pipeline_passes.communicator(schedules, pp, config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
-    delays = request.delays and not forward_only
+    delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
     # A blocking send would delay weight gradients that could run meanwhile.
     is_async = config.overlap_p2p_comm or (delays and not config.use_ring_exchange_p2p)
     shape = (ranks, num_microbatches, len(models), group)
     is_combined = not forward_only and bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-    planned = _planned(request, state, shape, rank, forward_only, config, is_async, is_combined)
+    planned = _planned(settings, state, shape, rank, forward_only, config, is_async, is_combined)
     last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
@@ -143,7 +128,7 @@ def execute(
     is_synced = not forward_only and DataParallelSync.is_asked_for(config)
     sync = DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0) if is_synced else None
     delayed = [state.delayed_of(each) for each in models] if delays else []
-    is_recomputed = request.recomputes and not forward_only
+    is_recomputed = pipeline_orders.recomputes_in_steps(settings) and not forward_only
     recomputed = _units_of_step(session, config, planned.recomputed) if is_recomputed else None
     made = CombinedPasses if is_combined else MegatronPasses
     passes = made(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
@@ -153,15 +138,16 @@ def execute(
         # With several chunks Megatron ignores the decoder's own length.
         decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
         config=config,
-        **schedule_functions.tensor_shape_kwargs(schedules, tp, cp, rank),
+        **pipeline_passes.tensor_shape_kwargs(schedules, tp, cp, rank),
     )
     communicator = p2p_communicator
     if is_async and config.batch_p2p_comm:
         # Megatron waits for batched messages.
         single = AttributeOverride(config, batch_p2p_comm=False)
-        communicator = schedule_functions.communicator(schedules, p2p_communicator.pp_group, single)
+        communicator = pipeline_passes.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
-    trace = None if forward_only or request.trace is None else _trace(request.trace, rank)
+    folder = settings.get("pipeline_schedule_trace")
+    trace = None if forward_only or folder is None else _trace(folder, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
     if sync is not None:
         sync.begin()
@@ -177,7 +163,7 @@ def execute(
         config.finalize_model_grads_func(
             models,
             this.num_tokens if config.calculate_per_token_loss else None,
-            **schedule_functions.finalize_kwargs(schedules, groups, force_all_reduce),
+            **pipeline_passes.finalize_kwargs(schedules, groups, force_all_reduce),
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()
@@ -207,7 +193,7 @@ def _on(device: Any, given: list[Any]) -> list[Any]:
 
 
 def _planned(
-    request: ScheduleRequest,
+    settings: Settings,
     state: ExecutorState,
     shape: tuple[int, int, int, int],
     rank: int,
@@ -220,10 +206,12 @@ def _planned(
     exchanges_lengths = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
     lookahead = int(is_async)
-    key = (shape, rank, forward_only, joining, lookahead, is_combined, request.flags)
+    order = pipeline_orders.name_of(settings)
+    recomputed = [settings.get(each) for each in (pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE)]
+    key = (shape, rank, forward_only, joining, lookahead, is_combined, order, *recomputed)
     found = state.planned.get(key)
     if found is None:
-        schedule = pipeline_orders.schedule_of(request.settings, PipelineShape(*shape), forward_only)
+        schedule = pipeline_orders.schedule_of(settings, PipelineShape(*shape), forward_only)
         # With lookahead a receive starts one step early.
         program = compile_program(schedule, rank, lookahead, joining, is_combined)
         plan = sync_plan(program.steps, schedule.num_chunks, rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_lite.engine import Context, OptionError, Session, Settings
 from mindspeed_lite.pipeline import check, costs, orders, recompute_plan, zero_bubble
@@ -40,6 +40,7 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def active_settings(session: Session) -> Settings:
+    """Settings without flags of features that were skipped."""
     settings = session.settings
     skipped: dict[str, None] = {}
     if settings.get(METHOD) and session.find(PLACED) is None:
@@ -47,36 +48,6 @@ def active_settings(session: Session) -> Settings:
     if recomputes_in_steps(settings) and session.find(RECORDED) is None:
         skipped |= {IN_BUBBLE: None, IN_ADVANCE: None}
     return Settings({**settings, **skipped}) if skipped else settings
-
-
-class ScheduleRequest(NamedTuple):
-    """Schedule requested by the active flags.
-
-    delays, recomputes: weight gradients or recomputations may be steps. trace: output folder. flags: values that decide
-    the order.
-    """
-
-    settings: Settings
-    name: str | None
-    delays: bool
-    recomputes: bool
-    trace: str | None
-    flags: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, settings: Settings) -> ScheduleRequest:
-        return cls(
-            settings,
-            name_of(settings),
-            delays_weight_gradients(settings),
-            recomputes_in_steps(settings),
-            settings.get("pipeline_schedule_trace"),
-            (name_of(settings), settings.get(IN_BUBBLE), settings.get(IN_ADVANCE)),
-        )
-
-    @property
-    def is_v(self) -> bool:
-        return bool(self.settings.get(METHOD))
 
 
 def recomputes_in_steps(settings: Mapping[str, Any]) -> bool:

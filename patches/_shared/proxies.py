@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from mindspeed_lite.engine import Function
 
 
 class FunctionModule(torch.nn.Module):
     """A function as a parameterless module; skips `Module.__init__`."""
 
-    function: Callable[..., Any]
+    function: Function
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Function) -> None:
         object.__setattr__(self, "function", function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +40,7 @@ class AttributeOverride:
 RECOMPUTED = "activation_is_recomputed"
 
 
-def run_activation(forward: Callable[..., Any], mlp: Any, x: Any, *rest: Any, bias: Any = None, **kwargs: Any) -> Any:
+def run_activation(forward: Function, mlp: Any, x: Any, *rest: Any, bias: Any = None, **kwargs: Any) -> Any:
     """Run what Megatron's MLP computes between its two linear layers.
 
     x, bias: the outputs of the first layer.

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Patch, Session
+from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
+from .conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
@@ -36,44 +37,56 @@ _READS = (
 )
 
 
-class Switch:
-    """A feature's flag and `flag`-num-layers, its limit per rank."""
+def feature_of_layers(
+    name: str,
+    *,
+    summary: str,
+    help: str,
+    numerics: Numerics,
+    prepare: Callable[[Any, Session], None],
+    reads: Sequence[str],
+    patches: Sequence[Patch],
+) -> Feature:
+    """Feature that prepares layers; its flag with `-num-layers` limits it to the first N of a rank."""
+    number, flag = f"{name}_num_layers", f"--{name.replace('_', '-')}"
 
-    def __init__(self, feature: str, help: str) -> None:
-        self.feature = feature
-        self.flag = f"--{feature.replace('_', '-')}"
-        self.number = f"{feature}_num_layers"
-        self.options = (
-            Option(self.flag, help=help),
+    def check(context: Context) -> list[str]:
+        check_count(f"{flag}-num-layers", context.settings.get(number))
+        return []
+
+    def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
+        if is_among(index, session.settings[number]) and can_release(name, layer.config, session):
+            prepare(layer, session)
+
+    return Feature(
+        name=name,
+        summary=summary,
+        options=(
+            Option(flag, help=help),
             Option(
-                f"{self.flag}-num-layers",
-                help=f"{self.flag} for the first N layers of each pipeline rank.",
+                f"{flag}-num-layers",
+                help=f"{flag} for the first N layers of each pipeline rank.",
                 default=None,
                 type=int,
                 metavar="N",
             ),
-        )
-
-    def enabled(self, settings: Settings) -> bool:
-        return bool(settings.get(self.feature)) or settings.get(self.number) is not None
-
-    def why_not(self, context: Context) -> list[str]:
-        """The feature's condition. Raises OptionError for an invalid layer count."""
-        number = context.settings.get(self.number)
-        if number is not None and number < 1:
-            raise OptionError(f"{self.flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
-        reasons = transformer_engine_reasons(context, "has its own --recompute-modules")
-        return reasons + full_recompute_reasons(context)
-
-    def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
-        def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
-            if is_among(index, session.settings[self.number]) and can_release(self.feature, layer.config, session):
-                prepare(layer, session)
-
-        return in_layers(prepare_chosen, reads)
+        ),
+        enabled=lambda settings: bool(settings.get(name)) or settings.get(number) is not None,
+        numerics=numerics,
+        theme="memory",
+        condition=every(check, local("has its own --recompute-modules"), not_full_recompute),
+        conflicting_args=CONFLICTING_ARGS,
+        not_auto=NOT_AUTO,
+        patches=(in_layers(prepare_chosen, reads), *patches),
+    )
 
 
-def full_recompute_reasons(context: Context) -> list[str]:
+def check_count(flag: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise OptionError(f"{flag} {number}: want how many layers of a pipeline rank, at least 1")
+
+
+def not_full_recompute(context: Context) -> list[str]:
     is_full = context.arg("recompute_granularity", None) == "full"
     if is_full and context.arg("recompute_method", None) != "block":
         return ["--recompute-granularity full computes every layer again as a whole"]
@@ -81,7 +94,7 @@ def full_recompute_reasons(context: Context) -> list[str]:
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
-    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def around(wrapped: Function, session: Session) -> Function:
         from megatron.core import parallel_state
 
         signature = inspect.signature(wrapped)
@@ -133,19 +146,19 @@ def checkpoint_without_output() -> Any:
     return found
 
 
-def _checkpoint_if_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
+def _checkpoint_if_needed(checkpoint: Any, own: Function, function: Function, *inputs: Any) -> Any:
     """Checkpoint only if an input needs a gradient; otherwise weights would get none."""
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
         return own(function, *inputs)
     return _run_plainly(checkpoint, function, *inputs)
 
 
-def _run_plainly(checkpoint: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+def _run_plainly(checkpoint: Any, function: Function, *inputs: Any) -> Any:
     checkpoint.discard_output_and_register_recompute = lambda hook_tensor: None
     return function(*inputs)
 
 
-def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _no_sign_of_fp8(wrapped: Function, session: Session) -> Function:
     from megatron.core.tensor_parallel import random
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
@@ -154,8 +167,8 @@ def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[.
     return __init__
 
 
-def _checkpoint_with_fallback(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_with_fallback(wrapped: Function, session: Session) -> Function:
+    def checkpoint(self: Any, run_function: Function, *args: Any) -> Any:
         feature = "recompute_norm" if session.settings.get("recompute_norm") else "adaptive_memory"
         released = not is_checkpointed(feature, session)
         own = functools.partial(wrapped, self)

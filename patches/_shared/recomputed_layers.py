@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import Function, Session
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
@@ -102,7 +103,7 @@ class RecomputedLayer:
             for module in self._activations(part):
                 self._session.mark(module, RECOMPUTED, part in parts)
 
-    def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, part: str, forward: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if part not in self.again:
             return forward(*args, **kwargs)
         recorder = self.recorder if part == LAYER else None
@@ -140,7 +141,7 @@ def _watched(
         looks = part not in _CHECKPOINTED
         yield module.register_forward_pre_hook(
             lambda _, args, part=part, looks=looks: recorder.enter(
-                part, *(each for each in args if looks and isinstance(each, torch.Tensor))
+                part, *(each for each in args if looks and isinstance(each, Tensor))
             )
         ).remove
         yield module.register_forward_hook(
@@ -162,23 +163,23 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Callable[..., Any] | None
+    forward: Function, args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Function | None
 ) -> Any:
     """Checkpoint `forward`; only the first output carries a gradient."""
     from megatron.core import tensor_parallel
 
     given: list[Any] = [*args, *kwargs.values()]
-    places = [place for place, each in enumerate(given) if isinstance(each, torch.Tensor) and each.requires_grad]
+    places = [place for place, each in enumerate(given) if isinstance(each, Tensor) and each.requires_grad]
     if not places:
         return forward(*args, **kwargs)
     differentiable = [given[place] for place in places]
     for place in places:
         given[place] = None
-    others = [each for each in given if isinstance(each, torch.Tensor)]
+    others = [each for each in given if isinstance(each, Tensor)]
     rest: list[Any] = []
     is_tuple = False
 
-    def function(*tensors: torch.Tensor) -> Any:
+    def function(*tensors: Tensor) -> Any:
         nonlocal is_tuple
         values = list(given)
         for place, tensor in zip(places, tensors, strict=True):

@@ -1,20 +1,21 @@
-"""Wrappers for `Around` patches of methods."""
+"""Builds patches' functions: wrappers of methods, verification, switches of configurations."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import Around, Feature, Function, OptionError, Session
 
-Make = Callable[[Callable[..., Any], Session], Callable[..., Any]]
+Make = Callable[[Function, Session], Function]
 
 
 def before(act: Callable[[Session, Any], object]) -> Make:
     """Call `act(session, self)` before the method."""
 
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             act(session, self)
             return wrapped(self, *args, **kwargs)
@@ -27,7 +28,7 @@ def before(act: Callable[[Session, Any], object]) -> Make:
 def after(act: Callable[[Session, Any], object]) -> Make:
     """Call `act(session, self)` after the method."""
 
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             found = wrapped(self, *args, **kwargs)
             act(session, self)
@@ -39,7 +40,7 @@ def after(act: Callable[[Session, Any], object]) -> Make:
 
 
 def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[Any]]) -> Make:
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def make(wrapped: Function, session: Session) -> Function:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             with context(session, self):
                 return wrapped(self, *args, **kwargs)
@@ -47,3 +48,81 @@ def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[A
         return method
 
     return make
+
+
+def forward_pass_patch(feature: str) -> Around:
+    """Runs a block of layers within `forward_pass()` of the feature's state, if there is one."""
+
+    def in_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[Any]:
+        state = session.find(feature)
+        found: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if state is None else state.forward_pass()
+        )
+        return found
+
+    return Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(in_pass))
+
+
+def verify(
+    session: Session,
+    feature: Feature,
+    operator: str,
+    ours: Function,
+    theirs: Function,
+    inputs: Mapping[str, Any],
+    against: str = "Megatron's function",
+    **more: Any,
+) -> None:
+    """Compare an operator with what it replaces, if --mindspeed-lite-verify is given; more: see `Verifier.check`."""
+    if session.verifier is not None:
+        session.verifier.check(feature.name, operator, feature.numerics, ours, theirs, inputs, against=against, **more)
+
+
+def leave_out(session: Session, feature: Feature, operator: str, reason: str) -> None:
+    if session.verifier is not None:
+        session.verifier.leave_out(feature.name, operator, reason)
+
+
+def placeholder(message: str) -> Callable[[Session], Function]:
+    """A function that Megatron's configuration looks for and no path of a model calls; raises OptionError."""
+
+    def make(session: Session) -> Function:
+        def fused_form(*args: Any, **kwargs: Any) -> Any:
+            raise OptionError(message)
+
+        return fused_form
+
+    return make
+
+
+def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
+    """Clear `owner.name` when the feature ends, unless Megatron itself has the fused form.
+
+    Megatron reads it every step from an object that may outlive the feature. is_there: called after the undo.
+    """
+    reference = weakref.ref(owner)
+
+    def end() -> None:
+        found = reference()
+        if found is not None and not is_there():
+            setattr(found, name, False)
+
+    if getattr(owner, name, False):
+        session.on_end(end)
+
+
+def config_field(name: str, is_there: Callable[[], bool]) -> Around:
+    """Patch that applies `switch_off` to a field of every configuration a module is built with."""
+
+    def around(wrapped: Function, session: Session) -> Function:
+        def __init__(self: Any, config: Any) -> None:
+            wrapped(self, config)
+            seen: dict[int, Any] = session.state(f"configurations with {name}", dict)
+            # Configurations are not hashable, and ids are reused.
+            if id(config) not in seen or seen[id(config)]() is not config:
+                seen[id(config)] = weakref.ref(config)
+                switch_off(config, name, session, is_there)
+
+        return __init__
+
+    return Around("megatron.core.transformer.module:MegatronModule.__init__", around)

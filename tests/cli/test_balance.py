@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_lite import cli
 from mindspeed_lite.parallel.balance import record
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
 from tests.harness import document_data
 
 HEADER = record.LoadHeader(experts=4, topk=2, expert_parallel=2, replicas=1, decoder_layers=2, layers=(2, 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
 
 # The token that ends a document: `NullTokenizer` with `--vocab-size 255` has its last one for that.
 EOD = 254

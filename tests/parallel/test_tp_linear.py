@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel.overlapped_gemm import parts
-from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, column_linear, fixed_chunks, row_linear
+from mindspeed_lite.parallel.tp_linear import (
+    AUTOGRAD_WGRAD,
+    TPCommConfig,
+    Wgrad,
+    column_linear,
+    fixed_chunks,
+    row_linear,
+)
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner, Trial
 from tests.harness.compare import error
 from tests.harness.patience import once_of
@@ -130,19 +137,10 @@ def test_a_row_parallel_layer(ranks, rows, chunks):
 def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
     folder = Path(tempfile.mkdtemp())
 
-    class Later:
-        def __init__(self, *shape):
-            self.given, self.shape = [], shape
-
-        def defer(self, dy):
-            self.given.append(dy)
-            return True
-
-        def deferred(self):
-            return torch.full(self.shape, 7.0)
-
-        def __call__(self, dy, x):
-            raise AssertionError("somebody else computes it")
+    def later(*shape):
+        """A gradient that is given away, and what was."""
+        given = []
+        return Wgrad(None, lambda dy: given.append(dy) or True, lambda: torch.full(shape, 7.0)), given
 
     def body(rank):
         group = joined(rank, 2, folder)
@@ -155,8 +153,8 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
 
         dist.all_gather_into_tensor = counted
         x, weight, _, dy = column_problem(2, 4, torch.float32)
-        later = Later(OUTER, INNER)
-        for gradient, frozen in ((AUTOGRAD_WGRAD, True), (later, False)):
+        deferred, given = later(OUTER, INNER)
+        for gradient, frozen in ((AUTOGRAD_WGRAD, True), (deferred, False)):
             a, w = leaves(shares(x, rank, 2, 0), shares(weight, rank, 2, 0))
             y = column_linear(
                 a, w.requires_grad_(not frozen), None, TPCommConfig(group, True, fixed_chunks(2), gradient)
@@ -167,14 +165,14 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
             assert gathers == [] and a.grad is not None
             # What gradient reduction looks for.
             assert w.grad is None if frozen else w.grad.eq(7).all()
-        assert torch.equal(later.given[0], shares(dy, rank, 2, 2))
-        later = Later(OUTER, INNER // 2)
+        assert torch.equal(given[0], shares(dy, rank, 2, 2))
+        deferred, given = later(OUTER, INNER // 2)
         a, w = leaves(shares(x, rank, 2, 2), shares(weight, rank, 2, 1)[:OUTER])
-        row_linear(a, w, TPCommConfig(group, True, fixed_chunks(2), later)).backward(
+        row_linear(a, w, TPCommConfig(group, True, fixed_chunks(2), deferred)).backward(
             shares(dy[..., :OUTER], rank, 2, 0)
         )
         assert w.grad.eq(7).all()
-        assert torch.equal(later.given[0], dy[..., :OUTER]), "gathered, in the order of the rows"
+        assert torch.equal(given[0], dy[..., :OUTER]), "gathered, in the order of the rows"
 
     on_ranks(2, body)
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, lower_bound
-from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
+from mindspeed_lite.parallel.balance.lengths import GeneratedLengths, StepOrder, attention_pairs, lower_bound
 from mindspeed_lite.patches import balance_sequence_lengths as patch
 from tests.harness import document_data
 from tests.harness.processes import forked

@@ -204,14 +204,6 @@ def validated(*flags):
 
 
 @forked("megatron")
-def test_megatrons_flag_is_no_longer_refused_without_transformer_engine():
-    args = validated("--delay-wgrad-compute", "--gradient-accumulation-fusion")
-    assert args.delay_wgrad_compute is True and args.gradient_accumulation_fusion is True
-    status = {each.feature: each.status for each in mindspeed_lite.report().entries}
-    assert status[FEATURE.name] == status["gradient_accumulation_fusion"] == "applied"
-
-
-@forked("megatron")
 def test_all_turns_it_on_where_a_schedule_asks():
     args = validated("--mindspeed-lite-auto")
     assert args.delay_wgrad_compute is True

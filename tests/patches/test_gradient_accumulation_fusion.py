@@ -10,11 +10,11 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite.patches import gradient_accumulation_fusion as patch
-from mindspeed_lite.patches._shared import megatron_defaults
+from mindspeed_lite.patches._shared import megatron_arguments
 from tests.harness.compare import error
 from tests.harness.linear_layers import HIDDEN, config_of
 from tests.harness.process_groups import start
-from tests.harness.processes import forked, on_ranks
+from tests.harness.processes import forked
 
 FEATURE = patch.FEATURE
 EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -105,48 +105,14 @@ def test_a_frozen_weight_gets_nothing():
     assert torch.equal(layer.weight.main_grad, torch.ones_like(layer.weight.main_grad)) and x.grad is not None
 
 
-@forked("megatron")
-def test_the_deferred_output_layer_finds_the_extension_too():
-    """`drain_embedding_wgrad_compute` imports it when it runs, which is why it is a module as well."""
-    from megatron.core.utils import drain_embedding_wgrad_compute
-
-    start()
-    config = config_of(False)
-    config.gradient_accumulation_fusion = True
-    x = [torch.randn(6, 2, HIDDEN).bfloat16() for _ in range(2)]
-    dy = [torch.randn(6, 2, 48).bfloat16() for _ in range(2)]
-    weight = torch.nn.Parameter(torch.zeros(48, HIDDEN, dtype=torch.bfloat16))
-    weight.main_grad = torch.zeros(48, HIDDEN)
-    expected = sum(b.flatten(0, 1).double().t() @ a.flatten(0, 1).double() for a, b in zip(x, dy, strict=True))
-    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
-        drain_embedding_wgrad_compute(config, x, dy, weight, torch.distributed.group.WORLD)
-    # One product, rounded to bf16.
-    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-2, atol=6e-2)
-
-
-@forked("megatron")
-def test_sequence_parallel_gathers_the_input_first():
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def rank(number):
-        client = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
-        start(2, number, 2, client)
-        with mindspeed_lite.enabled(**{ON: True, "strict": True}):
-            parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-            on, off = (train(linear_of("ColumnParallelLinear", fusion, **parallel)) for fusion in (True, False))
-        assert error(on, off) < 0.01
-
-    on_ranks(2, rank)
-
-
 # ---- flags ----
 
 
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
-    assert FEATURE.options[0].dest in {each.stand_in for each in megatron_defaults.DEFAULTS}
+    assert FEATURE.options[0].dest in {each.stand_in for each in megatron_arguments.DEFAULTS}
     for on in (False, True):
         args = SimpleNamespace(gradient_accumulation_fusion=True, use_gradient_accumulation_fusion=on)
-        notices = megatron_defaults.switch(args, "cpu", ())
+        notices = megatron_arguments.switch(args, "cpu", ())
         assert args.gradient_accumulation_fusion is on
         assert len(notices) == (not on)
 

@@ -9,7 +9,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.patches._shared import megatron_defaults
+from mindspeed_lite.patches._shared import megatron_arguments
 from tests.harness.compare import Sizes, assert_not_worse
 from tests.harness.processes import forked
 
@@ -97,5 +97,5 @@ def test_what_it_does_not_serve_is_megatrons_without_the_extension():
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
     for on in (False, True):
         args = SimpleNamespace(masked_softmax_fusion=True, use_masked_softmax_fusion=on)
-        notices = megatron_defaults.switch(args, "cpu", ())
+        notices = megatron_arguments.switch(args, "cpu", ())
         assert args.masked_softmax_fusion is on and len(notices) == (not on)

@@ -184,16 +184,6 @@ def loss():
     tensor_parallel.vocab_parallel_cross_entropy(draw(6, 2, 64), target)
 
 
-def lost(change):
-    return of(
-        "use_fused_cross_entropy",
-        "_loss",
-        lambda loss, session, original, logits, target, smoothing, group: loss(
-            session, original, logits, change(target), smoothing, group
-        ),
-    )
-
-
 def masked_softmax(mask=None):
     def run():
         from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
@@ -222,7 +212,7 @@ def adamw():
 
     parameter = torch.nn.Parameter(draw(40, dtype=torch.float32).detach())
     optimizer = adopt(torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.5))
-    optimizer.before_update = patch._verification(runtime.current().session.verifier)
+    optimizer.before_update = patch._verification(runtime.current().session)
     for seed in (2, 3):
         parameter.grad = draw(40, dtype=torch.float32, seed=seed).detach()
         optimizer.step()
@@ -237,8 +227,8 @@ def ruled(**changed):
 
         original = patch._verification
 
-        def verification(verifier):
-            before = original(verifier)
+        def verification(session):
+            before = original(session)
             return lambda *given, **rule: before(*given, **{**rule, **changed})
 
         patch._verification = verification
@@ -301,7 +291,7 @@ DRILL = {
             activation,
             {
                 "kind": activated(lambda kind, *rest: ("geglu", *rest)),
-                "bias": activated(lambda kind, x, bias: (kind, x, None)),
+                "bias": activated(lambda kind, x, bias, weights: (kind, x, None, weights)),
             },
         ),
         (quick_geglu, {"offset": without("linear_offset", 0.0), "clamp": without("clamp", None)}),
@@ -317,7 +307,16 @@ DRILL = {
         ),
     ],
     "use_fused_cross_entropy": [
-        (loss, {"target": lost(lambda target: target.roll(1))}),
+        (
+            loss,
+            {
+                "target": of(
+                    "use_fused_cross_entropy",
+                    "vocab_parallel",
+                    lambda op, logits, target, group: op(logits, target.roll(1), group),
+                )
+            },
+        ),
     ],
     "masked_softmax_fusion": [
         (masked_softmax(), {"causal": softmaxed(how={"causal": False}), "scale": softmaxed(how={"scale": 2.9})}),
@@ -396,6 +395,6 @@ ELSEWHERE = {"gradient_accumulation_fusion", "moe_router_fusion", "use_fused_lin
 
 
 def test_every_feature_that_is_compared_is_drilled():
-    compares = re.compile(r"verifier\.check\(|moe\.compare\(|\bcheck\(\s*verifier,|\(FusedNorm,")
+    compares = re.compile(r"\bverify\(|\bcheck\(\s*session,|\(FusedNorm,")
     compared = {each.stem for each in (ROOT / "patches").glob("*.py") if compares.search(each.read_text())}
     assert compared == {*DRILL, *ELSEWHERE}

@@ -25,7 +25,7 @@ def beside(when=patch.ALWAYS, delay=0.01, strict=True):
     """The feature on the CPU; gives its lane."""
     lane = LateLane(delay)
     with (
-        mock.patch.object(patch, "_executor_of", lambda device: lane),
+        mock.patch.object(patch, "DeviceStream", lambda device: lane),
         mock.patch.object(patch, "_why_not_here", lambda device: []),
         mindspeed_lite.enabled(**NEEDED, moe_wgrad_side_stream=when, strict=strict),
     ):

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import mindspeed_lite
-from tests.harness import optimizers
 from tests.harness.optimizers import (
     KINDS,
-    Narrow,
     assert_equal,
     gradients,
     inner,
@@ -20,7 +18,6 @@ from tests.harness.optimizers import (
     optimizer_of,
     saved,
     start,
-    steps,
     train,
 )
 from tests.harness.processes import forked
@@ -81,27 +78,6 @@ def test_a_parameter_takes_16_bytes_and_not_18(groups: Path) -> None:
     # Gradient buffers are padded.
     padding = sum(buffer.grad_data.nbytes for buffer in model.buffers) - 4 * (narrow + wide)
     assert sizes == [18 * narrow + 16 * wide + padding, 16 * narrow + 16 * wide + padding + stand_ins]
-
-
-@pytest.mark.parametrize("writer", ["on", "off"])
-@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
-@forked("megatron")
-def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path) -> None:
-    """Saved after three steps in one, loaded into a fresh optimizer of the other, and three more: the same bits."""
-    start(groups)
-    flags = {"on": ON, "off": OFF}
-    options = KINDS[kind]
-    if "distributed" in kind:
-        # Megatron mistakes one parameter for another where a group has some in fp32 and some in bf16.
-        optimizers.Model = Narrow  # in this fork
-
-    with mindspeed_lite.enabled(**flags["off"]):
-        whole = steps(options, 3, steps(options, 0, None))
-    with mindspeed_lite.enabled(**flags[writer]):
-        written = steps(options, 0, None)
-    with mindspeed_lite.enabled(**flags["off" if writer == "on" else "on"]):
-        read = steps(options, 3, written)
-    assert_equal(read, whole)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])

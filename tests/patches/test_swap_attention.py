@@ -24,7 +24,7 @@ def swapping(smallest=1, bandwidth=1e7, **flags):
     """The feature on the CPU; gives its lanes."""
     lanes = Lanes(bandwidth)
     with (
-        mock.patch.object(swap_attention, "_copy_engine_of", lambda device: lanes),
+        mock.patch.object(swap_attention, "StreamCopyEngine", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
         mock.patch("mindspeed_lite.memory.offload.SMALLEST", smallest),
         mindspeed_lite.enabled(swap_attention=True, strict=True, **flags),
@@ -92,22 +92,6 @@ def test_evaluation_and_the_end_of_the_feature_move_nothing():
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("recompute", [
-    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-], ids=["block", "uniform", "core_attn", "mlp"])  # fmt: skip
-@forked("megatron")
-def test_beside_megatrons_recomputation(recompute):
-    platform.activate()
-    off = step(model_of(**recompute))
-    with swapping() as lanes:
-        on = step(model_of(**recompute))
-    assert same(on, off)
-    assert (lanes.moved["back"] == 0) == (recompute.get("recompute_method") == "uniform")
-
-
 @forked("megatron")
 def test_a_module_that_is_not_there_is_named():
     with swapping(swap_modules="self_attention,attention"), pytest.raises(OptionError) as error:
@@ -123,7 +107,7 @@ def test_too_little_room_is_a_fallback_that_names_the_budget():
     off = step(model_of())
     lanes = Lanes()
     with (
-        mock.patch.object(swap_attention, "_copy_engine_of", lambda device: lanes),
+        mock.patch.object(swap_attention, "StreamCopyEngine", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
         mock.patch("mindspeed_lite.memory.offload.SMALLEST", 1),
         mindspeed_lite.enabled(swap_attention=True, swap_attention_budget=ONE * 2.5 / 2**30),

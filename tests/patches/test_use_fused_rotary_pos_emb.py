@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
 from tests.harness import checkouts, matrix
 from tests.harness.checkouts import ROOT
@@ -132,24 +132,10 @@ def test_megatrons_own_fusion_needs_no_transformer_engine():
 
     with pytest.raises(ValueError, match="install TE"):
         config()
-    t, dout = torch.randn(S, B, N, D), torch.randn(S, B, N, D)
-    cases = [call_of(case, True, fusion=False) for case in ("half", "packed")]
-    off = [call(utilities().apply_rotary_pos_emb) for call, _ in cases]
-    want = [forward_backward(off[0], (t,), dout), forward_backward(off[1], (t[:, 0],), dout[:, 0])]
     with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
         config()
-        from megatron.core.models.common.embeddings.rope_utils import (
-            fused_apply_rotary_pos_emb,
-            fused_apply_rotary_pos_emb_thd,
-        )
-
-        edges = torch.tensor([0, *CASES["packed"]["packed"]]).cumsum(0).int()
-        plain = forward_backward(lambda t: fused_apply_rotary_pos_emb(t, angles(), interleaved=False), (t,), dout)
-        packed = forward_backward(
-            lambda t: fused_apply_rotary_pos_emb_thd(t, edges, angles(12), cp_size=1, cp_rank=0), (t[:, 0],), dout[:, 0]
-        )
-    for got, exact in zip((*plain, *packed), (*want[0], *want[1]), strict=True):
-        assert error(got, exact) < 1e-6
+        with pytest.raises(OptionError, match="apply_rotary_pos_emb"):
+            utilities().fused_apply_rotary_pos_emb(torch.ones(1), torch.ones(1))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -205,7 +191,8 @@ def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
     want = utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
     with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
         for _ in range(2):
-            assert torch.equal(utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks()), want)
+            on = config_of(apply_rope_fusion=True)
+            assert torch.equal(utilities().apply_rotary_pos_emb(t, freqs, on, cp_group=Ranks()), want)
         assert [each.reason for each in mindspeed_lite.report().fallbacks] == [f"{S} tokens with angles of 1"]
     with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True), pytest.raises(FallbackError, match="of 1"):
         utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())

@@ -12,7 +12,6 @@ import mindspeed_lite
 from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.ops.activation import OPERATOR, activation
 from mindspeed_lite.patches import use_fused_swiglu as patch
-from tests.harness import checkouts
 from tests.harness.compare import assert_not_worse, forward_backward
 from tests.harness.processes import forked
 
@@ -199,13 +198,3 @@ def test_a_configuration_calls_megatrons_fused_function_where_that_computes_the_
         assert fused()
         assert not any(fused(**fields) for fields in others)
     assert not fused()
-
-
-def test_the_functions_have_one_source_in_every_release():
-    """One variant serves all of them; a release that differs must be read before it is recorded."""
-    from mindspeed_lite.engine.fingerprints import Table
-
-    table = Table.load(checkouts.ROOT / "patches" / "fingerprints.json")
-    for each in FEATURE.patches[:-1]:  # not the configuration's, of which nothing is assumed
-        sources = {table.entries[release][each.target].body for release in checkouts.ALL}
-        assert len(sources) == 1, each.target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_lite.parallel.balance import lengths
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
 from tests.harness import document_data, matrix
 from tests.harness.script_trainings import LAYOUTS, MODEL, NO_DROPOUT, SCRIPT, lm_losses
 from tests.harness.training import Trainer

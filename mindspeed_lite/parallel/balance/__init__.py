@@ -4,8 +4,7 @@ record       expert load file
 counts       expert token counts and averages
 placement    expert-to-rank assignment: pure functions
 placer       moves experts between ranks while training
-copies       per-micro-batch copies of hot experts
-payoff       measured cost of copies and moves
-lengths      order of micro-batches
-simulation, length_simulation   predicted gain
+copies       per-micro-batch copies of hot experts, and their measured cost
+lengths      order of micro-batches, and its predicted gain
+simulation   predicted gain of copies and placement
 """

@@ -10,14 +10,17 @@ Each expert is one broadcast and one fp32 reduction to the owner's main gradient
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-Parameters = Sequence[torch.Tensor]
+Parameters = Sequence[Tensor]
 
 
 class Slots(NamedTuple):
@@ -52,7 +55,7 @@ class Slots(NamedTuple):
             found += [other == rank and owner != rank for owner in owners]
         return found
 
-    def route(self, routing_map: torch.Tensor, probs: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, routing_map: Tensor, probs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """[T, experts] -> [T, places]; closed places have no token."""
         index = torch.tensor(self.experts(), device=probs.device)
         is_open = torch.tensor(self.open(rank), device=probs.device)
@@ -60,7 +63,7 @@ class Slots(NamedTuple):
 
 
 def gather_counts(
-    routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
+    routing_map: Tensor, ranks: int, group: ProcessGroup, refuses: bool = False
 ) -> tuple[list[list[int]], bool]:
     """([ranks][experts] tokens by source rank, whether any rank refuses), equal on all ranks.
 
@@ -81,10 +84,10 @@ class PendingGradients:
 
     def __init__(self) -> None:
         self._works: list[Any] = []
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sums: list[tuple[Tensor, Tensor]] = []
         self._is_closed = False
 
-    def put(self, works: Sequence[Any], sums: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def put(self, works: Sequence[Any], sums: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Track messages in flight; sums: (main gradient, addend)."""
         self.finish()
         self._works, self._sums = [*works], [*sums]
@@ -117,7 +120,7 @@ class CopyPlan(NamedTuple):
 
     owners: Sequence[int]
     like: Parameters
-    group: dist.ProcessGroup
+    group: ProcessGroup
     pending: PendingGradients
     accumulates: bool = False
     before_sending: Callable[[], object] | None = None
@@ -142,17 +145,17 @@ class CopyPlan(NamedTuple):
                 tensor.main_grad = main_grad
         return ExpertCopies(tensors, len(self.like), works)
 
-    def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    def parts(self, flat: Tensor) -> Iterator[Tensor]:
         """Views of `flat` [experts, elements] in the parameters' shapes."""
         for row in flat:
             for part, like in zip(row.split([each.numel() for each in self.like]), self.like, strict=True):
                 yield part.view(like.shape)
 
-    def send(self, flat: torch.Tensor) -> list[Any]:
+    def send(self, flat: Tensor) -> list[Any]:
         return [dist.broadcast(row, self._global(owner), self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
-    def reduce(self, flat: torch.Tensor) -> list[Any]:
+    def reduce(self, flat: Tensor) -> list[Any]:
         """Values on other ranks are lost."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
@@ -163,7 +166,7 @@ class CopyPlan(NamedTuple):
 
 
 class ExpertCopies:
-    def __init__(self, tensors: Sequence[torch.Tensor], each: int, works: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], each: int, works: Sequence[Any]) -> None:
         self._tensors, self._each, self._works = tensors, each, works
 
     def __len__(self) -> int:
@@ -184,13 +187,13 @@ class _Copy(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: CopyPlan,
-        flat: torch.Tensor,
+        flat: Tensor,
         works: list[Any],
-        gradients: torch.Tensor | None,
+        gradients: Tensor | None,
         own: Sequence[Parameters | None],
-        anchor: torch.Tensor,
-        *parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        anchor: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.gradients, ctx.own = plan, gradients, own
         ctx.set_materialize_grads(False)
         for row, expert in zip(flat, own, strict=True):
@@ -201,7 +204,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         plan: CopyPlan = ctx.plan
         if plan.before_sending is not None:
             plan.before_sending()
@@ -231,4 +234,76 @@ class _Copy(torch.autograd.Function):
         return (*(None,) * 6, *(found.to(parameter.dtype) for parameter, found in mine))
 
 
-__all__ = ["CopyPlan", "ExpertCopies", "PendingGradients", "Slots", "gather_counts"]
+# The fastest counts.
+_ROUNDS = 4
+
+
+class CopyCosts(NamedTuple):
+    """Seconds of one copy, one row's GEMMs, and one row's four messages."""
+
+    copy: float
+    products: float
+    messages: float
+
+    @property
+    def break_even(self) -> float:
+        """Tokens a copy must take off the fullest rank to pay."""
+        saved = self.products + self.messages
+        return self.copy / saved if saved else float("inf")
+
+    def break_even_of_move(self, share: float, steps: int) -> float:
+        """The same for a move, in tokens per step.
+
+        share: bytes of a move over those of a copy. steps: until the next placement.
+        """
+        return self.copy * share / (self.products * steps) if self.products else float("inf")
+
+
+def copied_bytes(parameters: Sequence[Tensor]) -> int:
+    return sum(each.numel() * (each.element_size() + 4) for each in parameters)
+
+
+@torch.no_grad()
+def measure_costs(
+    parameters: Sequence[Tensor], rows: int, sharers: ProcessGroup, all_sharers: ProcessGroup
+) -> CopyCosts:
+    """Time copies and GEMMs; returns the slowest rank's times.
+
+    parameters: of one expert, [N, K]. rows: approximate tokens per expert and micro-batch.
+    sharers, all_sharers: ranks that copies go to, that must decide alike.
+    """
+    matrices = [each.detach() for each in parameters if each.dim() == 2]
+    inputs = [torch.ones(max(1, rows), each.shape[1], dtype=each.dtype, device=each.device) for each in matrices]
+    hidden = inputs[0].shape[1]
+    flat = torch.zeros(sum(each.numel() for each in parameters), dtype=matrices[0].dtype, device=matrices[0].device)
+    gradients = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+    root = dist.get_global_rank(sharers, 0)
+
+    def multiply() -> None:
+        for x, matrix in zip(inputs, matrices, strict=True):
+            torch.nn.functional.linear(x, matrix)
+
+    sent = _seconds(lambda: dist.broadcast(flat, root, sharers), flat.device)
+    summed = _seconds(lambda: dist.reduce(gradients, root, group=sharers), flat.device)
+    multiplied = _seconds(multiply, flat.device)
+    row = 4 * hidden * sent / flat.numel()
+    # The backward pass has two GEMMs per forward GEMM.
+    found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=all_sharers)
+    return CopyCosts(*found.tolist())
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(_ROUNDS):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

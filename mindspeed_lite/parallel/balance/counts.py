@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .record import LoadStep
 
@@ -45,7 +47,7 @@ class LoadCounter:
     def is_full(self) -> bool:
         return len(self._steps) == len(self._tokens)
 
-    def add(self, row: int, routing_map: torch.Tensor) -> None:
+    def add(self, row: int, routing_map: Tensor) -> None:
         """routing_map: bool [tokens, experts]. No sync."""
         place = len(self._steps)
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
@@ -56,7 +58,7 @@ class LoadCounter:
         self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
-    def take(self, place: ExpertPlace, group: dist.ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
+    def take(self, place: ExpertPlace, group: ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
         """Sum over all ranks and reset. A collective after the same step on every rank.
 
         Returns:
@@ -104,7 +106,7 @@ class LoadAverage:
         self._average = torch.zeros(experts, dtype=torch.float32, device=device)
         self._weight = 0.0
 
-    def add(self, routing_map: torch.Tensor) -> None:
+    def add(self, routing_map: Tensor) -> None:
         """routing_map: bool [tokens, experts]. No sync."""
         self._counts += routing_map.sum(0, dtype=torch.int64)
 
@@ -113,12 +115,12 @@ class LoadAverage:
         self._weight = _DECAY * self._weight + 1 - _DECAY
         self._counts.zero_()
 
-    def parts(self) -> torch.Tensor:
+    def parts(self) -> Tensor:
         """int64 [experts], in 1 / 1024 of a token."""
         return (self._average * (_PARTS / (self._weight or 1.0))).round().to(torch.int64)
 
 
-def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -> list[list[float]]:
+def predicted_loads(averages: Sequence[LoadAverage], group: ProcessGroup) -> list[list[float]]:
     """[layers][experts], tokens of a step over all ranks. A collective."""
     parts = torch.stack([each.parts() for each in averages])
     dist.all_reduce(parts, group=group)
@@ -126,7 +128,7 @@ def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -
     return found
 
 
-def same_on_all_ranks(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+def same_on_all_ranks(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[bool]:
     """Whether each value is equal on all ranks. A collective."""
     sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)

@@ -13,20 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from . import payoff
 from . import placement as placements
+from .copies import copied_bytes, measure_costs
 from .counts import LoadAverage, predicted_loads, same_on_all_ranks
 from .placement import SlotMove
 
 # Parameters of an expert -> read-write access to all their training state.
-StateOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]]
+StateOf = Callable[[Sequence[Tensor]], AbstractContextManager[list[Tensor]]]
 # The same by slot.
-StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
+StateOfSlot = Callable[[int], AbstractContextManager[list[Tensor]]]
 
 
 @torch.no_grad()
-def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
+def exchange(tensors: Sequence[Tensor], move: SlotMove, group: ProcessGroup) -> int:
     """Exchange tensors in place; returns the bytes sent. A collective.
 
     tensors: equal in number, shapes and dtypes on every rank of `group`.
@@ -59,13 +61,13 @@ class PlacedExperts:
         wanted: placement to return to from home, or None.
     """
 
-    def __init__(self, experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, experts: int, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.ranks = group, group.size()
         self.home = placements.contiguous(experts, self.ranks)
         self.placement = self.home
         self.wanted: list[int] | None = None
         self.average = LoadAverage(experts, device)
-        self._index: torch.Tensor | None = None
+        self._index: Tensor | None = None
 
     @property
     def is_home(self) -> bool:
@@ -79,7 +81,7 @@ class PlacedExperts:
     def experts_at(self) -> list[int]:
         return placements.experts_at(self.placement, self.ranks)
 
-    def by_place(self, columns: torch.Tensor) -> torch.Tensor:
+    def by_place(self, columns: Tensor) -> Tensor:
         """[..., experts] -> [..., places]; differentiable."""
         if self.is_home:
             return columns
@@ -106,7 +108,7 @@ class PlacedExperts:
 
 
 class PlacementGroup(NamedTuple):
-    group: dist.ProcessGroup
+    group: ProcessGroup
     replicas: int
 
 
@@ -194,7 +196,7 @@ class Placer(abc.ABC):
                 f"{before:.3f} before, {after:.3f} after",
             )
 
-    def _served_layers(self, group: dist.ProcessGroup) -> list[Any]:
+    def _served_layers(self, group: ProcessGroup) -> list[Any]:
         new = [each for each in self.layers if each not in self._served]
         if new:
             device = next(new[0].parameters()).device
@@ -208,18 +210,18 @@ class Placer(abc.ABC):
                     self.say("fallback", reason)
         return [each for each in self.layers if self._served[each]]
 
-    def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
+    def _price(self, layer: Any, tokens: float, group: ProcessGroup) -> float:
         """Break-even in tokens per step; tokens: approximate, of an expert."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
         shapes = tuple(each.numel() for each in parameters)
         if shapes not in self.prices:
-            costs = payoff.measure(parameters, round(tokens), self.layers[layer].group, group)
+            costs = measure_costs(parameters, round(tokens), self.layers[layer].group, group)
             with self.state_of()(parameters) as tensors:
                 size = torch.tensor(sum(each.nbytes for each in tensors), device=parameters[0].device)
             dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
-            share = int(size) / payoff.copied_bytes(parameters)
+            share = int(size) / copied_bytes(parameters)
             price = self.prices[shapes] = costs.break_even_of_move(share, self._interval)
             self.say(
                 "decision", f"experts of a slot move where that takes {price:.3g} tokens a step off the fullest rank"
@@ -242,8 +244,8 @@ class Placer(abc.ABC):
 
 
 def _state_of_slot(
-    state_of: StateOf, parameters: Sequence[Sequence[torch.Tensor]], slot: int
-) -> AbstractContextManager[list[torch.Tensor]]:
+    state_of: StateOf, parameters: Sequence[Sequence[Tensor]], slot: int
+) -> AbstractContextManager[list[Tensor]]:
     return state_of(parameters[slot])
 
 

@@ -2,9 +2,8 @@
 
 layout          rows of each rank, blocks left by a positional mask
 blocks          attention over one rank's keys at a time
-schedule, ring  ring steps, and their execution
-gathered_keys   all-gathered keys and values
-ulysses         all-to-alls between rows and heads
+ring            ring steps, and their execution
+collectives     all-gathered keys and values; Ulysses' all-to-alls between rows and heads
 cost            exposed communication
 """
 
@@ -15,21 +14,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mindspeed_lite.ops import attention as op
 from mindspeed_lite.ops.attention import band as bands
 from mindspeed_lite.ops.attention import packed
-from mindspeed_lite.parallel.context import ulysses
-from mindspeed_lite.parallel.context.blocks import Dropout, KeyExchange, RankBlocks
+from mindspeed_lite.parallel.context.blocks import Dropout, RankBlocks
 from mindspeed_lite.parallel.context.blocks import attend as attend_blocks
-from mindspeed_lite.parallel.context.gathered_keys import GatheredKeys, gather_keys
+from mindspeed_lite.parallel.context.collectives import GatheredKeys, gather_keys, split_heads, to_heads, to_rows
 from mindspeed_lite.parallel.context.layout import Band, Layout, gathered, packed_zigzag, stream_rows, zigzag
 from mindspeed_lite.parallel.context.ring import Ring
 
 __all__ = ["Algorithm", "Layout", "Ring", "UnequalLengthsError", "attend", "attend_masked", "packed_zigzag", "zigzag"]
 
 # Groups whose ranks have compared lengths.
-_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_compared: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 class UnequalLengthsError(RuntimeError):
@@ -45,13 +45,13 @@ class Algorithm:
     gather_keys: Ulysses gathers all key heads instead.
     """
 
-    ulysses: dist.ProcessGroup | None = None
+    ulysses: ProcessGroup | None = None
     ring: Ring | None = None
-    gathered: dist.ProcessGroup | None = None
+    gathered: ProcessGroup | None = None
     gather_keys: bool = False
 
     @property
-    def outer(self) -> dist.ProcessGroup | None:
+    def outer(self) -> ProcessGroup | None:
         return self.ring.group if self.ring else self.gathered
 
     @property
@@ -60,17 +60,17 @@ class Algorithm:
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layout: Layout,
     algorithm: Algorithm,
     *,
     band: Band = (-1, -1),
     scale: float | None = None,
     dropout_p: float = 0.0,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink: Tensor | None = None,
+) -> Tensor:
     """Softmax attention over the whole sequence for this rank's rows; differentiable in q, k, v, sink.
 
     q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with this rank's s rows; for a pack [t, n, d], [t, g, d] and [t,
@@ -101,10 +101,10 @@ def attend(
     outer_rank = 0 if algorithm.outer is None else algorithm.outer.rank()
     exchange, order, split = algorithm.ulysses, None, None
     if exchange is not None:
-        split = ulysses.split_heads(heads, k.shape[-2], exchange.size())
+        split = split_heads(heads, k.shape[-2], exchange.size())
         layout, orders = gathered(layout, exchange.size())
         order = orders[outer_rank]
-        q, k, v = ulysses.to_heads(q, k, v, exchange, order, gather_keys=algorithm.gather_keys)
+        q, k, v = to_heads(q, k, v, exchange, order, gather_keys=algorithm.gather_keys)
         first_head, end = split.q[exchange.rank()]
         sink = None if sink is None else sink[first_head:end]
     if layout.ranks == 1 and seed is None:
@@ -112,14 +112,9 @@ def attend(
     else:
         dropout = None if seed is None else Dropout(dropout_p, seed, first_head, heads)
         blocks = RankBlocks(layout, outer_rank, band, scale, is_pack, dropout)
-        keys: KeyExchange
-        if algorithm.gathered is not None:
-            keys = GatheredKeys(algorithm.gathered)
-        elif algorithm.ring is not None:
-            keys = algorithm.ring
-        else:
-            assert exchange is not None
-            keys = Ring(exchange)  # single rank: sends nothing
+        # A single rank sends nothing.
+        ring = algorithm.ring or Ring(exchange)  # type: ignore[arg-type]
+        keys = ring if algorithm.gathered is None else GatheredKeys(algorithm.gathered)
         if is_pack:
             q, k, v = (t.unsqueeze(1) for t in (q, k, v))
         out = attend_blocks(q, k, v, sink, blocks, keys)
@@ -127,22 +122,22 @@ def attend(
     if exchange is None:
         return out
     assert order is not None and split is not None
-    return ulysses.to_rows(out, exchange, order, split.q)
+    return to_rows(out, exchange, order, split.q)
 
 
 def attend_masked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layout: Layout,
-    group: dist.ProcessGroup,
-    mask: torch.Tensor,
+    group: ProcessGroup,
+    mask: Tensor,
     *,
     window: Band | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink: Tensor | None = None,
+) -> Tensor:
     """`attend` under any mask, with gathered keys and values.
 
     mask: bool, True hides the key, [b or 1, n or 1, s or 1, total keys]: queries in rank order, keys in sequence order.
@@ -162,21 +157,15 @@ def attend_masked(
 
 
 def _attend_alone(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    band: Band,
-    scale: float | None,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, band: Band, scale: float | None, sink: Tensor | None
+) -> Tensor:
     if q.dim() == 4:
         return op.attend(q, k, v, op.prepare(q, k, v, window=band, scale=scale, sink=sink))[0]
     packing = packed.Packing(layout.documents, layout.documents)
     return packed.attend(q, k, v, packing, packed.prepare(q, k, v, packing, window=band, scale=scale, sink=sink))[0]
 
 
-def _compare_lengths(q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _compare_lengths(q: Tensor, k: Tensor, group: ProcessGroup) -> None:
     """Compare lengths: on CPU always, on a device in a group's first call. Raises UnequalLengthsError."""
     if group.size() == 1 or (q.device.type != "cpu" and group in _compared):
         return

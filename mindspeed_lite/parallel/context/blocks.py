@@ -6,11 +6,11 @@ Sums are fp32 (float64 for float64) and rounded once. Rows are weighted by their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import attention as op
@@ -23,7 +23,7 @@ class Dropout(NamedTuple):
     """Probability, seed of the call, this rank's first head, and total heads."""
 
     p: float
-    seed: torch.Tensor
+    seed: Tensor
     first_head: int
     heads: int
 
@@ -31,16 +31,16 @@ class Dropout(NamedTuple):
 class Sums(NamedTuple):
     """Gradients in the accumulation dtype."""
 
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def zero_sum(t: torch.Tensor) -> torch.Tensor:
+def zero_sum(t: Tensor) -> Tensor:
     return torch.zeros(t.shape, dtype=sum_dtype(t.dtype), device=t.device)
 
 
@@ -48,16 +48,16 @@ def zero_sum(t: torch.Tensor) -> torch.Tensor:
 class Partial:
     """out [s, b, n, dv] and lse [b, n, s] over merged keys."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: Tensor
+    lse: Tensor
 
     @classmethod
-    def of(cls, q: torch.Tensor, v: torch.Tensor) -> Partial:
+    def of(cls, q: Tensor, v: Tensor) -> Partial:
         s, b, n, _ = q.shape
         dtype = sum_dtype(q.dtype)
         return cls(q.new_zeros(s, b, n, v.shape[-1], dtype=dtype), q.new_full((b, n, s), float("-inf"), dtype=dtype))
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, rows: slice) -> None:
+    def merge(self, out: Tensor, lse: Tensor, rows: slice) -> None:
         """Merge the result of some rows over further keys."""
         before = self.lse[..., rows]
         both = torch.logaddexp(before, lse)
@@ -86,7 +86,7 @@ class RankBlocks:
     dropout: Dropout | None = None
     keys: Layout | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, partial: Partial) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, owner: int, partial: Partial) -> None:
         """Merge the block with `owner`'s keys."""
         for piece in self._pieces(owner):
             if self.is_pack:
@@ -104,15 +104,7 @@ class RankBlocks:
                 partial.merge(*op.forward(q[rows], k[keys], v[keys], spec, wide=True, dropout=dropout), rows)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        owner: int,
-        sums: Sums,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, owner: int, sums: Sums
     ) -> None:
         """Add the block's gradients; lse: [b, n, s]."""
         for piece in self._pieces(owner):
@@ -140,7 +132,7 @@ class RankBlocks:
         keys = (self.keys or self.layout).shares[owner]
         return pieces(self.layout.shares[self.rank], keys, self.layout.documents, self.band)
 
-    def _spec(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band) -> op.AttentionSpec:
+    def _spec(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> op.AttentionSpec:
         return op.prepare(q, k, v, window=band, scale=self.scale)
 
     def _dropped(
@@ -153,53 +145,26 @@ class RankBlocks:
         return PositionalDropout(p, seed, own[rows], others[keys], first_head, heads)
 
 
-def _positions(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
+def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
     runs = [torch.arange(run.start, run.start + run.length, device=device) for run in layout.shares[rank]]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
-class KeyExchange(Protocol):
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: RankBlocks, partial: Partial
-    ) -> dict[int, torch.Tensor]:
-        """Returns tensors to save for backward, by owner."""
-        ...
+def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, blocks: RankBlocks, exchange: Any) -> Tensor:
+    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv].
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        saved: tuple[torch.Tensor, ...],
-        kept: Mapping[int, torch.Tensor],
-        blocks: RankBlocks,
-    ) -> Sums:
-        """Gradients summed over all ranks; saved: (q, k, v, out, lse)."""
-        ...
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    blocks: RankBlocks,
-    exchange: KeyExchange,
-) -> torch.Tensor:
-    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv]."""
-    out: torch.Tensor = _Attention.apply(q, k, v, sink, blocks, exchange)  # type: ignore[no-untyped-call]
+    exchange: `forward` merges every owner's block and returns tensors to save, by owner; `backward` returns the
+    gradients summed over all ranks.
+    """
+    out: Tensor = _Attention.apply(q, k, v, sink, blocks, exchange)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        blocks: RankBlocks,
-        exchange: KeyExchange,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, blocks: RankBlocks, exchange: Any
+    ) -> Tensor:
         partial = Partial.of(q, v)
         kept = exchange.forward(q, k, v, blocks, partial)
         out, lse = partial.out, partial.lse
@@ -212,7 +177,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         sink, q, k, v, out, lse, *kept = ctx.saved_tensors
         kept = dict(zip(ctx.kept, kept, strict=True))
         dq, dk, dv = ctx.exchange.backward(dout, (q, k, v, out, lse), kept, ctx.blocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_lite.parallel.context.ulysses import split_heads
+from mindspeed_lite.parallel.context.collectives import split_heads
 
 # Attention FLOPs per byte on the link: 400e12 / 450e9 on GPUs within a host (20 times as many between hosts), 150e12
 # / 200e9 on NPUs, 5e10 / 1e9 on CPU loopback.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # (first, end) of row runs.
 Spans = tuple[tuple[int, int], ...]
@@ -124,13 +125,13 @@ def stream_rows(layout: Layout, rank: int) -> list[int]:
     return [run.start + i for run in layout.shares[rank] for i in range(run.length)]
 
 
-def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
+def in_order(parts: Sequence[Tensor], order: Spans) -> Tensor:
     """Concatenate in `order` (see `Gathered`); no span crosses two tensors."""
     rows = parts[0].shape[0]
     return torch.cat([parts[first // rows][first % rows : first % rows + length] for first, length in order])
 
 
-def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
+def by_rank(t: Tensor, order: Spans, ranks: int) -> list[Tensor]:
     spans, row = {}, 0
     for first, length in order:
         spans[first] = t[row : row + length]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops.grouped_matmul import TakeGradients, grouped_matmul
@@ -55,7 +56,7 @@ class RowsOfRank(NamedTuple):
         return cls(-less, most)
 
 
-def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
+def why_not(x: Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
     """Reasons against rows x [T, K] and weights [K, width]; equal on all ranks.
 
     experts: of this rank.
@@ -95,26 +96,20 @@ class AlltoAllMC2:
     rows: RowsOfRank
     log: Callable[[str], None]
 
-    def dispatch_linear(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
-    ) -> torch.Tensor:
+    def dispatch_linear(self, x: Tensor, weights: Sequence[Tensor], take_gradients: TakeGradients) -> Tensor:
         """x [T, K] by expert of the group -> x w_e^T [A, N] by local expert, with weights w_e [N, K].
 
         take_gradients: as for `ops.grouped_matmul`.
         """
-        y: torch.Tensor = _DispatchLinear.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
+        y: Tensor = _Exchanged.apply(x, self, True, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
-    def linear_combine(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
-    ) -> torch.Tensor:
+    def linear_combine(self, x: Tensor, weights: Sequence[Tensor], take_gradients: TakeGradients) -> Tensor:
         """x [A, K] by local expert -> x w_e^T [T, N] by expert of the group."""
-        y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
+        y: Tensor = _Exchanged.apply(x, self, False, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
-    def arrive(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrive(self, x: Tensor, weights: Sequence[Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
         """(outputs, received rows); with w_e^T if `transposed`, else with w_e."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
@@ -130,7 +125,7 @@ class AlltoAllMC2:
         arrived, _ = sort_chunks(rows, received, _transposed(len(received), ranks))
         return grouped_matmul(arrived, weights, self.counts.of_experts(ranks), transposed=transposed), arrived
 
-    def leave(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
+    def leave(self, x: Tensor, weights: Sequence[Tensor], transposed: bool) -> Tensor:
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
             name = communicator(self.group, x.device)
@@ -145,14 +140,14 @@ class AlltoAllMC2:
         rows, _ = sort_chunks(y, by_expert, _transposed(len(received), len(received) // ranks))
         return self._exchanged(rows, sent, received)
 
-    def _is_served(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> bool:
+    def _is_served(self, x: Tensor, weights: Sequence[Tensor], transposed: bool) -> bool:
         width = weights[0].shape[0 if transposed else 1]
         reasons = why_not(x, width, len(weights), self.rows, self.group.size())
         if reasons:
             self.log("; ".join(reasons))
         return not reasons
 
-    def _exchanged(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    def _exchanged(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         to, back = (_by_rank(each, self.group.size()) for each in (sent, received))
         out = x.new_empty(sum(back), x.shape[1])
         dist.all_to_all_single(out, x.contiguous(), back, to, group=self.group)
@@ -169,38 +164,22 @@ def _transposed(chunks: int, parts: int) -> list[int]:
     return [part * each + place for place in range(each) for part in range(parts)]
 
 
-class _DispatchLinear(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """GEMM after the dispatch (`arrives`) or before the combine; each is the other's gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mc2: AlltoAllMC2, take_gradients: TakeGradients, *weights: torch.Tensor
-    ) -> torch.Tensor:
-        y, arrived = mc2.arrive(x, weights, True)
-        ctx.save_for_backward(arrived, *weights)
-        ctx.mc2, ctx.take_gradients = mc2, take_gradients
+        ctx: Any, x: Tensor, mc2: AlltoAllMC2, arrives: bool, take_gradients: TakeGradients, *weights: Tensor
+    ) -> Tensor:
+        ctx.mc2, ctx.arrives, ctx.take_gradients = mc2, arrives, take_gradients
+        y, rows = mc2.arrive(x, weights, True) if arrives else (mc2.leave(x, weights, True), x)
+        ctx.save_for_backward(rows, *weights)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        arrived, *weights = ctx.saved_tensors
-        dx = ctx.mc2.leave(dy, weights, False)
-        counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
-        return dx, None, None, *ctx.take_gradients(dy, arrived, counts)
-
-
-class _LinearCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, mc2: AlltoAllMC2, take_gradients: TakeGradients, *weights: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.mc2, ctx.take_gradients = mc2, take_gradients
-        return mc2.leave(x, weights, True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        dx, arrived = ctx.mc2.arrive(dy, weights, False)
+        dx, dy = (ctx.mc2.leave(dy, weights, False), dy) if ctx.arrives else ctx.mc2.arrive(dy, weights, False)
         counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
-        return dx, None, None, *ctx.take_gradients(arrived, x, counts)
+        return dx, None, None, None, *ctx.take_gradients(dy, x, counts)

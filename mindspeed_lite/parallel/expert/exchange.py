@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 Splits = Sequence[int] | None
 
 
 class Collective(Protocol):
-    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def start(self, x: Tensor) -> tuple[Any, Tensor]:
         """(work, out) for a contiguous x [rows, ...]; `out` is valid after `work.wait()`."""
 
     def reversed(self) -> Collective:
@@ -31,9 +33,9 @@ class AllToAll(NamedTuple):
 
     received: Splits
     sent: Splits
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
-    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def start(self, x: Tensor) -> tuple[Any, Tensor]:
         rows = len(x) if self.received is None else int(sum(self.received))
         out = x.new_empty(rows, *x.shape[1:])
         return dist.all_to_all_single(out, x, self.received, self.sent, group=self.group, async_op=True), out
@@ -43,9 +45,9 @@ class AllToAll(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
-    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def start(self, x: Tensor) -> tuple[Any, Tensor]:
         out = x.new_empty(len(x) * self.group.size(), *x.shape[1:])
         return dist.all_gather_into_tensor(out, x, group=self.group, async_op=True), out
 
@@ -54,9 +56,9 @@ class AllGather(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
-    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def start(self, x: Tensor) -> tuple[Any, Tensor]:
         out = x.new_empty(len(x) // self.group.size(), *x.shape[1:])
         return dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True), out
 
@@ -68,7 +70,7 @@ class Messages:
     """Messages in flight, and jobs to overlap with them in backward."""
 
     def __init__(self) -> None:
-        self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        self._works: list[tuple[Any, Tensor, Tensor]] = []
         self._jobs: list[Callable[[], None]] = []
         self.takes_jobs = False
         # Autograd sequence number of the previous message's gradient wait.
@@ -104,7 +106,7 @@ class Messages:
     def __len__(self) -> int:
         return len(self._works) + len(self._jobs)
 
-    def send(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
+    def send(self, x: Tensor, collective: Collective) -> Tensor:
         """Valid after `wait`; x [rows, ...]."""
         x = x.contiguous()
         work, out = collective.start(x)
@@ -132,12 +134,12 @@ class _Return(torch.autograd.Function):
     """Identity; its backward runs the jobs and waits for `_Leave`'s gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, messages: Messages, with_jobs: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, messages: Messages, with_jobs: bool) -> Tensor:
         ctx.messages, ctx.with_jobs = messages, with_jobs
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.with_jobs:
             ctx.messages.takes_jobs = False
         ctx.messages.run_jobs()
@@ -149,19 +151,19 @@ class _Leave(torch.autograd.Function):
     """Sends rows, in backward their gradients. Never waits."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> Tensor:
         ctx.collective, ctx.messages, ctx.with_jobs = collective, messages, with_jobs
         return messages.send(x, collective)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if not ctx.with_jobs:
             # After the experts there is another message.
             ctx.messages.takes_jobs = True
         return ctx.messages.send(grad, ctx.collective.reversed()), None, None, None
 
 
-def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
+def issue(x: Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> Tensor:
     """Start a collective of x [rows, ...], valid after `messages.wait()`; differentiable.
 
     with_jobs: jobs overlap with the gradient's message (tokens to experts); else they follow it.
@@ -169,5 +171,5 @@ def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs
     back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
     if back.grad_fn is not None:
         messages.place(back.grad_fn)
-    out: torch.Tensor = _Leave.apply(back, collective, messages, with_jobs)  # type: ignore[no-untyped-call]
+    out: Tensor = _Leave.apply(back, collective, messages, with_jobs)  # type: ignore[no-untyped-call]
     return out

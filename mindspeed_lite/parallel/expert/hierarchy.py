@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.autograd import linear_map
@@ -26,7 +28,7 @@ from mindspeed_lite.ops.permute import rows as row_ids
 from ..groups import new_groups
 
 # Group -> ranks of a node -> (intra-node, inter-node group); reused by the next session.
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]] = (
+_MADE: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[ProcessGroup | None, ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -53,7 +55,7 @@ def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
 class NodeGroups:
     """Intra-node and inter-node groups, created once per `group`. A collective."""
 
-    def __init__(self, group: dist.ProcessGroup, node_size: int) -> None:
+    def __init__(self, group: ProcessGroup, node_size: int) -> None:
         ranks = dist.get_process_group_ranks(group)
         self.group, self.rank = group, dist.get_rank(group)
         self.ranks = ranks_per_node(ranks, node_size)
@@ -85,7 +87,7 @@ class TwoLevels(NamedTuple):
     sources: list[tuple[int, int]]
 
 
-def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
+def splits_of(table: Tensor, rank: int, ranks: int) -> TwoLevels:
     """What one rank sends and receives.
 
     table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
@@ -95,10 +97,10 @@ def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
     mates = slice(node * ranks, (node + 1) * ranks)
     rows, pairs, rows_of_node = table[:, :count], table[:, count : 2 * count], table[:, 2 * count :]
 
-    def between(to_node: torch.Tensor) -> Splits:
+    def between(to_node: Tensor) -> Splits:
         return Splits(to_node[rank].tolist(), to_node[place::ranks, node].tolist())
 
-    def within(to_rank: torch.Tensor) -> Splits:
+    def within(to_rank: Tensor) -> Splits:
         received = to_rank[:, rank].view(-1, ranks).sum(0)
         return Splits(to_rank[place::ranks, mates].sum(0).tolist(), received.tolist())
 
@@ -115,17 +117,17 @@ def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
 class Exchange(NamedTuple):
     """All-to-all of rows; group: None for a single rank."""
 
-    group: dist.ProcessGroup | None
+    group: ProcessGroup | None
     splits: Splits
 
-    def send(self, x: torch.Tensor) -> torch.Tensor:
+    def send(self, x: Tensor) -> Tensor:
         return _all_to_all(x, self.group, self.splits.received, self.splits.sent)
 
-    def send_back(self, x: torch.Tensor) -> torch.Tensor:
+    def send_back(self, x: Tensor) -> Tensor:
         return _all_to_all(x, self.group, self.splits.sent, self.splits.received)
 
 
-def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list[int], sent: list[int]) -> torch.Tensor:
+def _all_to_all(x: Tensor, group: ProcessGroup | None, received: list[int], sent: list[int]) -> Tensor:
     if group is None:
         return x
     out = x.new_empty(sum(received), *x.shape[1:])
@@ -137,18 +139,18 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list
 class RowCopies:
     """Row copies: copy i is of row index[i] (int32) of `rows` rows."""
 
-    index: torch.Tensor
+    index: Tensor
     rows: int
 
     @functools.cached_property
-    def _row_ids(self) -> torch.Tensor:
+    def _row_ids(self) -> Tensor:
         return row_ids.of_pairs(self.index, self.rows, 1)
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def spread(self, x: Tensor) -> Tensor:
         """[rows, ...] -> [copies, ...]."""
         return x.index_select(0, self.index)
 
-    def collect(self, y: torch.Tensor) -> torch.Tensor:
+    def collect(self, y: Tensor) -> Tensor:
         """[copies, H] -> [rows, H], summed in fp32; [copies] -> [rows] if each has at most one copy."""
         if y.dim() == 1:
             return y.new_zeros(self.rows).index_copy_(0, self.index.long(), y)
@@ -164,13 +166,13 @@ class Path(NamedTuple):
     within: Exchange
     to_experts: RowCopies
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def spread(self, x: Tensor) -> Tensor:
         """Rows for nodes -> rows of local experts, by source, then expert, then token."""
         arrived = self.between.send(x)
         arrived = self.within.send(self.to_ranks.spread(arrived))
         return self.to_experts.spread(arrived)
 
-    def collect(self, y: torch.Tensor) -> torch.Tensor:
+    def collect(self, y: Tensor) -> Tensor:
         """Rows of local experts -> rows of nodes, in y's dtype; intra-node sums and messages are fp32."""
         partial = self.to_experts.collect(y.to(torch.promote_types(y.dtype, torch.float32)))
         partial = self.to_ranks.collect(self.within.send_back(partial))
@@ -184,7 +186,7 @@ class Route(NamedTuple):
     probs: Path
 
 
-def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
+def route_of(routing_map: Tensor, nodes: NodeGroups) -> Route:
     """Paths of tokens; routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
@@ -219,14 +221,14 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
     )
 
 
-def padded_map(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
+def padded_map(routing_map: Tensor, capacity: int) -> Tensor:
     """Pad routing_map [T, E] with zero-probability tokens to `capacity` per expert."""
     by_expert = routing_map.t()
     token = by_expert.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     return torch.zeros_like(by_expert).scatter_(1, token, True).t()
 
 
-def _counts(by_rank: torch.Tensor, nodes: int) -> torch.Tensor:
+def _counts(by_rank: Tensor, nodes: int) -> Tensor:
     """[T, ranks, E / ranks] -> rows for each rank, pairs for each rank, rows for each node."""
     needs = by_rank.any(-1)
     to_node = needs.view(len(needs), nodes, needs.shape[1] // nodes).any(-1)
@@ -237,10 +239,10 @@ class _Level(NamedTuple):
     rows: RowCopies
     pairs: RowCopies
     # [sent rows, experts of a place].
-    wanted: torch.Tensor
+    wanted: Tensor
 
 
-def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int) -> _Level:
+def _level(wanted: Tensor, numbers: Tensor, places: int, pairs: int) -> _Level:
     shape = (len(wanted), places, wanted.shape[1] // places)
     by_place = wanted.reshape(shape).transpose(0, 1)
     needs = by_place.any(-1)
@@ -252,28 +254,28 @@ def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int)
     )
 
 
-def _numbers(wanted: torch.Tensor) -> torch.Tensor:
+def _numbers(wanted: Tensor) -> Tensor:
     return (wanted.flatten().cumsum(0, dtype=torch.int32) - 1).view(wanted.shape)
 
 
-def _packed(flags: torch.Tensor) -> torch.Tensor:
+def _packed(flags: Tensor) -> Tensor:
     """[R, n] bool -> [R, ceil(n / 8)] uint8."""
     bits = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8))
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=flags.device)
     return (bits.view(len(flags), bits.shape[1] // 8, 8) * weights).sum(-1, dtype=torch.uint8)
 
 
-def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
+def _unpacked(packed: Tensor, count: int) -> Tensor:
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) & weights).bool()
     return bits.view(len(packed), packed.shape[1] * 8)[:, :count]
 
 
-def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
+def spread(x: Tensor, way: RowCopies | Path) -> Tensor:
     """Rows to experts, differentiable; saves only indices."""
     return linear_map(x, way.spread, way.collect)
 
 
-def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
+def collect(y: Tensor, way: RowCopies | Path) -> Tensor:
     """Results to tokens, differentiable; saves only indices."""
     return linear_map(y, way.collect, way.spread)

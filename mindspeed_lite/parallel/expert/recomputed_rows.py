@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.memory.released import ReleasedTensor
 
@@ -27,17 +28,14 @@ class RecomputedRows:
     """
 
     def __init__(
-        self,
-        permute: Callable[[], torch.Tensor],
-        collective: Collective | None,
-        order: Callable[[torch.Tensor], torch.Tensor],
+        self, permute: Callable[[], Tensor], collective: Collective | None, order: Callable[[Tensor], Tensor]
     ) -> None:
         self._permute, self._collective, self._order = permute, collective, order
         self._messages = Messages()
         self._released: ReleasedTensor | None = None
-        self._received: torch.Tensor | None = None
+        self._received: Tensor | None = None
 
-    def release(self, x: torch.Tensor) -> None:
+    def release(self, x: Tensor) -> None:
         self._released = ReleasedTensor(x)
 
     @torch.no_grad()

@@ -6,15 +6,16 @@ Leaves alone what it does not touch. Falls back, with a reason, for calls that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Option, Override, Session
+
+from ._shared.conditions import local
 
 TARGET = "megatron.core.utils:divide"
 
 
-def _divide(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _divide(wrapped: Function, session: Session) -> Function:
     def divide(numerator: Any, denominator: Any) -> Any:
         if denominator == 1:
             session.fallback(FEATURE.name, "there is nothing to divide by")
@@ -24,13 +25,6 @@ def _divide(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return divide
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own")
-    return reasons
-
-
 FEATURE = Feature(
     name="my_feature",
     summary="what it does, in one line",
@@ -38,6 +32,6 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="operators",
     memory="none: it keeps what Megatron keeps",
-    condition=_why_not,
+    condition=local("has its own"),
     patches=(Override(TARGET, _divide),),
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.balance import copies, payoff, placement
+from mindspeed_lite.parallel.balance import copies, placement
 from mindspeed_lite.parallel.balance.copies import Slots
 from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts, loads_with_copies
 from tests.harness.expert_copies import KINDS, run
@@ -146,7 +146,7 @@ def test_gradients_are_summed_in_fp32_and_rounded_once(tmp_path, mode):
 def test_what_a_copy_costs_is_the_same_on_every_rank(tmp_path):
     def body(rank):
         group = joined(rank, 2, tmp_path)
-        costs = payoff.measure([torch.ones(64, 32), torch.ones(32, 64), torch.ones(32)], 16, group, group)
+        costs = copies.measure_costs([torch.ones(64, 32), torch.ones(32, 64), torch.ones(32)], 16, group, group)
         told = [None, None]
         dist.all_gather_object(told, costs)
         assert told[0] == told[1] and all(each > 0 for each in costs)

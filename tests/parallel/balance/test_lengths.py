@@ -10,13 +10,13 @@ import struct
 import pytest
 
 from mindspeed_lite.parallel.balance import lengths
-from mindspeed_lite.parallel.balance.length_simulation import (
+from mindspeed_lite.parallel.balance.lengths import (
     lower_bound,
     rank_costs,
     read_index,
     sample_costs,
     shuffled,
-    simulate,
+    simulate_order,
 )
 
 
@@ -135,13 +135,13 @@ def test_the_index_of_a_data_set_is_read(tmp_path):
 
 
 def test_a_simulation_counts_as_by_hand():
-    before, after, waiting, bound = simulate([9, 1, 1, 1, 1, 1, 9, 1, 99], 2, 4)
+    before, after, waiting, bound = simulate_order([9, 1, 1, 1, 1, 1, 9, 1, 99], 2, 4)
     # Steps [9, 1, 1, 1] and [1, 1, 9, 1]; what is no whole step is left out. Even: 6 a rank and step.
     assert (before.step, before.micro_batch) == (20 / 12, 20 / 12)
     assert (after.step, bound.step, waiting.micro_batch) == (20 / 12, 20 / 12, 20 / 12)
-    before, after, _, _ = simulate([9, 1, 9, 1], 2, 4)
+    before, after, _, _ = simulate_order([9, 1, 9, 1], 2, 4)
     assert (before.step, after.step) == (18 / 10, 1.0)
     with pytest.raises(ValueError, match="no step of 4"):
-        simulate([1, 2], 2, 4)
+        simulate_order([1, 2], 2, 4)
     with pytest.raises(ValueError, match="no micro-batches of 3"):
-        simulate([1] * 8, 2, 4, 3)
+        simulate_order([1] * 8, 2, 4, 3)

@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.balance import payoff, placement
+from mindspeed_lite.parallel.balance import copies, placement
 from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
@@ -149,7 +149,7 @@ def test_a_rank_has_the_tensors_of_the_experts_in_its_places(tmp_path):
 
 
 def test_a_move_must_save_what_it_sends():
-    costs = payoff.CopyCosts(copy=6.0, products=0.5, messages=9.0)
+    costs = copies.CopyCosts(copy=6.0, products=0.5, messages=9.0)
     # As many bytes as two copies, in 8 steps: 12 s against 4 s for each token.
     assert costs.break_even_of_move(2.0, 8) == 3.0
-    assert payoff.copied_bytes([torch.empty(3, dtype=torch.bfloat16), torch.empty(2)]) == 3 * 6 + 2 * 8
+    assert copies.copied_bytes([torch.empty(3, dtype=torch.bfloat16), torch.empty(2)]) == 3 * 6 + 2 * 8

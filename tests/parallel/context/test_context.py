@@ -12,10 +12,10 @@ import torch
 from mindspeed_lite.ops import attention
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks
+from mindspeed_lite.parallel.context.collectives import split_heads
 from mindspeed_lite.parallel.context.cost import AttentionWork, predict
 from mindspeed_lite.parallel.context.layout import stream_rows
 from mindspeed_lite.parallel.context.ring import Ring
-from mindspeed_lite.parallel.context.ulysses import split_heads
 from tests.harness import matrix
 from tests.harness.compare import error
 from tests.harness.context_parallel import FREE, NAMES, Problem, algorithms, definition, rows_of, split

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from mindspeed_lite.parallel.context import schedule
+from mindspeed_lite.parallel.context import ring
 from mindspeed_lite.parallel.context.layout import CAUSAL, FREE, needs, zigzag
 
 SIZES = [(ranks, window) for ranks in range(1, 13) for window in range(1, ranks + 1) if ranks % window == 0]
@@ -115,8 +115,8 @@ def test_every_block_is_computed_where_it_is_needed_and_every_gradient_comes_hom
     layout = zigzag(4 * ranks, ranks)
     for band in (CAUSAL, FREE, (2, 0), (5, 0), (1, 1), (0, 0)):
         needed = tuple(tuple(needs(layout, reader, owner, band) for owner in range(ranks)) for reader in range(ranks))
-        check(schedule.programs(ranks, window, needed), needed)
-        check(schedule.programs(ranks, window, needed, kv_again=False), needed, cached=True)
+        check(ring.programs(ranks, window, needed), needed)
+        check(ring.programs(ranks, window, needed, kv_again=False), needed, cached=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -128,13 +128,13 @@ def test_any_set_of_needed_blocks(ranks):
         wanted = {pair for pair, take in zip(others, choice, strict=True) if take} | {(a, a) for a in range(ranks)}
         needed = tuple(tuple((a, b) in wanted for b in range(ranks)) for a in range(ranks))
         for window in (w for w in range(1, ranks + 1) if ranks % w == 0):
-            check(schedule.programs(ranks, window, needed), needed)
+            check(ring.programs(ranks, window, needed), needed)
 
 
 def test_the_number_of_messages_is_the_least():
     """P - 1 hops of keys and values in each pass, and P - 1 of each sum; an outer hop has the time of a window."""
     for ranks, window in SIZES:
-        for program in schedule.programs(ranks, window):
+        for program in ring.programs(ranks, window):
             sent = [move for step in program.forward for move in step.moves if move.direction == "send"]
             assert len(sent) == ranks - 1
             back = [*(move for step in program.backward for move in step.moves), *program.last]
@@ -172,7 +172,7 @@ def mutations(programs):
 
 @pytest.mark.parametrize(("ranks", "window"), [(2, 1), (3, 1), (4, 2), (6, 3)])
 def test_the_oracle_sees_every_mutation(ranks, window):
-    programs = schedule.programs(ranks, window)
+    programs = ring.programs(ranks, window)
     count = 0
     for mutated in mutations(programs):
         count += 1
@@ -183,4 +183,4 @@ def test_the_oracle_sees_every_mutation(ranks, window):
 
 def test_a_window_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="window of 3 ranks does not divide a ring of 4 ranks"):
-        schedule.programs(4, 3)
+        ring.programs(4, 3)

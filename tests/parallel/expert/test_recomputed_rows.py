@@ -65,21 +65,3 @@ def test_rows_come_back_as_they_were(tmp_path):
         assert ran == ["permuted", "ordered"], "once"
 
     on_ranks(2, body)
-
-
-def test_what_is_not_released_does_not_travel():
-    def never(*args):
-        raise AssertionError
-
-    rows = RecomputedRows(never, None, never)
-    rows.leave()
-    rows.arrive()
-
-
-def test_rows_that_stay_are_permuted_alone():
-    x = torch.arange(6.0).view(3, 2)
-    copy = x.clone()
-    rows = RecomputedRows(lambda: copy.flip(0), None, lambda received: received.flip(0))
-    rows.release(x)
-    rows.arrive()
-    assert torch.equal(x, copy)

@@ -18,13 +18,14 @@ def session_of(**settings):
     return Session(values, Context(values, "cpu", {}), Report({}, "cpu"))
 
 
-def test_layers_keep_keys_at_an_interval():
-    policy = {"context_parallel_kv_cache_policy": "full"}
-    every = context_parallel.Options.of(session_of(**policy))
-    assert [every.cache_of(layer) for layer in (1, 2, 3)] == ["full"] * 3
-    third = context_parallel.Options.of(session_of(**policy, context_parallel_cache_interval=2))
-    assert [third.cache_of(layer) for layer in range(1, 8)] == ["full", "none", "none"] * 2 + ["full"]
-    assert context_parallel.Options.of(session_of()).cache_of(1) == "none"
+@pytest.mark.parametrize(
+    ("policy", "interval", "caches"),
+    [("full", 0, ["full"] * 3), ("full", 2, ["full", "none", "none", "full"]), (None, 0, ["none"])],
+)
+def test_layers_keep_keys_at_an_interval(policy, interval, caches):
+    session = session_of(context_parallel_kv_cache_policy=policy, context_parallel_cache_interval=interval)
+    layers = range(1, len(caches) + 1)
+    assert [context_parallel.ring_of(None, layer, session).cache for layer in layers] == caches
 
 
 def test_the_least_exposed_is_chosen_and_logged_once(monkeypatch):

@@ -94,7 +94,7 @@ def test_the_result_is_at_least_as_near_to_float64(kind, dtype):
 @forked("megatron")
 def test_zero_centred_gamma_is_the_same_norm_with_one_added_to_its_weight(kind):
     fused, torchs = NORMS[kind]
-    mindspeed_lite.enable(**on(kind))
+    mindspeed_lite.enable(verify=1, **on(kind))
     centred = norm_of(normalization=kind, layernorm_zero_centered_gamma=True)
     plain = norm_of(normalization=kind)
     assert not any(each.any() for each in centred.parameters())
@@ -106,6 +106,7 @@ def test_zero_centred_gamma_is_the_same_norm_with_one_added_to_its_weight(kind):
     assert torch.equal(centred(x), plain(x))
     mindspeed_lite.disable()
     assert type(plain) is torchs and type(centred) is fused, "torch has no such norm"
+    assert "verifier" not in vars(centred)
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
         norm_of(normalization=kind, layernorm_zero_centered_gamma=True)
     mindspeed_lite.enable(**on(kind))

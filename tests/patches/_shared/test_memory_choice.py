@@ -268,7 +268,7 @@ def test_a_host_without_room_moves_nothing(folder):
 
     files = kept_in(folder)
     simulated.swap_attention()
-    swap_attention._copy_engine_of = lambda device: Lanes(fail_at=0)
+    swap_attention.StreamCopyEngine = lambda device: Lanes(fail_at=0)
     off = losses(training())
     mindspeed_lite.disable()
     assert losses(on(LOW)) == off and said("no copy to the host was made: no more pinned memory")
@@ -277,7 +277,7 @@ def test_a_host_without_room_moves_nothing(folder):
     for file in files():
         file.unlink()
     # Room for the copies that are timed and for nothing else.
-    swap_attention._copy_engine_of = lambda device: Lanes(fail_at=1)
+    swap_attention.StreamCopyEngine = lambda device: Lanes(fail_at=1)
     assert losses(on(LOW)) == off
     (found,) = mindspeed_lite.report().fallbacks
     assert "no more pinned memory" in found.reason

@@ -15,8 +15,6 @@ from mindspeed_lite.patches._shared import optimizer_state as forms
 from tests.harness import optimizers
 from tests.harness.processes import forked
 
-PATCHES = {patch.target.rpartition(".")[2]: patch.make for patch in forms.PATCHES}
-
 
 def optimizer_of(shares: bool, narrow: bool) -> Any:
     """What has the attributes of Float16OptimizerWithFloat16Params, after a step."""
@@ -30,25 +28,6 @@ def optimizer_of(shares: bool, narrow: bool) -> Any:
     main.grad = torch.ones(300)
     inner.step()
     return SimpleNamespace(optimizer=inner, fp32_from_float16_groups=[[main]])
-
-
-def state_dict(self: Any) -> dict[str, Any]:
-    return {"optimizer": self.optimizer.state_dict(), "fp32_from_fp16_params": self.fp32_from_float16_groups}
-
-
-def tensors(found: dict[str, Any]) -> list[torch.Tensor]:
-    state = found["optimizer"]["state"][0]
-    return [found["fp32_from_fp16_params"][0][0], state["exp_avg"], state["exp_avg_sq"]]
-
-
-def test_a_plain_optimizer_is_left_to_megatron() -> None:
-    optimizer = optimizer_of(False, False)
-    assert (
-        forms.optimizer_with_custom_state(optimizer) is None
-        and forms.optimizer_with_custom_state(SimpleNamespace(optimizer=None)) is None
-    )
-    found = tensors(PATCHES["state_dict"](state_dict, None)(optimizer))
-    assert found[0] is optimizer.fp32_from_float16_groups[0][0]
 
 
 def test_the_copy_of_main_parameters_is_made_once() -> None:

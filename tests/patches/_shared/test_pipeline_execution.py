@@ -14,9 +14,7 @@ from mindspeed_lite.patches._shared.pipeline_execution import (
     PlannedStep,
     _hand_on,
     _planned,
-    listed,
 )
-from mindspeed_lite.patches._shared.pipeline_orders import ScheduleRequest
 from mindspeed_lite.pipeline import orders
 from mindspeed_lite.pipeline.data_parallel_sync import sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
@@ -47,27 +45,12 @@ def test_megatrons_window_is_the_warmup_and_one():
     assert interleaved == [number % 3 for number in range(8)]
 
 
-def test_what_is_kept_of_a_model_goes_with_it_and_ends_with_the_session():
-    here = session()
-    state = ExecutorState(here)
-    model = torch.nn.Linear(2, 2)
-    assert state.delayed_of(model) is state.delayed_of(model) and len(state.delayed) == 1
-    del model
-    assert len(state.delayed) == 0 and state.is_on
-    here.end()
-    assert not state.is_on
-
-
-def test_one_model_is_a_list_of_one():
-    assert listed(3) == [3] and listed([3, 4]) == [3, 4]
-
-
 def test_what_is_planned_follows_the_flags_of_other_features():
     config = SimpleNamespace(variable_seq_lengths=False, mtp_standalone=False, overlap_p2p_comm=False)
     state, flags = ExecutorState(session()), {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 1}
 
     def plan(**more):
-        asked = ScheduleRequest.of(Settings({**flags, **more}))
+        asked = Settings({**flags, **more})
         return _planned(asked, state, (2, 4, 1, 0), 0, False, config, is_async=False)
 
     assert plan() is plan() and not plan().recomputed
@@ -110,7 +93,7 @@ def test_a_step_records_where_a_flag_says_so_into_what_the_checkpoints_read():
     full = SimpleNamespace(recompute_granularity="full")
     here = recompute_session(recompute_in_advance=True)
     # The feature was skipped: nothing has been patched.
-    assert not pipeline_orders.ScheduleRequest.of(pipeline_orders.active_settings(here)).recomputes
+    assert not pipeline_orders.recomputes_in_steps(pipeline_orders.active_settings(here))
     made = pipeline_execution.recomputed_units(here)
     found = pipeline_execution._units_of_step(here, full, frozenset({(0, 1)}))
     assert found is made

@@ -16,17 +16,6 @@ def settings(pipeline_schedule=None, **more):
     return Settings({"pipeline_schedule": pipeline_schedule, **off, **more})
 
 
-def test_names():
-    assert pipeline_orders.parse_name("zb-h1") == "zb-h1" and pipeline_orders.parse_name("a.py:b") == "a.py:b"
-    with pytest.raises(ValueError, match="one of 1f1b"):
-        pipeline_orders.parse_name("zb-h7")
-    fused = {"use_gradient_accumulation_fusion": True}
-    assert pipeline_orders.name_of(settings(schedules_method="dualpipev", **fused)) == "dualpipev"
-    assert pipeline_orders.name_of(settings(schedules_method="dualpipev")) == "dualpipev-whole"
-    detached = settings(schedules_method="dualpipev", dualpipev_dw_detach=True)
-    assert pipeline_orders.name_of(detached) == "dualpipev-dw-detach"
-
-
 @pytest.mark.parametrize(
     ("flags", "key", "order", "without"),
     [

@@ -1,64 +1,17 @@
-"""Megatron's functions as the executor calls them; what they do in training is in tests/training."""
+"""Megatron's functions as the executor calls them, in each release."""
 
 from __future__ import annotations
 
+import enum
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mindspeed_lite.patches._shared import pipeline_passes
 from mindspeed_lite.patches._shared.pipeline_passes import QUEUE, DelayedWgrads
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from tests.harness.processes import forked
-
-
-def passes(chunks, rank, deallocate=False):
-    from megatron.core.pipeline_parallel import schedules
-
-    from mindspeed_lite.patches._shared.pipeline_passes import MegatronPasses, TrainingStep
-    from mindspeed_lite.pipeline import orders
-    from mindspeed_lite.pipeline.data_parallel_sync import sync_plan
-    from mindspeed_lite.pipeline.orders import PipelineShape
-
-    name = "1f1b" if chunks == 1 else "interleaved"
-    schedule = orders.build(name, PipelineShape(2, 2, chunks))
-    config = SimpleNamespace(deallocate_pipeline_outputs=deallocate, timers=None, grad_scale_func=None)
-    this = TrainingStep(None, [None] * chunks, [SimpleNamespace()] * chunks, config, 2, 1, False, False, None)
-    schedules.get_model_type = lambda model: None
-    plan = sync_plan(list(schedule.steps(rank)), chunks, rank)
-    return MegatronPasses(schedules, this, schedule, rank, plan)
-
-
-@forked("megatron")
-def test_an_output_is_released_where_the_configuration_says_so():
-    import torch
-
-    assert not passes(1, 0, False).releases
-    output = torch.ones(2, 3)
-    here = passes(1, 0, True)
-    here.release(output)
-    assert here.releases and output.numel() == 1
-
-
-@forked("megatron")
-def test_what_is_handed_over_begins_a_graph_and_outlives_the_release():
-    import torch
-
-    weight = torch.ones(3, requires_grad=True)
-    output = weight * 2
-    here = passes(1, 0, True)
-    received = here.hand_over(output)
-    here.release(output)
-    assert received.is_leaf and received.requires_grad and received.tolist() == [2.0] * 3
-    with torch.no_grad():
-        assert not here.hand_over(weight * 2).requires_grad
-
-
-@forked("megatron")
-def test_chunks_are_numbered_where_there_are_several_and_the_last_stage_is_the_orders():
-    assert passes(1, 1)._vp_stages == [None] and passes(1, 1)._is_last == [True]
-    assert passes(2, 0)._vp_stages == [0, 1] and passes(2, 0)._is_last == [False, False]
-    assert passes(2, 1)._is_last == [False, True]
 
 
 @pytest.mark.parametrize(("ahead", "back"), [(0, 1), (0, None), (None, 1)])
@@ -143,3 +96,26 @@ def test_a_schedule_keeps_gradients_that_megatron_asks_for():
         assert log == []
     backward_dw(model[0])
     assert log == ["computed"] and len(getattr(model[0], QUEUE)) == 0
+
+
+class ModelType(enum.Enum):
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+
+
+def test_an_encoder_with_a_decoder_is_left_to_megatron():
+    schedules = SimpleNamespace(
+        ModelType=ModelType,
+        get_model_type=lambda model: model,
+        get_tensor_shapes=lambda *, model_type: None,
+        parallel_state=SimpleNamespace(get_pipeline_model_parallel_group=lambda: schedules.group),
+        group="group",
+    )
+    assert pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_or_decoder) == []
+    (reason,) = pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_and_decoder)
+    assert "two tensors" in reason
+    schedules.group = ["one", "another"]
+    (reason,) = pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_or_decoder)
+    assert "several pipelines" in reason
+    schedules.get_tensor_shapes = lambda *, tp_group: None
+    assert pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_and_decoder) == []

@@ -50,8 +50,8 @@ def test_reasons(patch):
     assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
     assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]
     assert patch.FEATURE.not_auto == recompute.NOT_AUTO
-    with pytest.raises(OptionError, match=f"{patch.SWITCH.flag}-num-layers 0: want how many layers"):
-        reasons({patch.SWITCH.number: 0})
+    with pytest.raises(OptionError, match=f"{patch.FEATURE.flag}-num-layers 0: want how many layers"):
+        reasons({f"{patch.FEATURE.name}_num_layers": 0})
 
 
 @pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
@@ -59,15 +59,20 @@ def test_a_number_of_layers_turns_it_on(patch):
     def enabled(**given):
         return patch.FEATURE.is_enabled(Settings.of(patch.FEATURE.options, given))
 
-    assert not enabled() and enabled(**{patch.FEATURE.name: True}) and enabled(**{patch.SWITCH.number: 2})
+    assert (
+        not enabled() and enabled(**{patch.FEATURE.name: True}) and enabled(**{f"{patch.FEATURE.name}_num_layers": 2})
+    )
 
 
 def test_a_model_built_without_arguments_is_asked_itself():
     said, prepared = [], []
     settings = Settings({"recompute_norm_num_layers": None})
     session = SimpleNamespace(settings=settings, fallback=lambda *text: said.append(text))
-    wrap = recompute_norm.SWITCH.in_chosen_layers(lambda layer, session: prepared.append(layer), ())
-    build = wrap.make(lambda layer, config: setattr(layer, "config", config), session)
+    feature = recompute.feature_of_layers(
+        "recompute_norm", summary="", help="", numerics="ulp", reads=(), patches=(),
+        prepare=lambda layer, session: prepared.append(layer),
+    )  # fmt: skip
+    build = feature.patches[0].make(lambda layer, config: setattr(layer, "config", config), session)
     fields = {"recompute_granularity": None, "virtual_pipeline_model_parallel_size": None}
     build(SimpleNamespace(), SimpleNamespace(**fields, cuda_graph_impl="none"))
     assert len(prepared) == 1 and not said

@@ -1,17 +1,41 @@
-"""The seam in Megatron's linear layers: what goes through it, and what stays Megatron's."""
+"""Linear layers of Megatron: main gradients, and the seam of tensor-parallel communication."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from mindspeed_lite.patches._shared import linear_layers
 from tests.harness.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
 from tests.harness.process_groups import start
 from tests.harness.processes import forked, on_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@forked("megatron")
+def test_the_product_is_added_once_in_the_main_gradients_own_precision(dtype):
+    generator = torch.Generator().manual_seed(1)
+    dy, x = torch.randn(6, 4, generator=generator).bfloat16(), torch.randn(6, 3, generator=generator).bfloat16()
+    main = torch.ones(4, 3, dtype=dtype)
+    with mindspeed_lite.enabled(use_gradient_accumulation_fusion=True):
+        # Strided, as slices of larger tensors are.
+        linear_layers.add_wgrad(main, dy.t().contiguous().t(), x)
+    assert torch.allclose(main.double(), 1 + dy.double().t() @ x.double(), rtol=2**-7, atol=2**-7)
+
+
+def test_hooks_get_a_stand_in_where_they_count_gradients():
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    assert linear_layers.placeholder_grad(weight) is None, "no hook counts gradients"
+    weight.grad_added_to_main_grad = False
+    given = linear_layers.placeholder_grad(weight)
+    assert given.shape == weight.shape and weight.grad_added_to_main_grad and not given.requires_grad
+    weight.zero_out_wgrad = True
+    assert not linear_layers.placeholder_grad(weight).any()
 
 
 @forked("megatron")

@@ -1,7 +1,8 @@
-"""Patches communication of tensor-parallel linear layers.
+"""Patches of Megatron's local linear layers: weight gradients and tensor-parallel communication.
 
-`_forward_impl` hands input, weight and group to Megatron's linear function; a row parallel layer reduces in `forward`.
-Experts and single-rank groups stay Megatron's.
+A weight gradient is added to its main gradient; autograd gets a placeholder. `_forward_impl` hands input, weight and
+group to Megatron's linear function; a row parallel layer reduces in `forward`. Experts and single-rank groups stay
+Megatron's.
 """
 
 from __future__ import annotations
@@ -11,14 +12,55 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.engine import Context, Override, Session
-from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, WgradHandler, column_linear, row_linear
+from mindspeed_lite.engine import Around, Context, Function, Override, Session
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+from mindspeed_lite.parallel.tp_linear import TPCommConfig, Wgrad, column_linear, row_linear
 
-from . import wgrad_accumulation
 from .conditions import CUDA_GRAPH_ARGS, config_reasons, holding
 
 LAYERS = "megatron.core.tensor_parallel.layers"
+
+
+def add_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """main_grad [N, K] += dy^T x; dy: [M, N], x: [M, K]."""
+    from megatron.core.tensor_parallel import layers
+
+    kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+    if kernels is None:
+        # The features were disabled before this backward pass.
+        accumulate_wgrad(main_grad, dy.contiguous(), x.contiguous())
+        return
+    wide = main_grad.dtype == torch.float32
+    accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+    accumulate(x.contiguous(), dy.contiguous(), main_grad)
+
+
+def placeholder_grad(weight: Any) -> Tensor | None:
+    """Placeholder for autograd, whose hooks reduce main_grad."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight, requires_grad=False)
+
+
+def _backward(wrapped: Function, session: Session) -> Function:
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        found = wrapped(ctx, grad_output)
+        if found[1] is not None or not ctx.gradient_accumulation_fusion:
+            return found
+        weight = getattr(ctx.next_functions[1][0], "variable", None)
+        return found if weight is None else (found[0], placeholder_grad(weight), *found[2:])
+
+    return backward
+
+
+# Saved-tensor hooks copy the weight without its attributes, so Megatron would return no gradient.
+PLACEHOLDER_PATCH = Around(f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.backward", _backward)
+
+
 _OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves"
 CONFLICTING_ARGS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPH_ARGS}
 UNSUPPORTED = {"<0.14": "before Megatron 0.14 a linear layer has no method that multiplies, which could be replaced"}
@@ -50,7 +92,7 @@ class LayerCall:
     group: Any
     is_row: bool
     sequence_parallel: bool
-    wgrad_handler: WgradHandler
+    wgrad: Wgrad
 
 
 @dataclass(frozen=True)
@@ -61,33 +103,26 @@ class _Reduced:
     scattered: bool
 
 
-@dataclass(frozen=True)
-class _MainGradWgrad:
-    weight: Any
-    fused: bool
-    buffer: Any
-    limit: int
+def _wgrad(weight: Any, is_fused: bool, buffer: Any, limit: int) -> Wgrad:
+    """Weight gradient that is added to the main gradient if fused; `buffer` takes deferred ones up to `limit`."""
 
-    def defer(self, dy: torch.Tensor) -> bool:
-        if self.buffer is None or (self.limit and len(self.buffer) >= self.limit):
+    def defer(dy: Tensor) -> bool:
+        if buffer is None or (limit and len(buffer) >= limit):
             return False
-        self.buffer.append(dy)
+        buffer.append(dy)
         return True
 
-    def deferred(self) -> torch.Tensor | None:
-        return wgrad_accumulation.placeholder_grad(self.weight) if self.fused else None
+    def add(dy: Tensor, x: Tensor) -> Tensor | None:
+        add_wgrad(weight.main_grad, dy, x)
+        return placeholder_grad(weight)
 
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        if not self.fused:
-            return AUTOGRAD_WGRAD(dy, x)
-        wgrad_accumulation.add(self.weight.main_grad, dy, x)
-        return wgrad_accumulation.placeholder_grad(self.weight)
+    return Wgrad(add, defer, lambda: placeholder_grad(weight)) if is_fused else Wgrad(defer=defer)
 
 
 def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCommConfig]) -> tuple[Override, ...]:
     """Patches that run linear layers with `comm_config_for(call)`."""
 
-    def linear(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def linear(wrapped: Function, session: Session) -> Function:
         def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
             group: Any = kwargs.get("tp_group")
             is_row = isinstance(group, _Reduced)
@@ -96,7 +131,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
             group, scattered = (group.group, group.scattered) if is_row else (group, kwargs["sequence_parallel"])
             fused = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
             buffer, limit = kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit")
-            gradient = _MainGradWgrad(weight, fused, buffer, limit or 0)
+            gradient = _wgrad(weight, fused, buffer, limit or 0)
             comm = comm_config_for(LayerCall(self, session, group, is_row, scattered, gradient))
             if is_row:
                 return row_linear(input, weight, comm)
@@ -104,7 +139,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
 
         return _forward_impl
 
-    def row(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def row(wrapped: Function, session: Session) -> Function:
         def forward(self: Any, input_: Any) -> Any:
             group = self.tp_group
             if self.explicit_expert_comm or group is None or group.size() == 1:
@@ -157,6 +192,7 @@ def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: s
     return not reasons
 
 
-def no_group_reasons(context: Context) -> list[str]:
+def has_group(context: Context) -> list[str]:
+    """Condition: several tensor-parallel ranks."""
     is_alone = context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2
     return ["--tensor-model-parallel-size is 1: nothing travels"] if is_alone else []

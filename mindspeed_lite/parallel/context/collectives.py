@@ -1,24 +1,91 @@
-"""Ulysses: all-to-alls between a rank's rows with all heads and all rows with its heads.
+"""Context parallelism by collectives: gathered keys and values, and Ulysses.
 
-Ranks get whole query-head groups with their key heads. With fewer key heads than ranks, key heads are shared and their
-gradients summed. Received rows are put in sequence order.
+Gathered keys serve few key heads and any mask; the backward pass gathers again and reduce-scatters the gradients.
+Ulysses exchanges a rank's rows with all heads for all rows with its heads: ranks get whole query-head groups with their
+key heads. With fewer key heads than ranks, key heads are shared and their gradients summed. Nothing overlaps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from mindspeed_lite.parallel.context.blocks import sum_dtype
-from mindspeed_lite.parallel.context.gathered_keys import gather
-from mindspeed_lite.parallel.context.layout import Spans, by_rank, in_order
+from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks, Sums, sum_dtype, zero_sum
+from mindspeed_lite.parallel.context.layout import Layout, Spans, by_rank, gathered, in_order
+from mindspeed_lite.parallel.context.ring import KVMessage
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    group: ProcessGroup
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: RankBlocks, partial: Partial) -> dict[int, Tensor]:
+        blocks, order = _over_all_keys(blocks)
+        blocks.forward(q, *gather(k, v, self.group, order), 0, partial)
+        return {}
+
+    def backward(self, dout: Tensor, saved: tuple[Tensor, ...], kept: Mapping[int, Tensor], blocks: RankBlocks) -> Sums:
+        q, k, v, out, lse = saved
+        blocks, order = _over_all_keys(blocks)
+        keys, values = gather(k, v, self.group, order)
+        sums = Sums(zero_sum(q), zero_sum(keys), zero_sum(values))
+        blocks.backward(dout, q, keys, values, out, lse, 0, sums)
+        return Sums(sums.dq, *_scatter(sums.dk, sums.dv, KVMessage.of(k, v), self.group, order))
+
+
+def _over_all_keys(blocks: RankBlocks) -> tuple[RankBlocks, Spans]:
+    whole = gathered(blocks.layout, blocks.layout.ranks)
+    return dataclasses.replace(blocks, keys=whole.layout), whole.order[0]
+
+
+def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Spans) -> tuple[Tensor, Tensor]:
+    """Keys and values of all ranks, in `order` (see `layout.Gathered`)."""
+    pair = KVMessage.of(k, v)
+    own = pair.pack(k, v)
+    everything = own.new_empty(group.size() * own.numel())
+    dist.all_gather_into_tensor(everything, own, group=group)
+    parts = [pair.unpack(each) for each in everything.chunk(group.size())]
+    return in_order([keys for keys, _ in parts], order), in_order([values for _, values in parts], order)
+
+
+def _scatter(dk: Tensor, dv: Tensor, pair: KVMessage, group: ProcessGroup, order: Spans) -> tuple[Tensor, Tensor]:
+    ranks = group.size()
+    messages = [pair.pack(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)]
+    own = torch.empty_like(messages[0])
+    dist.reduce_scatter_tensor(own, torch.cat(messages), group=group)
+    return pair.unpack(own)
+
+
+def gather_keys(k: Tensor, v: Tensor, layout: Layout, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole sequence in order, differentiable."""
+    order = gathered(layout, layout.ranks).order[0]
+    pair: tuple[Tensor, Tensor] = _Keys.apply(k, v, group, order)  # type: ignore[no-untyped-call]
+    return pair
+
+
+class _Keys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, group: ProcessGroup, order: Spans) -> tuple[Tensor, Tensor]:
+        ctx.pair, ctx.group, ctx.order = KVMessage.of(k, v), group, order
+        return gather(k, v, group, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        exact = sum_dtype(dk.dtype)
+        keys, values = _scatter(dk.to(exact), dv.to(exact), ctx.pair, ctx.group, ctx.order)
+        return keys.to(dk.dtype), values.to(dv.dtype), None, None
 
 
 class HeadSplit(NamedTuple):
@@ -54,28 +121,22 @@ def _evenly(items: int, parts: int) -> Spans:
 
 
 def to_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: dist.ProcessGroup,
-    order: Spans,
-    *,
-    gather_keys: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, order: Spans, *, gather_keys: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """[rows, .., heads, size] -> [all rows, .., its heads, size], differentiable.
 
     order: of the ranks' concatenated rows (see `layout.Gathered`).
     gather_keys: gather all key heads instead.
     """
     split = split_heads(q.shape[-2], k.shape[-2], group.size())
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    result: tuple[Tensor, Tensor, Tensor]
     result = _ToHeads.apply(q, k, v, group, order, split, gather_keys)  # type: ignore[no-untyped-call]
     return result
 
 
-def to_rows(out: torch.Tensor, group: dist.ProcessGroup, order: Spans, heads: Spans) -> torch.Tensor:
+def to_rows(out: Tensor, group: ProcessGroup, order: Spans, heads: Spans) -> Tensor:
     """[all rows, .., own heads, size] -> [rows, .., all heads, size], differentiable."""
-    result: torch.Tensor = _ToRows.apply(out, group, order, heads)  # type: ignore[no-untyped-call]
+    result: Tensor = _ToRows.apply(out, group, order, heads)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -83,14 +144,14 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: dist.ProcessGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: ProcessGroup,
         order: Spans,
         split: HeadSplit,
         gather_keys: bool,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.order, ctx.split = group, order, split
         if not gather_keys:
             return tuple(_scatter_heads((q, k, v), (split.q, split.k, split.k), group, order))
@@ -101,26 +162,26 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         split: HeadSplit = ctx.split
         return (*_gather_heads(gradients, (split.q, split.k, split.k), ctx.group, ctx.order), None, None, None, None)
 
 
 class _ToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, group: dist.ProcessGroup, order: Spans, heads: Spans) -> torch.Tensor:
+    def forward(ctx: Any, out: Tensor, group: ProcessGroup, order: Spans, heads: Spans) -> Tensor:
         ctx.group, ctx.order, ctx.heads = group, order, heads
         return _gather_heads((out,), (heads,), group, order)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return _scatter_heads((dout,), (ctx.heads,), ctx.group, ctx.order)[0], None, None, None
 
 
 def _scatter_heads(
-    tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], heads: Sequence[Spans], group: ProcessGroup, order: Spans
+) -> list[Tensor]:
     rank = group.rank()
     outgoing = [
         torch.cat([t[..., slice(*its[peer]), :].reshape(-1) for t, its in zip(tensors, heads, strict=True)])
@@ -130,9 +191,7 @@ def _scatter_heads(
     return [in_order(parts, order) for parts in _all_to_all(outgoing, [shapes] * group.size(), group)]
 
 
-def _gather_heads(
-    tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
-) -> list[torch.Tensor]:
+def _gather_heads(tensors: Sequence[Tensor], heads: Sequence[Spans], group: ProcessGroup, order: Spans) -> list[Tensor]:
     """Inverse; shared heads are summed."""
     rank, ranks = group.rank(), group.size()
     rows = [by_rank(t, order, ranks) for t in tensors]
@@ -148,7 +207,7 @@ def _gather_heads(
     return [_join_heads(parts, its) for parts, its in zip(received, heads, strict=True)]
 
 
-def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
+def _join_heads(parts: Sequence[Tensor], heads: Spans) -> Tensor:
     """Sums are fp32 (float64 for float64) and rounded once."""
     if len(set(heads)) == len(heads):
         return torch.cat(list(parts), -2)
@@ -161,8 +220,8 @@ def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 
 
 def _all_to_all(
-    outgoing: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
-) -> list[list[torch.Tensor]]:
+    outgoing: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: ProcessGroup
+) -> list[list[Tensor]]:
     sizes = [[math.prod(shape) for shape in its] for its in shapes]
     received = outgoing[0].new_empty(sum(map(sum, sizes)))
     sent = [each.numel() for each in outgoing]

@@ -1,16 +1,18 @@
-"""Replaces Megatron defaults that need a missing package (Transformer Engine, Apex).
+"""Megatron's arguments before its validation: defaults that need a missing package, mistakes found late.
 
-Replacements are logged. A value that the user set by flag raises an error instead.
+Defaults that need Transformer Engine or Apex are replaced and logged; a value that the user set by flag raises an
+error. So do arguments on which Megatron would fail late, with a traceback on every rank.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,32 +42,23 @@ class Default:
     stand_in: str = ""
 
 
-def _absent(module: str) -> bool:
-    # Modules provided by a session have no loader.
-    found = importlib.util.find_spec(module)
-    return getattr(found, "loader", found) is None
+def _cuda_package(module: str, what: str, lacks: str = "") -> Callable[[str], str | None]:
+    """What is missing without a package for CUDA; lacks: what other devices do not have."""
+
+    def missing(device: str) -> str | None:
+        if device != "cuda":
+            return f"{what}, which has no {device} {lacks}" if lacks else what
+        # Modules provided by a session have no loader.
+        found = importlib.util.find_spec(module)
+        return what if getattr(found, "loader", found) is None else None
+
+    return missing
 
 
-def _transformer_engine(device: str) -> str | None:
-    if device != "cuda":
-        return f"Transformer Engine, which has no {device} kernels"
-    return "Transformer Engine" if _absent("transformer_engine") else None
-
-
-def _wgrad_kernel(device: str) -> str | None:
-    if device != "cuda":
-        return f"Apex's fused weight-gradient kernel, which has no {device} form"
-    return "Apex's fused weight-gradient kernel" if _absent("fused_weight_gradient_mlp_cuda") else None
-
-
-def _apex(device: str) -> str | None:
-    return "Apex's persistent layer norm" if device != "cuda" or _absent("apex") else None
-
-
-def _softmax_kernel(device: str) -> str | None:
-    if device != "cuda" or _absent("scaled_masked_softmax_cuda"):
-        return "Megatron's fused softmax extension"
-    return None
+_transformer_engine = _cuda_package("transformer_engine", "Transformer Engine", "kernels")
+_wgrad_kernel = _cuda_package("fused_weight_gradient_mlp_cuda", "Apex's fused weight-gradient kernel", "form")
+_apex = _cuda_package("apex", "Apex's persistent layer norm")
+_softmax_kernel = _cuda_package("scaled_masked_softmax_cuda", "Megatron's fused softmax extension")
 
 
 def _compiler(device: str) -> str | None:
@@ -184,3 +177,65 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
         setattr(holder, default.dest, default.instead)
         notices[f"{default.flag} set: Megatron's default needs {missing}"] = default.dest
     return notices
+
+
+_LAYOUT = ("tensor_model", "pipeline_model", "context")
+_PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_FILES = ("data_args_path", "per_split_data_args_path")
+
+
+def check_arguments(args: Mapping[str, Any]) -> None:
+    problem = next(iter((*_processes(args), *_data(args))), None)
+    if problem is not None:
+        raise OptionError(problem)
+
+
+def _processes(args: Mapping[str, Any]) -> Iterator[str]:
+    sizes = {name: 1 if (size := args.get(f"{name}_parallel_size")) is None else size for name in _LAYOUT}
+    wrong = [f"{_flag(name)}-parallel-size {size}: must be at least 1." for name, size in sizes.items() if size < 1]
+    yield from wrong
+    if wrong:
+        return
+    wanted, world = math.prod(sizes.values()), args.get("world_size")
+    if world and world % wanted:
+        flags = " ".join(f"{_flag(name)}-parallel-size {size}" for name, size in sizes.items() if size > 1)
+        yield (
+            f"{flags}: needs {wanted} processes, or a multiple of them, and this training has {world}. Start it with "
+            f"torchrun --nproc-per-node {wanted}, or choose smaller sizes."
+        )
+
+
+def _data(args: Mapping[str, Any]) -> Iterator[str]:
+    # Only rank 0 is sure to read data.
+    if args.get("mock_data") or os.environ.get("RANK", "0") != "0":
+        return
+    for name in _FILES:
+        path = args.get(name)
+        if isinstance(path, str) and not _is_remote(path) and not os.path.exists(path):
+            yield f"{_flag(name)} {path}: there is no such file."
+    for name in _PREFIXES:
+        given = args.get(name)
+        for path in given if isinstance(given, (list, tuple)) else ():
+            if isinstance(path, str) and not _is_number(path) and not _is_remote(path) and not os.path.exists(path):
+                missing = [path + end for end in (".idx", ".bin") if not os.path.exists(path + end)]
+                if missing:
+                    yield (
+                        f"{_flag(name)} {path}: there is no {' and no '.join(missing)}. Give the prefix that "
+                        "tools/preprocess_data.py of Megatron-LM wrote, or --mock-data."
+                    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
