@@ -205,7 +205,9 @@ FEATURE = Feature(
             _weighted_bias_quick_geglu,
             absent_in="<0.15",
         ),
-        Override("megatron.core.fusions.fused_bias_gelu:bias_gelu_impl", _bias_gelu),
+        # An autograd function's `apply`, which both import by name.
+        Override("megatron.core.transformer.mlp:bias_gelu_impl", _bias_gelu),
+        Override("megatron.core.transformer.moe.shared_experts:bias_gelu_impl", _bias_gelu),
         Override(
             "megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl",
             _weighted_squared_relu,
