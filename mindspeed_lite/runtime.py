@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import functools
 import platform as python_platform
 import threading
@@ -20,7 +21,6 @@ from mindspeed_lite._version import __version__
 from mindspeed_lite.engine import (
     ApplyError,
     Catalogue,
-    Collision,
     Context,
     FeatureOutcome,
     Option,
@@ -75,7 +75,6 @@ class FeatureRequest:
     flags: Mapping[str, Any]
     host_args: Any = None
     explicit: Collection[str] = ()
-    collisions: Sequence[Collision] = ()
     arguments: Mapping[str, Mapping[str, Any]] | None = None
     replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
@@ -84,19 +83,17 @@ class FeatureRequest:
 
 @dataclass(eq=False)
 class ActiveFeatures:
+    """Requests and what they led to; `swaps`: by feature, each list with the feature's own view of the session."""
+
     requests: tuple[FeatureRequest, ...]
     session: Session
     plan: Plan
-    views: dict[str, Session] = field(default_factory=dict)
-    swaps: dict[str, list[Swap]] = field(default_factory=dict)
-    exits: list[Callable[[], object]] = field(default_factory=list)
-
-    def all_swaps(self) -> list[Swap]:
-        return [swap for each in self.swaps.values() for swap in each]
+    swaps: dict[str, list[Swap]]
 
 
 _LOCK = threading.RLock()
 _active: ActiveFeatures | None = None
+_stop_listening: Callable[[], None] | None = None
 
 
 @functools.cache
@@ -135,18 +132,20 @@ def requests() -> tuple[FeatureRequest, ...]:
 # Settings and plan
 
 
-def dest_of(keyword: str) -> str:
-    """Dest of a Python API keyword: a feature, a dest, or a short general flag. Raises OptionError."""
-    dests = {option.dest for option in (*GENERAL, *catalogue().options())}
-    by_feature = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
+@functools.cache
+def _keywords() -> dict[str, str]:
+    """Dest of each keyword of the Python API: a dest, a feature, or a short general flag."""
+    options = (*GENERAL, *catalogue().options())
+    features = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
     short = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
-    if keyword in dests:
-        return keyword
-    if keyword in by_feature or keyword in short:
-        return {**by_feature, **short}[keyword]
-    import difflib
+    return {option.dest: option.dest for option in options} | features | short
 
-    known = [*sorted({*by_feature, *(dests - {*by_feature.values(), *short.values()})}), *short]
+
+def dest_of(keyword: str) -> str:
+    """Dest of a Python API keyword. Raises OptionError."""
+    if keyword in _keywords():
+        return _keywords()[keyword]
+    known = list({dest: name for name, dest in _keywords().items()}.values())
     close = difflib.get_close_matches(keyword, known, n=3)
     hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}."
     raise OptionError(f"mindspeed_lite has no option {keyword!r}{hint}")
@@ -195,7 +194,6 @@ def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False
         auto=bool(settings[AUTO.dest]),
         strict=bool(settings[STRICT.dest]) and not only_conditions,
         allow_unverified=bool(settings[ALLOW_UNVERIFIED.dest]),
-        collisions=[collision for each in asked for collision in each.collisions],
         without={name: why for each in asked for name, why in each.without.items()},
         sets_arguments=any(each.arguments is not None for each in asked),
     )
@@ -253,44 +251,37 @@ def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context
 
 
 def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> ActiveFeatures:
-    global _active
+    from mindspeed_lite.ops import dispatch
+
+    global _active, _stop_listening
     report = Report(dict(context.versions), f"{context.device} ({platform.activate().describe()})")
     strict = bool(plan.settings[STRICT.dest])
     before = _active
+    old = {} if before is None else before.swaps
     session = Session(plan.settings, context, report, strict=strict) if before is None else before.session
-    after = ActiveFeatures(asked, session, plan)
+    new: dict[str, list[Swap]] = {}
+    for outcome in plan.applied:
+        name = outcome.feature.name
+        if before is not None and _goes_on(outcome, before, plan.settings):
+            new[name] = old[name]
+        else:
+            view = session.of(name)
+            new[name] = [Swap(name, step.patch, view) for step in outcome.steps]
+    after = ActiveFeatures(asked, session, plan, new)
+    begin = [swap for name in new for swap in new[name] if new[name] is not old.get(name)]
+    end = [swap for name in old for swap in old[name] if old[name] is not new.get(name)]
     undo = session.renew(plan.settings, context, report, strict)
     try:
         _renew_verifier(session)
-        for outcome in plan.applied:
-            name = outcome.feature.name
-            if before is not None and _goes_on(outcome, before, plan.settings):
-                after.views[name], after.swaps[name] = before.views[name], before.swaps[name]
-            else:
-                after.views[name] = session.of(name)
-                after.swaps[name] = [Swap(name, step.patch, after.views[name]) for step in outcome.steps]
-        old, new = [] if before is None else before.all_swaps(), after.all_swaps()
-        kept = {id(each) for each in old} & {id(each) for each in new}
-
-        def complete() -> None:
-            _complete_report(after)
-            _report_operator_fallbacks(after)
-
-        left = change(
-            add=[each for each in new if id(each) not in kept],
-            remove=[each for each in old if id(each) not in kept],
-            then=complete,
-        )
+        left = change(add=begin, remove=end, then=lambda: _complete_report(after))
     except BaseException:
-        for name, view in after.views.items():
-            if before is None or before.views.get(name) is not view:
-                view.end()
+        _end(begin)
         undo()
         raise
     _active = after
-    if before is not None:
-        left += _end(before, [view for name, view in before.views.items() if after.views.get(name) is not view])
-    for text in left:
+    if _stop_listening is None:
+        _stop_listening = dispatch.on_fallback(_operator_fallback)
+    for text in left + _end(end):
         session.notice(text)
     return after
 
@@ -305,11 +296,8 @@ def _goes_on(outcome: FeatureOutcome, before: ActiveFeatures, settings: Settings
     )
 
 
-def _end(ending: ActiveFeatures, views: Sequence[Session]) -> list[str]:
-    left = [text for view in reversed(views) for text in view.end()]
-    while ending.exits:
-        ending.exits.pop()()
-    return left
+def _end(swaps: Sequence[Swap]) -> list[str]:
+    return [text for view in dict.fromkeys(swap.session for swap in reversed(swaps)) for text in view.end()]
 
 
 def disable_all() -> list[str]:
@@ -317,18 +305,20 @@ def disable_all() -> list[str]:
 
     Raises EngineError if a symbol could not be restored; everything is still active.
     """
-    global _active
+    global _active, _stop_listening
     with _LOCK:
         if _active is None:
             return []
-        ending = _active
-        path = report_file(ending.session.settings)
-        left = change(remove=ending.all_swaps())
+        ending, swaps = _active, [swap for each in _active.swaps.values() for swap in each]
+        left = change(remove=swaps)
         _active = None
-        left += _end(ending, list(ending.views.values()))
-        if path is not None and rank() == 0 and any(each.arguments is not None for each in ending.requests):
-            atexit.unregister(_write_last_report)
-            _rewrite_report(ending, path)
+        if _stop_listening is not None:
+            _stop_listening()
+            _stop_listening = None
+        left += _end(swaps)
+        atexit.unregister(_rewrite_report)
+        if any(each.arguments is not None for each in ending.requests):
+            _rewrite_report(ending)
         return left
 
 
@@ -350,15 +340,14 @@ def _complete_report(after: ActiveFeatures) -> None:
     from mindspeed_lite.ops import dispatch
 
     session, context = after.session, after.session.context
-    session.report.record(after.plan, after.all_swaps())
+    session.report.record(after.plan)
     given = next((each.arguments for each in reversed(after.requests) if each.arguments is not None), {})
     for entry, outcome in zip(session.report.entries, after.plan.outcomes, strict=True):
         entry.arguments = {}
         if outcome.status != "applied":
             continue
-        entry.backends = [
-            f"{name}:{dispatch.selected(name, context.device).backend}" for name in outcome.feature.operators
-        ]
+        operators = outcome.feature.operators
+        entry.backends = [f"{name}:{dispatch.selected(name, context.device).backend}" for name in operators]
         entry.arguments = dict(given.get(entry.feature, {}))
         missing = [
             f"{name} = {value!r}"
@@ -371,48 +360,38 @@ def _complete_report(after: ActiveFeatures) -> None:
                 "yourself"
             )
     changed = {name for each in given.values() for name in each}
-    for request in after.requests:
-        for notice, argument in request.notices.items():
-            if argument not in changed:
-                session.notice(notice)
+    for notices in (each.notices for each in after.requests):
+        for text in (text for text, argument in notices.items() if argument not in changed):
+            session.notice(text)
 
 
-def _report_operator_fallbacks(after: ActiveFeatures) -> None:
-    from mindspeed_lite.ops import dispatch
-
-    def fallback(operator: str, backend: str, reasons: tuple[str, ...]) -> None:
-        for outcome in after.plan.applied:
-            if operator in outcome.feature.operators:
-                text = f"{operator} on {backend}: {'; '.join(reasons)}"
-                after.session.fallback(outcome.feature.name, text, is_logged=True)
-
-    after.exits.append(dispatch.on_fallback(fallback))
+def _operator_fallback(operator: str, backend: str, reasons: tuple[str, ...]) -> None:
+    for outcome in () if _active is None else _active.plan.applied:
+        if _active is not None and operator in outcome.feature.operators:
+            text = f"{operator} on {backend}: {'; '.join(reasons)}"
+            _active.session.fallback(outcome.feature.name, text, is_logged=True)
 
 
 def show_report(active: ActiveFeatures) -> None:
     """Print the report on rank 0 and write the user's file, again at exit."""
     if rank() != 0:
         return
-    print(report_output.report_text(full_report(active), active.session.settings), end="", flush=True)
+    report_output.show(full_report(active), active.session.settings)
     path = report_file(active.session.settings)
     if path is not None:
         report_output.write(full_report(active), path)
-        atexit.unregister(_write_last_report)
-        atexit.register(_write_last_report)
+        atexit.unregister(_rewrite_report)
+        atexit.register(_rewrite_report)
         if active.session.verifier is not None:
-            # For a run that is killed later.
-            active.session.verifier.listeners.append(lambda done: _rewrite_report(active, path))
+            active.session.verifier.listeners.append(lambda done: _rewrite_report())  # a run may be killed
 
 
-def _write_last_report() -> None:
-    path = None if _active is None else report_file(_active.session.settings)
-    if _active is not None and path is not None:
-        report_output.write(full_report(_active), path)
-
-
-def _rewrite_report(active: ActiveFeatures, path: str) -> None:
-    with contextlib.suppress(OptionError):  # a full disk does not stop training
-        report_output.write(full_report(active), path)
+def _rewrite_report(ended: ActiveFeatures | None = None) -> None:
+    active = ended or _active
+    path = None if active is None else report_file(active.session.settings)
+    if active is not None and path is not None and rank() == 0:
+        with contextlib.suppress(OptionError):  # a full disk does not stop training
+            report_output.write(full_report(active), path)
 
 
 def full_report(active: ActiveFeatures) -> Report:

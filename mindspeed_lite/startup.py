@@ -25,7 +25,6 @@ from typing import Any
 from mindspeed_lite import error_exit, migration, platform, runtime
 from mindspeed_lite.engine import (
     Around,
-    Collision,
     Feature,
     ImportHandle,
     OptionError,
@@ -42,7 +41,7 @@ from mindspeed_lite.platform import megatron
 
 class _CommandLine:
     def __init__(self) -> None:
-        self.collisions: list[Collision] = []
+        self.collisions: dict[str, str] = {}
         self.namespace: argparse.Namespace | None = None
         self.explicit: set[str] = set()
         self.flags: frozenset[str] = frozenset()
@@ -155,7 +154,12 @@ def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
     flat = _flat(megatron.argument_holders(args))
     megatron_arguments.check_arguments(flat)
     return runtime.FeatureRequest(
-        runtime.given_flags(flat), flat, frozenset(line.explicit), line.collisions, arguments={}, notices=notices
+        runtime.given_flags(flat),
+        flat,
+        frozenset(line.explicit),
+        arguments={},
+        without=line.collisions,
+        notices=notices,
     )
 
 
@@ -168,9 +172,8 @@ def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any
     earlier = [each for each in runtime.requests() if each.arguments is None]
     holders = megatron.argument_holders(args)
     before = [dict(vars(holder)) for holder in holders]
-    without: dict[str, str] = {}
     while True:
-        asked = runtime.with_arguments(replace(request, without=without), earlier)
+        asked = runtime.with_arguments(request, earlier)
         hidden = megatron_arguments.hide(args)
         for values in (asked.arguments or {}).values():
             _set(holders, values)
@@ -181,7 +184,7 @@ def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any
         lost = _lost(planned[0], asked)
         if not lost:
             break
-        without |= lost
+        request = replace(request, without={**request.without, **lost})
         for holder, values in zip(holders, before, strict=True):
             vars(holder).clear()
             vars(holder).update(values)

@@ -156,7 +156,9 @@ FEATURE = Feature(
                 ("fused_weighted_squared_relu:weighted_squared_relu", "squared_relu", "<0.14"),
             )
         ),
-        Override("megatron.core.fusions.fused_bias_gelu:bias_gelu_impl", _bias_gelu),
+        # An autograd function's `apply`, which both import by name.
+        Override("megatron.core.transformer.mlp:bias_gelu_impl", _bias_gelu),
+        Override("megatron.core.transformer.moe.shared_experts:bias_gelu_impl", _bias_gelu),
         Override("megatron.core.activations:squared_relu", _squared_relu, absent_in="<0.14"),
         Around(
             f"{CONFIG}.__post_init__",

@@ -151,10 +151,10 @@ def test_the_same_feature_with_other_flags_is_made_anew():
     platform.activate()
     before = places.snapshot()
     mindspeed_lite.enable(recompute_norm_num_layers=1)
-    view, standing = runtime.current().views["recompute_norm"], len(in_force())
+    view, standing = runtime.current().swaps["recompute_norm"][0].session, len(in_force())
     kept = view.state("kept", object)
     mindspeed_lite.enable(recompute_norm_num_layers=2)
-    again = runtime.current().views["recompute_norm"]
+    again = runtime.current().swaps["recompute_norm"][0].session
     assert again is not view and again.settings.recompute_norm_num_layers == 2 and len(in_force()) == standing
     assert again.find("kept") is None and again.state("kept", object) is not kept
     report = mindspeed_lite.report()

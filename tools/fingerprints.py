@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         reader = reader_of(root)
         found: dict[str, Fingerprint] = {}
         for feature in features:
-            for patch, target in fingerprinted(feature.patches_for(version)[0]):
+            patches = feature.patches_for(version)[0]
+            for patch, target in ((each, target) for each in patches for target in fingerprinted(each)):
                 try:
                     found[target] = found.get(target) or fingerprint(reader, target)
                 except FingerprintError as error:

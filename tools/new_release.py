@@ -123,8 +123,8 @@ def changes(root: Path, version: str, other: Path, against: str) -> Iterator[Cha
 
 def _targets(version: str) -> Iterator[tuple[Feature, Patch, str]]:
     for feature in (*runtime.catalogue(), *megatron.ASSUMPTIONS):
-        for patch, target in fingerprinted(feature.patches_for(version)[0]):
-            yield feature, patch, target
+        for patch in feature.patches_for(version)[0]:
+            yield from ((feature, patch, target) for target in fingerprinted(patch))
 
 
 def _refuses(change: Change, name: str, version: str) -> bool:

@@ -152,18 +152,15 @@ def _show(feature: dict[str, Any]) -> None:
 
 def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str, str]]:
     from mindspeed_lite import runtime
-    from mindspeed_lite.engine import FingerprintError
     from mindspeed_lite.engine.fingerprints import fingerprinted
-    from mindspeed_lite.engine.source import fingerprint, reader_of
+    from mindspeed_lite.engine.source import reader_of
 
-    known, found = runtime.fingerprints(), {}
-    for patch, target in fingerprinted(feature.patches_for(version)[0]):
-        try:
-            found[target] = known.compare(patch, fingerprint(reader_of(root), target), target)
-        except (FingerprintError, SyntaxError, OSError):
-            may_lack = known.may_lack(patch, target)
-            found[target] = ("absent, as in a verified release", "") if may_lack else ("is not found", "is not found")
-    return found
+    reader = reader_of(root)
+    return {
+        target: runtime.fingerprints().compare(patch, target, reader)
+        for patch in feature.patches_for(version)[0]
+        for target in fingerprinted(patch)
+    }
 
 
 def _show_differences(feature: Feature, against: str | None) -> int:

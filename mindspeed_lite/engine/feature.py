@@ -166,17 +166,20 @@ class Context:
 
 
 @dataclass(frozen=True, eq=False)
-class _Patch:
-    """Fields of every patch.
+class Patch:
+    """A replacement of one symbol; see the three kinds below.
 
     Attributes:
-        target: "package.module:Class.attribute".
+        target: "package.module:Class.attr".
         make: creates the replacement.
         versions: PEP 440 range; patches of a feature on one target are variants.
         reads: host attributes that must exist: "name" (target's class), "Class.name" (target's module) or
             "package.module:Class.name".
         relies_on: targets the code repeats or assumes; bodies are verified, and a release may lack one if a verified
             release does.
+        order: smaller is closer to the original.
+        by_name: match an override's parameters by name (`make_by_name`).
+        wanted_by: module that imports a provided symbol, if not the target's own.
         variant_of: former target of a moved symbol.
         absent_in: range of releases without the target that need no patch.
     """
@@ -186,10 +189,12 @@ class _Patch:
     versions: str = ""
     reads: Sequence[str] = ()
     relies_on: Sequence[str] = ()
+    order: int = 0
+    by_name: bool = False
+    wanted_by: str = ""
     variant_of: str = ""
     absent_in: str = ""
     kind: ClassVar[str] = ""
-    order: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         for name in ("reads", "relies_on"):
@@ -207,42 +212,28 @@ class _Patch:
             _check_range(self.target, releases)
 
 
-@dataclass(frozen=True, eq=False)
-class Around(_Patch):
+class Around(Patch):
     """Code around the target, which it always calls; verifies the signature.
 
-    `make(wrapped, session)` returns the wrapper; smaller `order` is closer to the original.
+    `make(wrapped, session)` returns the wrapper.
     """
 
-    order: int = 0  # type: ignore[misc]
-    kind: ClassVar[str] = "around"
+    kind = "around"
 
 
-@dataclass(frozen=True, eq=False)
-class Override(_Patch):
+class Override(Patch):
     """Code in place of the target; verifies signature and body.
 
-    `make(wrapped, session)` returns a function for a function, else any value; it may call the original. by_name: match
-    parameters by name (`by_name.py`).
+    `make(wrapped, session)` returns a function for a function, else any value; it may call the original.
     """
 
-    order: int = 0  # type: ignore[misc]
-    by_name: bool = False
-    kind: ClassVar[str] = "override"
+    kind = "override"
 
 
-@dataclass(frozen=True, eq=False)
-class Provide(_Patch):
-    """A symbol, or module without colon, that the host imports; `make(session)` returns it.
+class Provide(Patch):
+    """A symbol, or module without colon, that the host imports; `make(session)` returns it."""
 
-    wanted_by: the importing module, if not the target's own.
-    """
-
-    wanted_by: str = ""
-    kind: ClassVar[str] = "provide"
-
-
-Patch = Around | Override | Provide
+    kind = "provide"
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
 from .errors import FingerprintError, TargetError
 from .feature import Override, Patch, Provide, matches
-from .source import Fingerprint, Source, fingerprint, foreign_code, live_reader
+from .source import Fingerprint, Reader, Source, fingerprint, foreign_code, live_reader
 from .target import parse, resolve
 
 VERIFIED = "verified"
@@ -25,12 +24,11 @@ def _live(target: str, source: Source | None) -> Fingerprint:
     return fingerprint(live_reader, target)
 
 
-def fingerprinted(patches: Iterable[Patch]) -> Iterator[tuple[Patch, str]]:
-    """Each patch with every fingerprinted target: its own and those it relies on."""
-    for patch in patches:
-        if not isinstance(patch, Provide):
-            yield patch, patch.target
-        yield from ((patch, text) for text in patch.relies_on)
+def fingerprinted(patch: Patch) -> Iterator[str]:
+    """The patch's own target, if it has a source, and those it relies on."""
+    if not isinstance(patch, Provide):
+        yield patch.target
+    yield from patch.relies_on
 
 
 class Table:
@@ -49,53 +47,61 @@ class Table:
         }
         Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
-    # Below, `text` is a target that the patch relies on, "" for its own.
-
-    def known(self, patch: Patch, text: str = "") -> dict[str, Fingerprint]:
-        text = text or patch.target
-        return {
-            version: rows[text]
-            for version, rows in self.entries.items()
-            if text in rows and matches(patch.versions, version)
-        }
-
-    def may_lack(self, patch: Patch, text: str) -> bool:
-        return text in patch.relies_on and bool(self.known(patch).keys() - self.known(patch, text).keys())
-
-    def judge(self, patch: Patch, raw: Any, text: str = "") -> tuple[str, str]:
-        """Compare loaded code with verified releases.
+    def compare(self, patch: Patch, target: str, reader: Reader = live_reader) -> tuple[str, str]:
+        """Compare source with verified releases.
 
         Returns:
             "verified" or the difference as a clause; and the clause again if it forbids the patch, else "".
         """
-        text = text or patch.target
-        foreign = foreign_code(text, raw)
-        if foreign:
-            return foreign, foreign if isinstance(patch, Override) or text in patch.relies_on else ""
+        releases = [rows for version, rows in self.entries.items() if matches(patch.versions, version)]
+        known = [rows[target] for rows in releases if target in rows]
+        is_exact = isinstance(patch, Override) or target in patch.relies_on
         try:
-            return self.compare(patch, _live(text, live_reader(parse(text)[0])), text)
+            live = _live(target, reader(parse(target)[0])) if reader is live_reader else fingerprint(reader, target)
         except (FingerprintError, SyntaxError):
-            return "is not in the source of its module", "is not in the source of its module"
+            if self.may_lack(patch, target):
+                return "absent, as in a verified release", ""
+            difference, is_exact = "is not in the source of its module", True
+        else:
+            if live in known:
+                return VERIFIED, ""
+            if not known:
+                difference, is_exact = "is in no verified release", True
+            elif live.signature in {each.signature for each in known}:
+                difference = "has another body than in the verified releases"
+            else:
+                signature = live.signature or "of a value"
+                difference, is_exact = f"has the signature {signature}, unlike the verified releases", True
+        return difference, difference if is_exact else ""
 
-    def doubts(self, patch: Patch) -> Iterator[str]:
-        for text in patch.relies_on:
+    def may_lack(self, patch: Patch, target: str) -> bool:
+        """Whether a verified release lacks a target that the patch relies on."""
+        return target in patch.relies_on and any(
+            patch.target in rows and target not in rows
+            for version, rows in self.entries.items()
+            if matches(patch.versions, version)
+        )
+
+    def judge(self, patch: Patch) -> tuple[str, list[str]]:
+        """Compare loaded code: "verified" or the first difference, and objections to the patch. Raises TargetError."""
+        verdict, objections = VERIFIED, []
+        for target in fingerprinted(patch):
             try:
-                objection = self.judge(patch, resolve(text).raw, text)[1]
+                raw = resolve(target).raw
             except TargetError as error:
-                if not self.may_lack(patch, text):
-                    yield str(error)
+                if target == patch.target:
+                    raise
+                if not self.may_lack(patch, target):
+                    objections.append(str(error))
                 continue
+            difference, objection = self.compare(patch, target)
+            foreign = "" if difference == "is not in the source of its module" else foreign_code(target, raw)
+            if foreign:
+                difference = foreign
+                objection = foreign if isinstance(patch, Override) or target in patch.relies_on else ""
+            if verdict == VERIFIED:
+                verdict = difference
             if objection:
-                yield f"`{text}` {objection}, and `{patch.target}` relies on it"
-
-    def compare(self, patch: Patch, live: Fingerprint, text: str = "") -> tuple[str, str]:
-        known = self.known(patch, text)
-        if not known:
-            return "is in no verified release", "is in no verified release"
-        if live in known.values():
-            return VERIFIED, ""
-        if live.signature in {each.signature for each in known.values()}:
-            changed = "has another body than in the verified releases"
-            return changed, changed if isinstance(patch, Override) or text in patch.relies_on else ""
-        changed = f"has the signature {live.signature or 'of a value'}, unlike the verified releases"
-        return changed, changed
+                relies = "" if target == patch.target else f", and `{patch.target}` relies on it"
+                objections.append(f"`{target}` {objection}{relies}")
+        return verdict, objections

@@ -5,20 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from .feature import Feature, Option, matches
 
 _MARK = "_declared_by"
-
-
-@dataclass(frozen=True)
-class Collision:
-    """A flag that the host uses otherwise; `feature` is empty for a general flag."""
-
-    flag: str
-    feature: str
 
 
 def add_arguments(
@@ -28,11 +19,11 @@ def add_arguments(
     *,
     title: str = "mindspeed_lite",
     host_version: str,
-) -> list[Collision]:
-    groups: list[tuple[str, str, str | None, list[Option]]] = [("", title, None, list(extra))]
-    for each in features:
-        groups.append((each.name, f"{title}: {each.name}", each.summary, list(each.options)))
-    collisions = []
+) -> dict[str, str]:
+    """Add a group per feature; return features whose flag the host uses otherwise, with the reason."""
+    groups: list[tuple[str, str, str | None, Iterable[Option]]] = [("", title, None, extra)]
+    groups += [(each.name, f"{title}: {each.name}", each.summary, each.options) for each in features]
+    collisions = {}
     for feature, heading, summary, options in groups:
         group: Any = None
         for option in options:
@@ -41,7 +32,7 @@ def add_arguments(
                 group = group or parser.add_argument_group(heading, summary)
                 setattr(group.add_argument(option.flag, **_keywords(option)), _MARK, option)
             elif not all(_is_the_same(action, option, host_version) for action in taken):
-                collisions.append(Collision(option.flag, feature))
+                collisions[feature] = f"{option.flag} means something else in this host"
     return collisions
 
 
@@ -57,20 +48,16 @@ def _keywords(option: Option) -> dict[str, Any]:
     keywords: dict[str, Any] = {"dest": option.dest, "help": re.sub(r"(?<!%)%(?![%(])", "%%", option.help)}
     if option.is_switch:
         return keywords | {"action": "store_true", "default": False}
-    keywords |= {"default": option.default, "type": _reading(option)}
     optional = {"choices": option.choices, "nargs": option.nargs, "metavar": option.metavar}
-    return keywords | {name: value for name, value in optional.items() if value is not None}
+    keywords |= {name: value for name, value in optional.items() if value is not None}
+    return keywords | {"default": option.default, "type": _reader(option.convert)}
 
 
-def _reading(option: Option) -> Callable[[str], Any]:
-    convert = option.convert
-    if isinstance(convert, type):
-        return convert
-
+def _reader(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return convert(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"takes {error}, not {text!r}") from None
 
-    return read
+    return convert if isinstance(convert, type) else read

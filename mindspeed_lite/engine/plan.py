@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -10,10 +10,9 @@ from packaging.version import InvalidVersion, Version
 
 from .errors import ConflictError, EngineError, PlanError, RequirementError, TargetError
 from .feature import Context, Feature, Patch, Provide, Settings
-from .options import Collision
 from .source import has_attribute, mentions
 from .swaps import provided
-from .target import is_class, parse, resolve, vacancy
+from .target import parse, resolve, vacancy
 
 if TYPE_CHECKING:
     from .fingerprints import Table
@@ -68,7 +67,6 @@ def make_plan(
     auto: bool = False,
     strict: bool = False,
     allow_unverified: bool = False,
-    collisions: Sequence[Collision] = (),
     without: Mapping[str, str] | None = None,
     sets_arguments: bool = True,
 ) -> Plan:
@@ -89,7 +87,7 @@ def make_plan(
         each.name: FeatureOutcome(each, each.is_enabled(context.settings))
         for each in sorted(features, key=lambda each: each.name)
     }
-    planner = _Planner(outcomes, context, host_version, fingerprints, allow_unverified, collisions, without or {})
+    planner = _Planner(outcomes, context, host_version, fingerprints, allow_unverified, without or {})
     requested = [each for each in outcomes.values() if each.is_requested]
     if auto:
         planner.choose()
@@ -114,7 +112,7 @@ def make_plan(
 def automatic_reasons(features: Iterable[Feature], context: Context) -> dict[str, list[str]]:
     """By feature, why its flag alone would not enable it."""
     outcomes = {each.name: FeatureOutcome(each) for each in features}
-    planner = _Planner(outcomes, context, "0", None, True, (), {})
+    planner = _Planner(outcomes, context, "0", None, True, {})
     return {
         name: planner.automatic_reasons(each.feature, {relation.feature for relation in each.feature.requires})
         for name, each in outcomes.items()
@@ -140,7 +138,6 @@ class _Planner:
     host_version: str
     fingerprints: Table | None
     allow_unverified: bool
-    collisions: Sequence[Collision]
     without: Mapping[str, str]
 
     @property
@@ -171,9 +168,6 @@ class _Planner:
             reasons.append(feature.not_auto)
         elif not feature.options or not feature.options[0].is_switch:
             reasons.append("it needs a value that only the user can choose")
-        reasons += [
-            f"{each.flag} means something else in this host" for each in self.collisions if each.feature == feature.name
-        ]
         conflicts = [(each.feature, each.reason) for each in feature.conflicts if each.feature in enabled]
         conflicts += [
             (name, each.reason)
@@ -199,12 +193,6 @@ class _Planner:
         return reasons
 
     def refuse_contradictions(self, feature: Feature) -> None:
-        for collision in self.collisions:
-            if collision.feature == feature.name:
-                raise PlanError(
-                    f"feature {feature.label}: {collision.flag} means something else in this host; "
-                    "leave the feature off, or use a release of this package that knows this host version."
-                )
         for relation in feature.conflicts:
             if relation.feature in self.enabled:
                 raise ConflictError(
@@ -253,7 +241,7 @@ class _Planner:
     def _examine(self, patch: Patch) -> tuple[str, list[str]]:
         fingerprints = self.fingerprints
         assert fingerprints is not None
-        doubts = list(fingerprints.doubts(patch))
+        verdict, doubts = fingerprints.judge(patch)
         if isinstance(patch, Provide):
             module = patch.wanted_by or parse(patch.target)[0]
             is_vacant = (provided(patch.target) or vacancy(patch.target)) is not None
@@ -261,11 +249,8 @@ class _Planner:
             if is_vacant and not mentions(module, (parse(patch.target)[1] or (patch.target,))[-1]):
                 doubts.append(f"`{patch.target}`: nothing in `{module}` looks for it")
         else:
-            target = resolve(patch.target)
-            verdict, objection = fingerprints.judge(patch, target.raw)
-            verdict = doubts[0] if doubts and not objection else verdict
-            doubts += [f"`{patch.target}` {objection}"] if objection else []
-            missing = (self._missing(text, patch.target, target.owner) for text in patch.reads)
+            owner = resolve(patch.target).owner
+            missing = (self._missing(text, patch.target, owner) for text in patch.reads)
             doubts += [f"`{patch.target}`: {each}" for each in missing if each]
             verdict = verdict if verdict == "verified" else f"unverified: {verdict}"
         return verdict, [f"{each} ({patch.kind})" for each in doubts]
@@ -273,14 +258,14 @@ class _Planner:
     def _missing(self, text: str, target: str, owner: Any) -> str:
         module, colon, path = text.rpartition(":")
         holder, _, name = path.rpartition(".")
-        if colon or holder or not is_class(owner):
+        if colon or holder or not isinstance(owner, type):
             try:
                 owner = resolve(f"{module if colon else parse(target)[0]}:{holder or name}").raw
             except TargetError as error:
                 return str(error)
             if not holder:
                 return ""
-        if is_class(owner) and not has_attribute(owner, name):
+        if isinstance(owner, type) and not has_attribute(owner, name):
             return f"`{owner.__module__}.{owner.__qualname__}` has no attribute `{name}`, which the patch reads"
         return ""
 

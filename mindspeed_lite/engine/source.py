@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from .errors import FingerprintError, TargetError
+from .signatures import render_signature
 from .swaps import original_of
-from .target import is_class, namespace, parse, render_signature, top_level, unwrap
+from .target import parse, top_level, unwrap
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Independent of annotations, comments and Python release.
@@ -53,10 +53,7 @@ class Fingerprint:
 def reader_of(root: str | Path) -> Reader:
     def reader(module: str) -> Source | None:
         stem = Path(root, *module.split("."))
-        for path, package in ((stem / "__init__.py", module), (stem.with_suffix(".py"), module.rpartition(".")[0])):
-            if path.is_file():
-                return _parsed(path, module, package)
-        return None
+        return _parsed(stem / "__init__.py", module) or _parsed(stem.with_suffix(".py"), module)
 
     return reader
 
@@ -66,22 +63,21 @@ def live_reader(module: str) -> Source | None:
         spec = getattr(sys.modules.get(module), "__spec__", None) or importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    path = Path(spec.origin) if spec is not None and spec.origin else None
-    if spec is None or path is None or path.suffix != ".py" or not path.is_file():
+    return _parsed(Path(spec.origin), module) if spec is not None and spec.origin else None
+
+
+def _parsed(path: Path, module: str) -> Source | None:
+    if path.suffix != ".py" or not path.is_file():
         return None
-    package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
-    return _parsed(path, module, package)
-
-
-def _parsed(path: Path, module: str, package: str) -> Source:
     stat = path.stat()
-    return _parse(str(path), module, package, stat.st_mtime_ns, stat.st_size)
+    return _parse(path, module, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=64)
-def _parse(path: str, module: str, package: str, _mtime: int, _size: int) -> Source:
-    text = Path(path).read_text(encoding="utf-8")
-    return Source(module, package, ast.parse(text, filename=path), text)
+def _parse(path: Path, module: str, _mtime: int, _size: int) -> Source:
+    text = path.read_text(encoding="utf-8")
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return Source(module, package, ast.parse(text, filename=str(path)), text)
 
 
 def fingerprint(reader: Reader, target: str) -> Fingerprint:
@@ -126,59 +122,36 @@ def foreign_code(target: str, raw: Any) -> str:
     The innermost code must be the definition's, wrapped only by its decorators.
     """
     raw = original_of(raw)
-    function = unwrap(raw)
-    if not isinstance(function, FunctionType):
-        clause = _foreign_class_code(getattr(raw, "__self__", raw))
-        if clause:
-            return clause
-    try:
-        found = definitions(live_reader, target)
-    except (FingerprintError, SyntaxError):
-        return "is not in the source of its module"
-    if not isinstance(function, FunctionType):
+    owner = getattr(raw, "__self__", raw)  # such as of an autograd function's `apply`
+    if isinstance(owner, type):
+        functions = (unwrap(original_of(each)) for each in list(vars(owner).values()))
+        plain = (each for each in functions if isinstance(each, FunctionType) and not hasattr(each, "__wrapped__"))
+        foreign = (each for each in plain if each.__code__ not in _compiled(owner.__module__))
+        return next((f"has other code: {_name_of(each)}" for each in foreign), "")
+    layers = [unwrap(raw)]
+    if not isinstance(layers[0], FunctionType):
         return ""
-    layers = [function]
-    while isinstance(inner := layers[-1].__dict__.get("__wrapped__"), FunctionType):
+    while isinstance(inner := vars(layers[-1]).get("__wrapped__"), FunctionType):
         layers.append(original_of(inner))
     code = layers[-1].__code__
-    for source, node in found:
-        if not isinstance(node, _FUNCTION):
-            # An alias or import, covered by the fingerprint.
-            return "" if _may_be(source.module, node, raw) else f"was replaced by {_name_of(function)}"
-        if (code.co_name, code.co_firstlineno) == (node.name, _first_line(node)) and code in _compiled(source.module):
-            strange = [each for each in layers[:-1] if not _may_decorate(each, target)]
-            if strange or len(layers) - 1 > len(node.decorator_list):
-                return f"is wrapped by {_name_of((strange or layers)[0])}"
+    may_decorate = all(_may_decorate(each, target) for each in layers[:-1])
+    for source, node in definitions(live_reader, target):
+        decorators = getattr(node, "decorator_list", [])
+        if code in _compiled(source.module) and (code.co_name, code.co_firstlineno) == _place_of(node):
+            return "" if may_decorate and len(layers) <= len(decorators) + 1 else f"is wrapped by {_name_of(layers[0])}"
+        # An alias, import or opaque decorator.
+        if (decorators or not isinstance(node, _FUNCTION)) and may_decorate and _may_decorate(layers[-1], target):
             return ""
-        if node.decorator_list and all(_may_decorate(each, target) for each in layers):
-            return ""  # opaque decorator
     return f"was replaced by {_name_of(layers[-1])}"
+
+
+def _place_of(node: Any) -> tuple[str, int]:
+    return getattr(node, "name", ""), _first_line(node)
 
 
 def _may_decorate(function: FunctionType, target: str) -> bool:
     top = top_level(_module_of(function))
     return top in (top_level(target), "torch") or top in sys.stdlib_module_names
-
-
-def _may_be(module: str, node: Any, raw: Any) -> bool:
-    """Whether an assignment may yield `raw`: names are looked up, other values not evaluated."""
-    value = getattr(node, "value", None)
-    if not isinstance(value, ast.Name | ast.Attribute):
-        return True
-    try:
-        found = operator.attrgetter(ast.unparse(value))(sys.modules[module])
-    except (AttributeError, KeyError):
-        return True
-    return bool(original_of(found) == raw)
-
-
-def _foreign_class_code(owner: Any) -> str:
-    for value in list(namespace(owner).values()) if is_class(owner) else ():
-        inner = unwrap(original_of(value))
-        is_plain = isinstance(inner, FunctionType) and "__wrapped__" not in inner.__dict__
-        if is_plain and inner.__code__ not in _compiled(owner.__module__):
-            return f"has other code: {_name_of(inner)}"
-    return ""
 
 
 def _name_of(function: FunctionType) -> str:
@@ -213,27 +186,20 @@ def has_attribute(owner: type, name: str) -> bool:
 
 
 def attributes(owner: type) -> set[str]:
-    space = namespace(owner)
-    return {*space, *space.get("__annotations__", ()), *_assigned(live_reader(owner.__module__), owner.__qualname__)}
+    space = vars(owner)
+    return {*space, *space.get("__annotations__", ()), *_assigned(live_reader(owner.__module__), owner.__name__)}
 
 
 @functools.lru_cache(maxsize=1024)
-def _assigned(source: Source | None, qualname: str) -> frozenset[str]:
+def _assigned(source: Source | None, name: str) -> frozenset[str]:
     found = set()
-    classes: list[Any] = [source.tree] if source is not None and "<locals>" not in qualname else []
-    for name in qualname.split("."):
-        classes = [each for node in classes for each in _bindings(node.body, name) if isinstance(each, ast.ClassDef)]
-    for function in (each for node in classes for each in ast.walk(node) if isinstance(each, _FUNCTION)):
-        first = next((each.arg for each in (*function.args.posonlyargs, *function.args.args)), None)
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == first:
-                    found.add(node.attr)
-            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _SETTERS:
-                called, *given = (ast.unparse(each) for each in (node.func, *node.args[:2]))
-                names = [str(each.value) for each in node.args[:2] if isinstance(each, ast.Constant)]
-                if called.startswith((f"{first}.", "super()")) or given[:1] == [first]:
-                    found.update(names[:1])
+    classes = [each for each in ast.walk(source.tree) if getattr(each, "name", "") == name] if source else []
+    for node in (each for owner in classes if isinstance(owner, ast.ClassDef) for each in ast.walk(owner)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _SETTERS:
+            names = [str(each.value) for each in node.args[:2] if isinstance(each, ast.Constant)]
+            found.update(names[:1])
     return frozenset(found)
 
 

@@ -1,44 +1,26 @@
 """Applies patches, all or none, and removes them in any order.
 
-Each change recomposes a place from its original. Python functions keep identity (imports by value, pickles): their code
-calls the wrapper. Other attributes, and their by-value imports, are assigned.
+A Python function keeps its identity, so that every alias, pickle and running model follows: its code calls the
+replacement. Anything else is assigned at the named place only. A change recomposes each place from its original.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .by_name import make_by_name
 from .errors import ApplyError, EngineError
 from .feature import Around, Override, Patch, Provide
-from .target import (
-    DEFAULT_SKIP,
-    MISSING,
-    Owner,
-    Place,
-    describe,
-    holders,
-    home_of,
-    key_of,
-    read,
-    resolve,
-    rewrap,
-    signature_difference,
-    top_level,
-    unwrap,
-    vacancy,
-    write,
-)
+from .signatures import make_by_name, signature_difference
+from .target import MISSING, Owner, Place, describe, read, resolve, unwrap, vacancy, write
 
 _SLOT = "_mindspeed_lite"
 
@@ -47,91 +29,89 @@ _LOCK = threading.RLock()
 _SITES: dict[Any, _Site] = {}
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Swap:
-    """One patch of a feature; `holders`: by-value imports of its target."""
+    """One patch of a feature."""
 
     feature: str
     patch: Patch
     session: Any
-    holders: list[str] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int, str]:
         return int(isinstance(self.patch, Around)), self.patch.order, self.feature
 
     def compose(self, current: Any, bound: bool) -> Any:
-        if isinstance(self.patch, Override) and self.patch.by_name and callable(current):
-            new = make_by_name(self.patch.make, current, self.session)
-        else:
-            new = self.patch.make(current, self.session)
-        if new is current or not isinstance(new, FunctionType) or not callable(current):
-            if isinstance(self.patch, Around) and not callable(new):
-                raise TypeError(f"`make` returned {new!r}, which cannot be called")
+        patch = self.patch
+        if isinstance(patch, Provide):
+            new = patch.make(self.session)
+            if isinstance(new, ModuleType) and new.__spec__ is None:
+                new.__spec__ = ModuleSpec(new.__name__, None)  # find_spec raises for a loaded module without one
             return new
-        different = signature_difference(current, new, bound=bound)
-        if different:
-            raise TypeError(f"the wrapper cannot be called like the target: {different}")
-        if "<locals>" in new.__qualname__:
-            functools.update_wrapper(new, current, updated=())
+        if isinstance(patch, Override) and patch.by_name:
+            new = make_by_name(patch.make, current, self.session)
+        else:
+            new = patch.make(current, self.session)
+        if callable(current) and not callable(new):
+            raise TypeError(f"`make` returned {new!r}, which cannot be called")
+        if new is not current and isinstance(new, FunctionType) and callable(current):
+            different = signature_difference(current, new, bound=bound)
+            if different:
+                raise TypeError(f"the wrapper cannot be called like the target: {different}")
+            if "<locals>" in new.__qualname__:
+                functools.update_wrapper(new, current, updated=())
         return new
 
 
-class _Site(abc.ABC):
-    """A place, its original and patches; `placed`: replacement, or MISSING."""
+class _Site:
+    """A place with its original and patches; `placed`: replacement, or MISSING."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, original: Any, bound: bool) -> None:
         self.where = where
+        self.original = original
+        self.bound = bound
         self.swaps: list[Swap] = []
         self.placed: Any = MISSING
 
-    @abc.abstractmethod
-    def compose(self, swaps: Sequence[Swap]) -> Any: ...
+    def compose(self) -> Any:
+        current = self.original
+        for swap in self.swaps:
+            with blame(swap):
+                current = swap.compose(current, self.bound)
+        return MISSING if current is self.original else current
 
-    @abc.abstractmethod
-    def put(self, value: Any, copies: Sequence[Place] = ()) -> None: ...
+    def put(self, value: Any) -> None:
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def is_foreign(self) -> bool: ...
+    def is_foreign(self) -> bool:
+        """Whether a third party has changed the place since."""
+        raise NotImplementedError
 
 
 class _Function(_Site):
     def __init__(self, function: FunctionType, where: str, bound: bool) -> None:
-        super().__init__(where)
+        super().__init__(where, _copy(function), bound)
         self.function = function
-        self.original = _copy(function)
-        self._bound = bound
-        self._code = function.__code__
-        self._calling = function.__code__
+        self._code = self._calling = function.__code__
         # Through these torch.compile would find its compiled function.
-        self._hidden = {name: value for name, value in function.__dict__.items() if name.startswith("_torchdynamo")}
+        self._hidden = {name: value for name, value in vars(function).items() if name.startswith("_torchdynamo")}
 
-    def compose(self, swaps: Sequence[Swap]) -> Any:
-        current: Any = self.original
-        for swap in swaps:
-            with blame(swap):
-                current = swap.compose(current, self._bound)
-                if not callable(current):
-                    raise TypeError(f"`make` returned {current!r}, which cannot be called")
-        return MISSING if current is self.original else current
-
-    def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
+    def put(self, value: Any) -> None:
         # Single assignments in this order: other threads may call the function meanwhile.
         function = self.function
         keywords = {key: each for key, each in (function.__kwdefaults__ or {}).items() if key != _SLOT}
         if value is MISSING:
             function.__code__ = self._code
             function.__kwdefaults__ = keywords or None
-            function.__dict__.pop("__wrapped__", None)
+            vars(function).pop("__wrapped__", None)
             kept = ("__wrapped__", *self._hidden)
-            function.__dict__.update({key: each for key, each in self.original.__dict__.items() if key in kept})
+            vars(function).update({key: each for key, each in vars(self.original).items() if key in kept})
         else:
             function.__kwdefaults__ = {**keywords, _SLOT: value}
             takes_more = isinstance(value, FunctionType) and bool(value.__code__.co_flags & inspect.CO_VARKEYWORDS)
-            self._calling = _calling_code(self._code, takes_more)
-            function.__code__ = self._calling
+            function.__code__ = self._calling = _calling_code(self._code, takes_more)
             for name in self._hidden:
-                function.__dict__.pop(name, None)
+                vars(function).pop(name, None)
             function.__wrapped__ = self.original  # type: ignore[attr-defined]
         self.placed = value
 
@@ -140,44 +120,17 @@ class _Function(_Site):
 
 
 class _Attribute(_Site):
-    def __init__(self, owner: Owner, name: str, *, shared: bool = True, bound: bool = False) -> None:
-        super().__init__(describe(owner, name))
+    def __init__(self, owner: Owner, name: str) -> None:
+        super().__init__(describe(owner, name), read(owner, name), False)
         self.owner = owner
         self.name = name
-        self.shared = shared
-        self.home = ""
-        self.original = read(owner, name)
-        self._bound = bound
 
-    @property
-    def standing(self) -> Any:
-        return self.original if self.placed is MISSING else self.placed
-
-    def compose(self, swaps: Sequence[Swap]) -> Any:
-        current = self.original
-        for swap in swaps:
-            with blame(swap):
-                if isinstance(swap.patch, Provide):
-                    current = swap.patch.make(swap.session)
-                    if isinstance(current, ModuleType) and current.__spec__ is None:
-                        # find_spec raises for a loaded module without one.
-                        current.__spec__ = ModuleSpec(current.__name__, None)
-                else:
-                    current = rewrap(current, swap.compose(unwrap(current), self._bound))
-        return MISSING if current is self.original else current
-
-    def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        standing = self.original if value is MISSING else value
-        self.home = home_of(value) or ""
-        foreign = self.is_foreign()
+    def put(self, value: Any) -> None:
+        write(self.owner, self.name, self.original if value is MISSING else value)
         self.placed = value
-        if not foreign:
-            write(self.owner, self.name, standing)
-        for owner, name in copies if standing is not MISSING else ():
-            write(owner, name, standing)
 
     def is_foreign(self) -> bool:
-        return read(self.owner, self.name) is not self.standing
+        return read(self.owner, self.name) is not (self.original if self.placed is MISSING else self.placed)
 
 
 def change(
@@ -189,45 +142,34 @@ def change(
     everything.
     """
     left: list[str] = []
+    before: dict[_Site, tuple[list[Swap], Any]] = {}
     begun: list[_Site] = []
-    before: dict[int, tuple[_Site, list[Swap], Any]] = {}
-    copies: dict[int, list[Place]] = {}
-
-    def affect(site: _Site, swaps: list[Swap]) -> None:
-        before.setdefault(id(site), (site, site.swaps, site.placed))
-        site.swaps = swaps
-
-    def settle(site: _Site, value: Any) -> None:
-        if _may_be_put(site, value, add, left):
-            begun.append(site)
-            _put(site, value, copies.get(id(site), []), left)
-
     with _LOCK:
         try:
             for site in _SITES.values():
                 if any(swap in remove for swap in site.swaps):
-                    affect(site, [swap for swap in site.swaps if swap not in remove])
+                    before[site] = site.swaps, site.placed
+                    site.swaps = [swap for swap in site.swaps if swap not in remove]
             for swap in add:
                 with blame(swap):
                     found = _site_of(swap)
                 if found is not None:
-                    affect(found, sorted([*found.swaps, swap], key=lambda each: each.rank))
-            affected = [site for site, _, _ in before.values()]
-            copies = _copies(affected)
-            # Provided symbols first, in sequence: later ones and overrides may read them.
-            symbols = [site for site in affected if any(isinstance(swap.patch, Provide) for swap in site.swaps)]
-            for site in symbols:
-                settle(site, site.compose(site.swaps))
-            for site, value in [(site, site.compose(site.swaps)) for site in affected if site not in symbols]:
-                settle(site, value)
+                    before.setdefault(found, (found.swaps, found.placed))
+                    found.swaps = sorted([*found.swaps, swap], key=lambda each: each.rank)
+            # Provided symbols first: replacements may read them.
+            for site in sorted(before, key=lambda each: not any(isinstance(s.patch, Provide) for s in each.swaps)):
+                value = site.compose()
+                if _may_be_put(site, value, add, left):
+                    begun.append(site)
+                    _put(site, value)
             if then is not None:
                 then()
         except BaseException:
-            for site, swaps, placed in before.values():
+            for site, (swaps, placed) in before.items():
                 site.swaps = swaps
                 try:
                     if site in begun:
-                        site.put(placed, copies.get(id(site), []))
+                        site.put(placed)
                 except Exception:  # the first error is raised
                     _log.exception("`%s` could not be restored", site.where)
             raise
@@ -247,46 +189,17 @@ def _may_be_put(site: _Site, value: Any, add: Sequence[Swap], left: list[str]) -
             with blame(swap):
                 raise EngineError(f"`{site.where}` was changed by another party since another feature patched it")
     left.append(f"`{site.where}` was changed by another party and stays so")
-    # By-value imports of an attribute still have the replacement.
-    return isinstance(site, _Attribute)
+    return False
 
 
-def _put(site: _Site, value: Any, copies: Sequence[Place], left: list[str]) -> None:
-    if value is MISSING and isinstance(site, _Attribute) and site.original is MISSING:
-        left += [f"`{describe(*each)}` keeps its copy of `{site.where}`, which did not exist before" for each in copies]
+def _put(site: _Site, value: Any) -> None:
     try:
-        site.put(value, copies)
+        site.put(value)
     except Exception as error:
         raise ApplyError(
             f"`{site.where}` could not be changed ({type(error).__name__}: {error}); nothing has been changed.",
             feature=site.swaps[-1].feature if site.swaps else "",
         ) from error
-    for swap in site.swaps:
-        swap.holders = sorted(describe(*place) for place in copies)
-
-
-def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
-    shared = [
-        site
-        for site in sites
-        if isinstance(site, _Attribute)
-        and site.shared
-        and (callable(site.standing) or isinstance(site.standing, ModuleType))
-    ]
-    if not shared:
-        return {}
-    own = set(_SITES)
-    packages = {top_level(site.where) for site in sites}
-    found = holders([site.standing for site in shared], skip=DEFAULT_SKIP, packages=packages)
-    return {
-        id(site): [
-            place
-            for place in found[id(site.standing)]
-            # A replacement stays where it is defined.
-            if key_of(*place) not in own and describe(*place) != site.home
-        ]
-        for site in shared
-    }
 
 
 def _site_of(swap: Swap) -> _Site | None:
@@ -295,24 +208,22 @@ def _site_of(swap: Swap) -> _Site | None:
         place = provided(patch.target) or vacancy(patch.target)
         if place is None:
             return None
-        owner, name = place
-        return _SITES.setdefault(key_of(owner, name), _Attribute(owner, name))
-    target = resolve(patch.target)
-    # Other packages use their function too, so it is not swapped in place.
-    function = None if target.is_foreign else function_in(target.raw)
-    key = key_of(target.owner, target.name) if function is None else id(function)
-    if key not in _SITES and function is not None:
-        _SITES[key] = _Function(function, target.text, target.is_bound)
-    elif key not in _SITES:
-        _SITES[key] = _Attribute(target.owner, target.name, shared=not target.is_foreign, bound=target.is_bound)
-    return _SITES[key]
+    else:
+        target = resolve(patch.target)
+        function = function_in(target.raw)
+        # Another package uses its function too: only this place changes then.
+        if function is not None and not target.is_foreign:
+            is_bound = isinstance(target.owner, type) and not isinstance(target.raw, staticmethod)
+            return _SITES.setdefault(id(function), _Function(function, target.text, is_bound))
+        if isinstance(target.raw, type | staticmethod | classmethod | property):
+            raise EngineError(f"`{patch.target}` is a {type(target.raw).__name__} and no Python function")
+        place = target.owner, target.name
+    return _SITES.setdefault((id(place[0]), place[1]), _Attribute(*place))
 
 
 def provided(text: str) -> Place | None:
     for site in _SITES.values():
-        if isinstance(site, _Attribute) and any(
-            isinstance(each.patch, Provide) and each.patch.target == text for each in site.swaps
-        ):
+        if isinstance(site, _Attribute) and any(each.patch.target == text for each in site.swaps):
             return site.owner, site.name
     return None
 
@@ -323,8 +234,7 @@ def function_in(raw: Any) -> FunctionType | None:
 
 
 def original_of(raw: Any) -> Any:
-    function = function_in(raw)
-    site = _SITES.get(id(function)) if function is not None else None
+    site = _SITES.get(id(function_in(raw)))
     if isinstance(site, _Function):
         return site.original
     for each in _SITES.values():
@@ -344,7 +254,7 @@ def _copy(function: FunctionType) -> FunctionType:
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
     copy.__annotations__ = function.__annotations__
-    copy.__dict__.update(function.__dict__)
+    vars(copy).update(vars(function))
     return copy
 
 

@@ -125,12 +125,8 @@ def place(*features: Feature, device: str | None = None, fingerprints: Table | N
         for each in plan.applied
         for step in each.steps
     ]
+    report.record(plan)
     change(add=swaps)
-    try:
-        report.record(plan, swaps)
-    except BaseException:
-        change(remove=swaps)
-        raise
     return Placed(swaps, report.entries)
 
 

@@ -2,7 +2,6 @@ import pytest
 
 from mindspeed_lite.engine import (
     Around,
-    Collision,
     ConflictError,
     Option,
     Override,
@@ -138,9 +137,10 @@ def test_the_variant_for_the_running_release_is_taken(at):
     assert steps_of(plan_of(made, version="2.1"))[0].patch is newer
 
 
-def test_a_symbol_that_moved_is_a_variant_of_its_old_place(at):
+def test_a_symbol_that_moved_is_a_variant_of_its_old_place_and_may_be_needless(at):
     moved = over(at("f"), versions=">=1", variant_of="host.old:f")
-    made = feature("x", over("host.old:f", versions="<1"), moved)
+    absent = over("host.old:g", absent_in="<2")
+    made = feature("x", over("host.old:f", versions="<1"), moved, absent)
     assert [step.patch for step in steps_of(plan_of(made))] == [moved]
 
 
@@ -217,13 +217,6 @@ def test_strict_turns_skips_into_one_error_with_every_reason():
     ]
     with pytest.raises(PlanError, match=r"`a` \(--a\): first, second; feature `b` \(--b\): third"):
         plan_of(*pair, strict=True)
-
-
-def test_a_flag_the_host_uses_otherwise_stops_an_enabled_feature():
-    collisions = [Collision("--x", "x")]
-    with pytest.raises(PlanError, match=r"`x` \(--x\): --x means something else"):
-        plan_of(feature("x"), collisions=collisions)
-    assert plan_of(feature("x"), off=("x",), collisions=collisions).outcome("x").status == "off"
 
 
 def test_arguments_are_each_features_own_and_must_agree():

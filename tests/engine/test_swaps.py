@@ -14,13 +14,11 @@ import pytest
 
 from mindspeed_lite.engine import ApplyError, Around, Override, Provide, change, swaps
 from mindspeed_lite.engine.swaps import in_force, original_of
-from mindspeed_lite.engine.target import namespace
 from tests.harness.plans import applied, calling, feature, passing, swaps_of
 
 SOURCE = """
     import functools
     import torch
-    from collections import OrderedDict
     from textwrap import dedent
     def f(x): return x
     def g(x): return x * 10
@@ -35,6 +33,7 @@ SOURCE = """
         def method(self, x=0): return x
         @staticmethod
         def static(x): return x
+        cached = staticmethod(functools.lru_cache(len))
         @classmethod
         def make(cls, x=1): return cls, x
         @property
@@ -74,7 +73,6 @@ USER = """
         class Inner:
             deep = alias
 """
-LATE = "from HOST.mod import f as late, C as D\nclass Keeps:\n    kept = late\n"
 
 
 def fused(x):
@@ -102,22 +100,19 @@ class Host:
     def at(self, path):
         return f"{self.name}.mod:{path}"
 
-    def late(self):
-        return importlib.import_module(f"{self.name}.late")
-
     def state(self):
         owners = [self.mod, self.user, self.mod.Base, self.mod.C, self.user.Holder, self.user.Holder.Inner]
         return {
             (id(owner), name): (id(value), state_of(value))
             for owner in owners
-            for name, value in namespace(owner).items()
+            for name, value in vars(owner).items()
             if not name.startswith("__")
         }
 
 
 @pytest.fixture
 def host(make_host):
-    made = Host(make_host({"mod": SOURCE, "user": USER, "late": LATE}))
+    made = Host(make_host({"mod": SOURCE, "user": USER}))
     before = made.state()
     yield made
     assert made.state() == before, "the host is not what it was"
@@ -138,10 +133,9 @@ def named(letter):
 
 def test_an_overridden_function_is_the_same_object_under_every_alias(host):
     before, user = host.mod.f, host.user
-    with applied(feature("x", Override(host.at("f"), calling(fused)))) as (swap,):
+    with applied(feature("x", Override(host.at("f"), calling(fused)))):
         assert all(held is before for held in (host.mod.f, user.f, user.alias, user.Holder.held))
         assert user.Holder.Inner.deep is before and user.call(1) == before(1) == 101
-        assert swap.holders == []
     assert user.call(1) == before(1) == 1 and vars(before) == {} and vars(fused) == {}
 
 
@@ -188,20 +182,18 @@ def say(wrapped, session):
     return wrapper
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "kwargs"),
-    [
-        ("f", (1,), {}),
-        ("f", (), {"x": 1}),
-        ("keywords", (), {"a": 1}),
-        ("keywords", (), {"a": 1, "b": 9}),
-        ("everything", (1,), {"d": 4}),
-        ("everything", (1, 9, 8, 7, 6), {"d": 4, "e": 3, "a": 2, "b": 1}),
-        ("spread", (1, 2, 3), {}),
-        ("only", (1,), {}),
-        ("only", (1, 2), {}),
-    ],
-)
+CALLS = [
+    ("f", (1,), {}),
+    ("f", (), {"x": 1}),
+    ("keywords", (), {"a": 1, "b": 9}),
+    ("everything", (1,), {"d": 4}),
+    ("everything", (1, 9, 8, 7, 6), {"d": 4, "e": 3, "a": 2, "b": 1}),
+    ("spread", (1, 2, 3), {}),
+    ("only", (1,), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
 def test_every_kind_of_parameter_arrives_as_it_was_given(host, name, args, kwargs):
     function = getattr(host.mod, name)
     plain = function(*args, **kwargs)
@@ -285,23 +277,6 @@ def test_methods_of_every_kind_stay_what_they_are(host):
         assert all(vars(host.mod.C)[name] is raw[name] for name in ("method", "static", "size", "make"))
 
 
-def test_overrides_become_the_descriptor_the_target_is(host):
-    def make(cls, x=1):
-        return cls, 8
-
-    def size(self):
-        return 9
-
-    patches = [
-        Override(host.at("C.make"), calling(make)),
-        Override(host.at("C.size"), calling(size)),
-        Override(host.at("C.static"), calling(staticmethod(fused))),
-    ]
-    with applied(feature("x", *patches)):
-        c = host.mod.C()
-        assert (c.make(), c.size, c.static(1)) == ((host.mod.C, 8), 9, 101)
-
-
 def test_an_inherited_target_is_patched_where_it_is_defined(host):
     with applied(feature("x", Around(host.at("C.inherited"), passing))):
         assert host.mod.C().inherited() == host.mod.Base().inherited() == 2
@@ -323,58 +298,31 @@ def test_a_wrapper_looks_like_what_it_wraps(host):
         assert inspect.getsource(host.mod.f) == "def f(x): return x\n"
 
 
-# Anything else: assigned, and moved where it is held by value
+# Anything else: assigned where it is named
 
 
-def test_a_cached_function_keeps_its_cache_under_a_patch(host):
+def test_a_value_and_a_cached_function_change_in_the_named_place_only(host):
     before = host.user.kept = host.mod.cached
-    with applied(feature("x", Around(host.at("cached"), passing))) as (swap,):
-        assert host.mod.cached(1) == host.user.kept(1) == 2
-        assert swap.holders == [f"{host.name}.user:kept"]
-    assert host.mod.cached is host.user.kept is before and before.cache_info().hits == 1
+    with applied(feature("x", Around(host.at("cached"), passing), Override(host.at("FLAG"), calling(True)))):
+        assert host.mod.cached(1) == 2 and host.user.kept is before and host.mod.FLAG is True
+    assert host.mod.cached is before and before.cache_info().hits == 0 and host.mod.FLAG is False
     del host.user.kept
 
 
-def test_a_class_and_a_value_can_be_overridden(host):
-    class Better(host.mod.C):
+@pytest.mark.parametrize("path", ["C", "C.cached"])
+def test_what_others_may_hold_by_another_name_is_refused(host, path):
+    with pytest.raises(ApplyError, match="no Python function"), applied(feature("x", Override(host.at(path), broken))):
         pass
-
-    with applied(feature("x", Override(host.at("C"), calling(Better)), Override(host.at("FLAG"), calling(True)))):
-        assert host.user.C is host.mod.C is Better and host.mod.FLAG is True
-        late = host.late()
-        assert late.D is Better
-    assert late.D is host.mod.C is host.user.C and host.mod.FLAG is False
-    del sys.modules[late.__name__]
-
-
-class Elsewhere:
-    """A replacement that has a name of its own."""
-
-
-def test_where_a_replacement_is_defined_it_stays(host):
-    with applied(feature("x", Override(host.at("C"), calling(Elsewhere)))):
-        assert host.user.C is Elsewhere
-    assert Elsewhere.__doc__ and globals()["Elsewhere"] is not host.mod.C
 
 
 def test_what_the_host_only_imported_changes_in_the_named_place_only(host):
-    import collections
     import textwrap
-
-    class Mine(collections.OrderedDict):
-        pass
 
     def shout(text):
         return text.upper()
 
-    holder = types.ModuleType(f"{host.name}.holder")
-    sys.modules[holder.__name__] = holder
-    holder.OrderedDict, holder.dedent = collections.OrderedDict, textwrap.dedent
-    patches = [Override(host.at("OrderedDict"), calling(Mine)), Override(host.at("dedent"), calling(shout))]
-    with applied(feature("x", *patches)):
-        assert host.mod.OrderedDict is Mine and host.mod.dedent("a") == "A"
-        assert holder.OrderedDict is collections.OrderedDict is not Mine and holder.dedent is textwrap.dedent
-        assert textwrap.dedent(" a") == "a"
+    with applied(feature("x", Override(host.at("dedent"), calling(shout)))):
+        assert host.mod.dedent("a") == "A" and textwrap.dedent(" a") == "a"
     assert host.mod.dedent is textwrap.dedent
 
 
@@ -404,15 +352,6 @@ def test_a_module_is_provided_only_if_it_cannot_be_found(host):
         assert inner is value and sys.modules["json"] is not value
         assert importlib.util.find_spec("absent_host") is not None
     assert not {"absent_host", "absent_host.inner"} & set(sys.modules)
-
-
-def test_a_copy_of_a_provided_symbol_is_named_when_it_goes(host):
-    provided = swaps_of(feature("x", Provide(host.at("fast"), lambda session: fused)))
-    change(add=provided)
-    host.user.fast = fused
-    (left,) = change(remove=provided)
-    assert f"{host.name}.user:fast" in left
-    del host.user.fast
 
 
 # Order
@@ -481,34 +420,18 @@ def test_a_party_that_changes_the_code_since_is_left_alone_and_named(host):
     del host.mod.f.__wrapped__
 
 
-@pytest.mark.parametrize("path", ["f", "C"])
-def test_nothing_is_added_over_a_party_that_came_between(host, path):
-
-    def make(wrapped, session):
-        return type("C", (wrapped,), {}) if path == "C" else passing(wrapped, session)
-
-    first = swaps_of(feature("x", Around(host.at(path), make)))
-    second = swaps_of(feature("y", Around(host.at("g"), passing), Around(host.at(path), make)))
-    before = host.state()
-    original = getattr(host.mod, path)
+def test_nothing_is_added_over_a_party_that_came_between(host):
+    first = swaps_of(feature("x", Around(host.at("cached"), passing)))
+    second = swaps_of(feature("y", Around(host.at("g"), passing), Around(host.at("cached"), passing)))
+    original = host.mod.cached
     change(add=first)
-    if path == "f":
-        original.__code__ = (lambda x: 77).__code__
-    else:
-        theirs = host.mod.C = type("C", (), {"__new__": lambda cls, x: 77})
-    with pytest.raises(ApplyError, match=f"`y` could not around .*`{host.name}.mod:{path}` was changed by another"):
+    theirs = host.mod.cached = lambda x: 77
+    with pytest.raises(ApplyError, match=f"`y` could not around .*`{host.name}.mod:cached` was changed by another"):
         change(add=second)
-    assert getattr(host.mod, path)(1) == 77 and host.mod.g(1) == 10 and in_force() == first
-    if path == "f":
-        change(remove=first)
-        fresh = types.FunctionType(compile("def f(x): return x\n", host.mod.__file__, "exec").co_consts[0], {})
-        original.__code__, original.__kwdefaults__ = fresh.__code__, None
-        del original.__wrapped__
-        host.state = lambda: before  # this object's code cannot be what it was
-    else:
-        (left,) = change(remove=first)
-        assert f"{host.name}.mod:C" in left and host.mod.C is theirs and host.user.C is original
-        host.mod.C = original
+    assert host.mod.cached is theirs and host.mod.g(1) == 10 and in_force() == first
+    (left,) = change(remove=first)
+    assert f"{host.name}.mod:cached" in left and host.mod.cached is theirs
+    host.mod.cached = original
 
 
 # All or nothing
@@ -553,9 +476,8 @@ def everything_of(host, letter):
         Around(host.at("C.size"), named(letter)),
         Around(host.at("cached"), named(letter)),
         Around(host.at("compiled"), named(letter)),
-        Override(host.at("C"), lambda wrapped, session: type("C", (wrapped,), {"by": letter})),
         Override(host.at("FLAG"), calling(letter)),
-        Override(host.at("OrderedDict"), calling(dict)),
+        Override(host.at("dedent"), calling(lambda text: text)),
         Provide(host.at(f"new_{letter}"), lambda session: letter),
         Provide(f"absent_{letter}", lambda session: types.ModuleType(f"absent_{letter}")),
     ]
@@ -584,7 +506,7 @@ def test_a_failure_at_any_step_of_a_change_changes_nothing(host, monkeypatch, wh
     first = swaps_of(feature("a", *everything_of(host, "a"))) if standing else []
     change(add=first)
     before, modules = host.state(), set(sys.modules)
-    for count in itertools.count():
+    for count in range(200):
         armed, seen = counting(count, {"write": swaps.write, "then": lambda: None}.get(what, swaps._Function.put))
         features = feature("b", *everything_of(host, "b"))
         if what == "make":
@@ -650,7 +572,7 @@ def test_threads_may_call_a_function_while_it_is_swapped(host):
         for thread in threads:
             thread.start()
         ours = swaps_of(features)
-        for _ in range(200):
+        for _ in range(40):
             change(add=ours)
             change(remove=ours)
     finally:
@@ -659,4 +581,4 @@ def test_threads_may_call_a_function_while_it_is_swapped(host):
             thread.join()
         sys.setswitchinterval(interval)
     assert not failed, failed
-    assert min(calls) > 20
+    assert min(calls) > 5

@@ -425,8 +425,6 @@ class Bench:
         for site in swaps._SITES.values():
             swapped.add(site.where)
             functions.add(id(getattr(site, "function", None)))
-            for swap in site.swaps:
-                swapped.update(swap.holders)
         now = places.snapshot()
         for each in changed(self.with_device, now) - self.restless:
             value = places.held(now, each)
