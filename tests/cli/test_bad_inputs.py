@@ -80,7 +80,7 @@ COMMANDS: list[tuple[str, ...]] = [
     (f"{PLANNED} -- {GPT}", "--global-batch-size is not in the command"),
     ("calibrate --seconds inf", "--seconds", "at most 500"),
     ("calibrate --processes 5000", "--processes"),
-    ("calibrate --out /proc/x", "--out /proc/x", "cannot be written"),
+    ("calibrate --out /proc/x", "--out", "/proc/x", "cannot be written"),
     (f"schedule --order zigzag -- {FOUR}", "'zigzag'", "zb-h1"),
     (f"schedule --order dualpipev -- {FOUR} --global-batch-size 4", "at least 7 micro-batches, not 4"),
     (f"schedule --order nowhere.py:f -- {FOUR}", "nowhere.py"),
