@@ -40,7 +40,7 @@ _POLICIES = {"off": "none", "on": "placement"}
 
 def _predicted(race: Race) -> dict[str, float]:
     """Imbalance of each arm, by the command on two recorded steps: the second one has experts at other places."""
-    from mindspeed_lite.cli import balance
+    from mindspeed_lite import cli
 
     told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
@@ -51,7 +51,7 @@ def _predicted(race: Race) -> dict[str, float]:
     if dist.get_rank():
         return {}
     with contextlib.redirect_stdout(io.StringIO()):
-        code = balance.main([str(record), "--interval", "1", "--json", str(outcomes)])
+        code = cli.main(["balance", str(record), "--interval", "1", "--json", str(outcomes)])
     if code:
         raise SystemExit(code)
     found = {each["name"]: each["by_step"][-1] for each in json.loads(outcomes.read_text())["policies"]}

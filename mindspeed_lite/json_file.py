@@ -39,10 +39,6 @@ class Mismatch(ValueError):
         return self
 
 
-class _Repeated(dict[str, Any]):
-    key: str
-
-
 def read(path: str | Path, description: Description[T]) -> T:
     with _opened(path) as file:
         return decode(_decoded(file.read(MOST_BYTES + 1), path), path, description)
@@ -91,13 +87,12 @@ def _decoded(found: bytes, place: object) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    keys = [key for key, _ in pairs]
-    repeated = _Repeated(found)
-    repeated.key = next(key for key in keys if keys.count(key) > 1)
-    return repeated
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise Mismatch(f"has {_shown(key)} twice in an object")
+        found[key] = value
+    return found
 
 
 def anything(value: Any) -> Any:
@@ -105,25 +100,18 @@ def anything(value: Any) -> Any:
 
 
 def whole(what: str, least: int = 0, most: int = MOST_WHOLE) -> Description[int]:
-    def check(value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise _unlike(f"{what}, {_bound(value, least, most)}", value)
-        return value
-
-    return check
+    return lambda value: int(_bounded(value, what, (int,), least, most))
 
 
 def number(what: str, least: float = 0.0, most: float = MOST) -> Description[float]:
-    def check(value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise _unlike(f"{what}, {_bound(value, least, most)}", value)
-        return float(value)
-
-    return check
+    return lambda value: float(_bounded(value, what, (int, float), least, most))
 
 
-def _bound(value: Any, least: float, most: float) -> str:
-    return f"at most {most:g}" if type(value) in (int, float) and value > most else f"at least {least:g}"
+def _bounded(value: Any, what: str, kinds: tuple[type, ...], least: float, most: float) -> Any:
+    if type(value) in kinds and least <= value <= most:
+        return value
+    is_above = type(value) in (int, float) and value > most
+    raise _unlike(f"{what}, {f'at most {most:g}' if is_above else f'at least {least:g}'}", value)
 
 
 def text(what: str) -> Description[str]:
@@ -215,8 +203,6 @@ def table(item: Description[T], keys: str, what: str, least: int = 0) -> Descrip
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _unlike("an object", value)
-    if isinstance(value, _Repeated):
-        raise Mismatch(f"has {_shown(value.key)} twice")
     return value
 
 

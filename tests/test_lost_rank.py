@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite import lost_rank
+from mindspeed_lite import error_exit
 from tests.harness.endings import Ending, endings
 from tests.harness.processes import forked
 
@@ -104,7 +104,7 @@ class DistNetworkError(RuntimeError):
     ],
 )
 def test_what_is_taken_for_a_lost_rank(error: Exception, is_lost: bool) -> None:
-    assert (lost_rank.describe(error) is not None) == is_lost
+    assert (error_exit.describe_lost_rank(error) is not None) == is_lost
 
 
 def _raised(before: Exception | None, is_from_none: bool = False) -> Exception:
@@ -124,7 +124,7 @@ def _raised(before: Exception | None, is_from_none: bool = False) -> Exception:
 
 
 def test_an_error_before_it_is_seen() -> None:
-    assert lost_rank.describe(_raised(KeyError("of the script"))) is None
+    assert error_exit.describe_lost_rank(_raised(KeyError("of the script"))) is None
     for before, is_from_none in ((KeyError("of the script"), True), (DistNetworkError("failed to recv"), False)):
-        assert lost_rank.describe(_raised(before, is_from_none)) is not None
-    assert lost_rank.describe(_raised(None)) is not None
+        assert error_exit.describe_lost_rank(_raised(before, is_from_none)) is not None
+    assert error_exit.describe_lost_rank(_raised(None)) is not None

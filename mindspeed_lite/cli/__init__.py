@@ -1,6 +1,7 @@
 """The command `mindspeed-lite`: dispatches subcommands and prints errors in one line.
 
-Imports only the standard library, so that help and usage errors are instant.
+Imports only the standard library, so that help and usage errors are instant. A subcommand is a module here: its
+docstring is the help, `add_options(parser)` adds options, and `main(options)` returns the exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ __all__ = ["main"]
 
 PROGRAM = "mindspeed-lite"
 
-# Name -> summary; each is a module here with `main(arguments) -> exit code`.
 COMMANDS = {
     "run": "run a training script with mindspeed_lite, without changing a line of it",
     "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
@@ -50,28 +50,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(f"{PROGRAM} {__version__}")
         return 0
-    from .terminal import CommandError, fail
-
-    if command in RENAMED:
-        return fail(PROGRAM, f"`{command}` is `{PROGRAM} {RENAMED[command]}` now")
-    if command not in COMMANDS:
-        import difflib
-
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        return fail(PROGRAM, f"there is no {'option' if command[0] == '-' else 'command'} {command!r}; {hint}")
-
-    name, program = f"{__name__}.{command.replace('-', '_')}", f"{PROGRAM} {command}"
     if command == "run":  # transparent to the script
-        return int(importlib.import_module(name).main(rest))
+        from . import run
+
+        return run.main(rest)
+    from . import terminal
+
+    program = f"{PROGRAM} {command}" if command in COMMANDS else PROGRAM
     try:
-        code = int(importlib.import_module(name).main(rest))
+        if command in RENAMED:
+            raise terminal.CommandError(f"`{command}` is `{PROGRAM} {RENAMED[command]}` now")
+        if command not in COMMANDS:
+            kind = "option" if command[0] == "-" else "command"
+            raise terminal.CommandError(f"there is no {kind} {command!r}; {terminal.suggestion(command, COMMANDS)}")
+        module = importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
+        parser = terminal.Parser(program, str(module.__doc__))
+        module.add_options(parser)
+        code = int(module.main(parser.parse(rest)))
         sys.stdout.flush()
         return code
-    except CommandError as error:
-        return fail(program, error, error.code)
+    except terminal.CommandError as error:
+        return terminal.fail(program, error, error.code)
     except KeyboardInterrupt:
-        return fail(program, "interrupted", 130)
+        return terminal.fail(program, "interrupted", 130)
     except BrokenPipeError:
         # Reader gone (`| head`): flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,4 +87,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = error_exit.describe(error)
         if text is None or error_exit.wants_traceback():
             raise
-        return fail(program, text)
+        return terminal.fail(program, text)

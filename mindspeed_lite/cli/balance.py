@@ -1,4 +1,22 @@
-"""`mindspeed-lite balance`: load imbalance of experts or sequence lengths, and gains of balancing."""
+"""Experts: FILE is what a training with --moe-record-load FILE wrote, also while it still runs. The first table is the
+load of experts by layer. The second replays the steps under four policies: none, copies of the hottest experts on every
+rank, experts at other places, and both. A policy sees the steps before the one it is judged on.
+
+Sequence lengths: FILE is the .idx of a data set. Its documents are packed into sequences as training does. The table
+has the attention cost of the slowest data-parallel rank: in the order that sequences come in, with
+--balance-sequence-lengths, and the least that any assignment has.
+
+--generate and --generate-lengths take drawn values in place of FILE.
+
+examples:
+  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot load.png --plot-policies policies.png
+  mindspeed-lite balance moe_load.jsonl --hidden-size 2048 --moe-ffn-hidden-size 768
+  mindspeed-lite balance --generate experts=128 ranks=16 topk=8 skew=4
+  mindspeed-lite balance corpus_text_document.idx --seq-length 8192 --ranks 8 --global-batch-size 128
+  mindspeed-lite balance --generate-lengths tail=1.4 shortest=16 --seq-length 8192 --ranks 4
+
+exit code: 0; 2 for bad input.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +29,9 @@ from typing import Any, TypeVar
 
 from mindspeed_lite.parallel.balance import lengths, record, simulation
 from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
-from mindspeed_lite.parallel.balance.simulation import BalancingOptions, ExpertSizes, GeneratedLoad
+from mindspeed_lite.parallel.balance.simulation import BalancingOptions, ExpertSizes, GeneratedLoad, PolicyOutcome
 
-from . import terminal
-from .terminal import CommandError, bounded, option, output_file, say, table
-
-PROGRAM = "mindspeed-lite balance"
-
-DESCRIPTION = """\
-Experts: FILE is what a training with --moe-record-load FILE wrote, also while it still runs. The first table is the
-load of experts by layer. The second replays the steps under four policies: none, copies of the hottest experts on every
-rank, experts at other places, and both. A policy sees the steps before the one it is judged on.
-
-Sequence lengths: FILE is the .idx of a data set. Its documents are packed into sequences as training does. The table
-has the attention cost of the slowest data-parallel rank: in the order that sequences come in, with
---balance-sequence-lengths, and the least that any assignment has.
-
---generate and --generate-lengths take drawn values in place of FILE."""
-
-EPILOG = """\
-examples:
-  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot load.png --plot-policies policies.png
-  mindspeed-lite balance moe_load.jsonl --hidden-size 2048 --moe-ffn-hidden-size 768
-  mindspeed-lite balance --generate experts=128 ranks=16 topk=8 skew=4
-  mindspeed-lite balance corpus_text_document.idx --seq-length 8192 --ranks 8 --global-batch-size 128
-  mindspeed-lite balance --generate-lengths tail=1.4 shortest=16 --seq-length 8192 --ranks 4
-
-exit code: 0; 2 for bad input."""
+from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json, writing
 
 _LAYER_COLUMNS = {
     "layer": "",
@@ -58,6 +52,12 @@ _POLICY_COLUMNS = {
     "stayed": "share of the tokens that a copy kept on the rank that they come from",
     "moved": "experts that changed their rank, in a layer and placement interval (--enable-expert-placement)",
 }
+_BYTE_COLUMNS = {
+    "policy": "",
+    "copies": "bytes of copies that a rank receives in a step",
+    "tokens": "bytes of tokens that a rank need not send in a step; above those of copies, copies pay in bytes too",
+    "moved": "bytes of experts that a rank sends in a placement interval: weights in bf16 and fp32, two moments",
+}
 _LENGTH_COLUMNS = {
     "assignment": "",
     "each step": "slowest rank over that of equal ranks, where ranks wait for each other at the end of a step",
@@ -69,153 +69,7 @@ _LEAST = {"drift": 0, "tail": 0.1, "seed": -math.inf}
 Drawn = TypeVar("Drawn", GeneratedLoad, GeneratedLengths)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser, of_loads, of_lengths = _parser()
-    options = parser.parse_args(list(arguments))
-    if sum(each is not None for each in (options.file, options.generate, options.generate_lengths)) != 1:
-        raise CommandError("takes one of FILE, --generate and --generate-lengths")
-    has_lengths = options.generate_lengths is not None or str(options.file).endswith(".idx")
-    other, what = (of_loads, "loads of experts") if has_lengths else (of_lengths, "sequence lengths")
-    for action in other._group_actions:
-        if getattr(options, action.dest) != action.default:
-            raise CommandError(f"{action.option_strings[0]} is about {what}, and there are none")
-    try:
-        found = _show_lengths(options) if has_lengths else _show_loads(options)
-    except (ValueError, OverflowError) as error:
-        raise CommandError(error) from error
-    except OSError as error:
-        raise CommandError(f"{options.file}: cannot be read: {error.strerror or error}") from error
-    if options.json:
-        terminal.write_json(options.json, found)
-    return 0
-
-
-def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
-    drawn = options.generate
-    loads = record.read(options.file) if drawn is None else _drawn(GeneratedLoad, drawn).record()
-    if options.last:
-        loads = loads.last(options.last)
-    if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
-        raise CommandError("--hidden-size and --moe-ffn-hidden-size go together")
-    policy = BalancingOptions(options.copies, options.interval, options.decay, options.break_even)
-    header, balance = loads.header, loads.balance()
-    ranks, steps = options.ranks or header.expert_parallel, [each.step for each in loads.steps]
-    outcomes = simulation.simulate(loads, ranks, policy)
-    say(
-        f"{len(steps)} steps, {steps[0]} to {steps[-1]}: {header.experts} experts, {header.topk} of them for a token, "
-        f"over {header.expert_parallel} ranks{f', {header.replicas} times' if header.replicas > 1 else ''}\n"
-    )
-    rows: list[tuple[str, ...]] = [
-        (
-            loads.label(each.layer), f"{each.imbalance:.2f}", f"{each.worst:.2f}", f"{each.variation:.2f}",
-            str(each.idle), f"{each.rank_imbalance:.2f}", f"{100 * max(each.dropped, 0):.1f} %",
-        )
-        for each in balance
-    ]  # fmt: skip
-    _explained(_LAYER_COLUMNS, rows)
-    share = options.experts_share
-    say(f"\nbalanced over {ranks} ranks; experts take {100 * share:.0f} % of an even step\n")
-    layer_steps = len(steps) * len(header.layers)
-    intervals = max(1, (len(steps) - 1) // policy.interval)
-    sent = sum(sum(row) for each in loads.steps for row in each.experts) / header.replicas
-    rows = []
-    for each in outcomes:
-        times = [
-            (1 + share * (imbalance - 1)) / (1 + share * (outcomes[0].imbalance - 1))
-            for imbalance in (each.imbalance, each.known_imbalance)
-        ]
-        figures = (each.imbalance, each.known_imbalance, *times)
-        stayed = f"{100 * each.stayed / sent if sent else 0:.1f} %"
-        moved = f"{each.moved / intervals / len(header.layers):.1f}"
-        rows.append((each.name, *(f"{one:.3f}" for one in figures), f"{each.copied / layer_steps:.1f}", stayed, moved))
-    _explained(_POLICY_COLUMNS, rows)
-    if options.hidden_size is None:
-        say("\nWith --hidden-size and --moe-ffn-hidden-size: bytes that copies and placements move and save.")
-    else:
-        _, copies, placement, both = outcomes
-        sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size)
-        say()
-        for each in (copies, both):
-            copied = each.copied * sizes.copy_bytes / len(steps)
-            saved = each.stayed * sizes.token_bytes / ranks / len(steps)
-            verdict = "pay in bytes too" if saved > copied else "cost more bytes than they save"
-            say(
-                f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
-                f"less of tokens; copies {verdict}"
-            )
-        for each in (placement, both):
-            say(
-                f"{each.name}: every {policy.interval} steps a rank sends "
-                f"{each.moved * sizes.move_bytes / ranks / intervals / 1e6:.1f} MB of experts that move: weights in "
-                "bf16 and fp32, two moments"
-            )
-    if options.plot or options.plot_policies:
-        with terminal.writing("--plot", options.plot or options.plot_policies):
-            from mindspeed_lite.bench import plot_load
-
-            if options.plot:
-                plot_load.draw(loads, options.plot)
-            if options.plot_policies:
-                plot_load.draw_policies(loads, outcomes, options.plot_policies)
-    policies = [
-        {**asdict(each), "imbalance": each.imbalance, "known_imbalance": each.known_imbalance} for each in outcomes
-    ]
-    return {
-        **asdict(header), "first_step": steps[0], "last_step": steps[-1], "steps": len(steps),
-        "balance": [asdict(each) for each in balance], "ranks": ranks, "options": asdict(policy), "policies": policies,
-    }  # fmt: skip
-
-
-def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
-    sequence, ranks, batch, seed = options.seq_length, options.ranks or 4, options.global_batch_size, options.seed
-    if options.generate_lengths is None:
-        documents = lengths.shuffled(lengths.read_index(options.file), seed)
-    else:
-        drawn = {"longest": sequence, "seed": seed}
-        documents = _drawn(GeneratedLengths, options.generate_lengths, **drawn).draw()
-    costs = lengths.sample_costs(documents, sequence, options.steps * batch, seed)
-    before, after, waiting, bound = lengths.simulate_order(costs, ranks, batch, options.micro_batch_size)
-    say(
-        f"{options.steps} steps of {batch} sequences of {sequence} tokens, "
-        f"{batch // (options.micro_batch_size * ranks)} micro-batches for each of {ranks} ranks; cost of a sequence: "
-        f"standard deviation / mean {pstdev(costs) / fmean(costs):.2f}\n"
-    )
-    outcomes = (before, after, waiting, bound)
-    _explained(_LENGTH_COLUMNS, [(each.name, f"{each.step:.4f}", f"{each.micro_batch:.4f}") for each in outcomes])
-    say(
-        f"\nattention of the slowest rank {before.step / after.step:.2f}x faster, "
-        f"{100 * (after.step / bound.step - 1):.1f} % above the lower bound"
-    )
-    say(
-        f"with waits in each micro-batch {before.micro_batch / waiting.micro_batch:.2f}x faster, "
-        f"{100 * (waiting.micro_batch / bound.micro_batch - 1):.1f} % above the lower bound"
-    )
-    return {"assignments": [asdict(each) for each in outcomes]}
-
-
-def _explained(columns: dict[str, str], rows: Sequence[Sequence[str]]) -> None:
-    table(list(columns), rows)
-    say()
-    table(("", ""), [(name, meaning) for name, meaning in columns.items() if meaning])
-
-
-def _drawn(kind: type[Drawn], words: Sequence[str], **given: Any) -> Drawn:
-    kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(kind)}
-    for word in words:
-        name, _, value = word.partition("=")
-        try:
-            given[name] = kinds[name](value)
-            if not math.isfinite(given[name]):
-                raise ValueError
-        except (KeyError, ValueError):
-            raise CommandError(f"takes NAME=NUMBER of {', '.join(kinds)}, not {word[:40]!r}") from None
-        if given[name] < _LEAST.get(name, 1):
-            raise CommandError(f"{word}: at least {_LEAST.get(name, 1)}")
-    return kind(**given)
-
-
-def _parser() -> tuple[terminal.Parser, argparse._ArgumentGroup, argparse._ArgumentGroup]:
-    parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EPILOG)
+def add_options(parser: Parser) -> None:
     loads, lengths = map(parser.add_argument_group, ("loads of experts", "sequence lengths"))
     default, positive = BalancingOptions(), bounded(int, 1)
     parser.add_argument("file", metavar="FILE", nargs="?", help="what --moe-record-load wrote, or an .idx file")
@@ -242,4 +96,129 @@ def _parser() -> tuple[terminal.Parser, argparse._ArgumentGroup, argparse._Argum
     option(lengths, "--micro-batch-size N", "sequences of a micro-batch", positive, 1)
     option(lengths, "--steps N", "steps that are simulated", positive, 50)
     option(lengths, "--seed N", "of draws and shuffles", int, 1234)
-    return parser, loads, lengths
+    parser.set_defaults(groups=(loads, lengths))
+
+
+def main(options: argparse.Namespace) -> int:
+    if sum(each is not None for each in (options.file, options.generate, options.generate_lengths)) != 1:
+        raise CommandError("takes one of FILE, --generate and --generate-lengths")
+    has_lengths = options.generate_lengths is not None or str(options.file).endswith(".idx")
+    other = options.groups[0 if has_lengths else 1]
+    for action in other._group_actions:
+        if getattr(options, action.dest) != action.default:
+            raise CommandError(f"{action.option_strings[0]} is about {other.title}, and there are none")
+    try:
+        found = _show_lengths(options) if has_lengths else _show_loads(options)
+    except (ValueError, OverflowError) as error:
+        raise CommandError(error) from error
+    except OSError as error:
+        raise CommandError(f"{options.file}: cannot be read: {error.strerror or error}") from error
+    write_json(options.json, found)
+    return 0
+
+
+def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
+    drawn = options.generate
+    loads = record.read(options.file) if drawn is None else _drawn(GeneratedLoad, drawn).record()
+    if options.last:
+        loads = loads.last(options.last)
+    if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
+        raise CommandError("--hidden-size and --moe-ffn-hidden-size go together")
+    policy = BalancingOptions(options.copies, options.interval, options.decay, options.break_even)
+    header, balance, steps = loads.header, loads.balance(), [each.step for each in loads.steps]
+    ranks = options.ranks or header.expert_parallel
+    outcomes = simulation.simulate(loads, ranks, policy)
+    say(
+        f"{len(steps)} steps, {steps[0]} to {steps[-1]}: {header.experts} experts, {header.topk} of them for a token, "
+        f"over {header.expert_parallel} ranks{f', {header.replicas} times' if header.replicas > 1 else ''}\n"
+    )
+    layers = [
+        (
+            loads.label(each.layer), f"{each.imbalance:.2f}", f"{each.worst:.2f}", f"{each.variation:.2f}",
+            str(each.idle), f"{each.rank_imbalance:.2f}", f"{100 * max(each.dropped, 0):.1f} %",
+        )
+        for each in balance
+    ]  # fmt: skip
+    _explained(_LAYER_COLUMNS, layers)
+    share = options.experts_share
+    say(f"\nbalanced over {ranks} ranks; experts take {100 * share:.0f} % of an even step\n")
+    intervals = max(1, (len(steps) - 1) // policy.interval)
+    sent = sum(sum(row) for each in loads.steps for row in each.experts) / header.replicas or 1
+
+    def row(each: PolicyOutcome) -> tuple[str, ...]:
+        even = 1 + share * (outcomes[0].imbalance - 1)
+        times = [(1 + share * (imbalance - 1)) / even for imbalance in (each.imbalance, each.known_imbalance)]
+        ratios = [f"{one:.3f}" for one in (each.imbalance, each.known_imbalance, *times)]
+        copied, moved = each.copied / len(steps) / len(header.layers), each.moved / intervals / len(header.layers)
+        return each.name, *ratios, f"{copied:.1f}", f"{100 * each.stayed / sent:.1f} %", f"{moved:.1f}"
+
+    _explained(_POLICY_COLUMNS, [row(each) for each in outcomes])
+    say()
+    if options.hidden_size is None:
+        say("With --hidden-size and --moe-ffn-hidden-size: bytes that copies and placements move and save.")
+    else:
+        sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size)
+        found = [
+            (each, each.copied * sizes.copy_bytes / len(steps), each.stayed * sizes.token_bytes / ranks / len(steps),
+             each.moved * sizes.move_bytes / ranks / intervals)
+            for each in outcomes[1:]
+        ]  # fmt: skip
+        _explained(_BYTE_COLUMNS, [(each.name, *(f"{one / 1e6:.1f} MB" for one in cells)) for each, *cells in found])
+    for flag, file in (("--plot", options.plot), ("--plot-policies", options.plot_policies)):
+        if file:
+            with writing(flag, file):
+                from mindspeed_lite.bench import plot_load
+
+                plot_load.draw(loads, file) if flag == "--plot" else plot_load.draw_policies(loads, outcomes, file)
+    policies = [
+        {**asdict(each), "imbalance": each.imbalance, "known_imbalance": each.known_imbalance} for each in outcomes
+    ]
+    return {
+        **asdict(header), "first_step": steps[0], "last_step": steps[-1], "steps": len(steps),
+        "balance": [asdict(each) for each in balance], "ranks": ranks, "options": asdict(policy), "policies": policies,
+    }  # fmt: skip
+
+
+def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
+    sequence, ranks, batch, seed = options.seq_length, options.ranks or 4, options.global_batch_size, options.seed
+    if options.generate_lengths is None:
+        documents = lengths.shuffled(lengths.read_index(options.file), seed)
+    else:
+        documents = _drawn(GeneratedLengths, options.generate_lengths, longest=sequence, seed=seed).draw()
+    costs = lengths.sample_costs(documents, sequence, options.steps * batch, seed)
+    outcomes = lengths.simulate_order(costs, ranks, batch, options.micro_batch_size)
+    before, after, waiting, bound = outcomes
+    say(
+        f"{options.steps} steps of {batch} sequences of {sequence} tokens, "
+        f"{batch // (options.micro_batch_size * ranks)} micro-batches for each of {ranks} ranks; cost of a sequence: "
+        f"standard deviation / mean {pstdev(costs) / fmean(costs):.2f}\n"
+    )
+    _explained(_LENGTH_COLUMNS, [(each.name, f"{each.step:.4f}", f"{each.micro_batch:.4f}") for each in outcomes])
+    say()
+    for what, slow, fast, least in (
+        ("attention of the slowest rank", before.step, after.step, bound.step),
+        ("with waits in each micro-batch", before.micro_batch, waiting.micro_batch, bound.micro_batch),
+    ):
+        say(f"{what} {slow / fast:.2f}x faster, {100 * (fast / least - 1):.1f} % above the lower bound")
+    return {"assignments": [asdict(each) for each in outcomes]}
+
+
+def _explained(columns: dict[str, str], rows: Sequence[Sequence[str]]) -> None:
+    table(list(columns), rows)
+    say()
+    table(("", ""), [(name, meaning) for name, meaning in columns.items() if meaning])
+
+
+def _drawn(kind: type[Drawn], words: Sequence[str], **given: Any) -> Drawn:
+    kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(kind)}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            given[name] = kinds[name](value)
+            if not math.isfinite(given[name]):
+                raise ValueError
+        except (KeyError, ValueError):
+            raise CommandError(f"takes NAME=NUMBER of {', '.join(kinds)}, not {word[:40]!r}") from None
+        if given[name] < _LEAST.get(name, 1):
+            raise CommandError(f"{word}: at least {_LEAST.get(name, 1)}")
+    return kind(**given)

@@ -1,37 +1,42 @@
-"""`mindspeed-lite doctor`: can training start here, what is missing, does the device compute."""
+"""What is there, what is missing and how to get it; with a self-test, whether the device computes
+what it should.
+
+exit codes: 0 training can start (self-test: every check passed), 1 it cannot (one failed),
+2 bad options or no such device.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from . import npu_probe, terminal
 from .doctor_checks import Machine, examine, one_line
-from .terminal import CommandError, option, say, table
+from .terminal import CommandError, Parser, option, say, table
 
-PROGRAM = "mindspeed-lite doctor"
-
-_STYLES = {
-    "ok": "green", "note": "yellow", "problem": "red", "fallback": "yellow", "failed": "red",
-}  # fmt: skip
+_STYLES = {"ok": "green", "note": "yellow", "problem": "red", "fallback": "yellow", "failed": "red"}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 if training can start, else 1.
+def add_options(parser: Parser) -> None:
+    option(parser, "--json", "print one JSON document")
+    tests = parser.add_mutually_exclusive_group()
+    option(tests, "--selftest", "run every operator on the device that training would take, against float64 and plain "
+           "PyTorch, and the device itself; a minute or two")  # fmt: skip
+    option(tests, "--npu-selftest", "the same on an Ascend NPU, or why there is none")
+    option(parser, "--out FILE", "write the self-test's report as JSON", terminal.output_file)
+    option(parser, "--quick", "self-test: few and tiny cases")
+    option(parser, "--timeout SECONDS", "how long torch_npu may take to answer",
+           terminal.bounded(float, 0, above=True), npu_probe.SECONDS)  # fmt: skip
 
-    With a self-test: 0 passed, 1 failed, 2 no such device.
-    """
-    parser = _parser()
-    options = parser.parse_args(list(arguments))
+
+def main(options: argparse.Namespace) -> int:
     machine = Machine(options.timeout)
     if options.selftest or options.npu_selftest:
         return _selftest(options, machine)
     if options.quick or options.out is not None:
-        parser.error(f"{'--quick' if options.quick else '--out'} belongs to --selftest or --npu-selftest")
+        raise CommandError(f"{'--quick' if options.quick else '--out'} belongs to --selftest or --npu-selftest")
     rows = examine(machine)
     problems = sum(row.status == "problem" for row in rows)
     if options.json:
@@ -46,9 +51,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _selftest(options: argparse.Namespace, machine: Machine) -> int:
-    out = options.out or "selftest.json"
-    if options.out is None and (problem := terminal.why_not_writable(out)):
-        raise CommandError(f"--out {out}: {problem}")
     if not machine.has_torch:
         raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
     device, error = machine.chosen
@@ -61,9 +63,10 @@ def _selftest(options: argparse.Namespace, machine: Machine) -> int:
     from mindspeed_lite.bench import output, selftest
 
     facts = machine.npu.facts if device == "npu" else {}
-    report: dict[str, Any] = selftest.run(device, quick=options.quick, facts=facts, tell=_show_progress)
-    with terminal.writing("--out", out):
-        output.write_file(Path(out), output.dumps(report))
+    report = selftest.run(device, quick=options.quick, facts=facts, tell=_show_progress)
+    if options.out is not None:
+        with terminal.writing("--out", options.out):
+            output.write_file(Path(options.out), output.dumps(report))
     if options.json:
         print(output.dumps(report), end="")
         return 0 if report["passed"] else 1
@@ -71,34 +74,14 @@ def _selftest(options: argparse.Namespace, machine: Machine) -> int:
     failed = sum(each["status"] == "failed" for each in checks)
     table(("", "", ""), selftest.lines(report), styles=_STYLES)
     verdict = f"{failed} of {len(checks)} checks failed" if failed else f"All {len(checks)} checks passed"
-    seconds = sum(each["seconds"] for each in checks)
-    say(f"\n{verdict} on {report['device']}, {seconds:.0f} s.", "red" if failed else "green")
+    say(f"\n{verdict} on {device}, {sum(each['seconds'] for each in checks):.0f} s.", "red" if failed else "green")
     if report["to_report"]:
-        print("\n".join(["", f"To report, with {out}:", *(f"  {line}" for line in report["to_report"])]))
-    print(f"written: {out}")
+        print(f"\nTo report, with {options.out or '--out FILE'}:", *report["to_report"], sep="\n  ")
+    if options.out is not None:
+        print(f"written: {options.out}")
     return 0 if report["passed"] else 1
 
 
 def _show_progress(done: int, total: int, what: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{done}/{total} {what}"[: terminal.width()], end="" if what else "\r\x1b[K", file=sys.stderr)
-
-
-def _parser() -> terminal.Parser:
-    parser = terminal.Parser(
-        prog=PROGRAM,
-        description="What is there, what is missing and how to get it; with a self-test, whether the device computes\n"
-        "what it should.",
-        epilog="exit codes: 0 training can start (self-test: every check passed), 1 it cannot (one failed),\n"
-        "2 bad options or no such device.",
-    )
-    option(parser, "--json", "print one JSON document")
-    tests = parser.add_mutually_exclusive_group()
-    option(tests, "--selftest", "run every operator on the device that training would take, against float64 and plain "
-           "PyTorch, and the device itself; a minute or two")  # fmt: skip
-    option(tests, "--npu-selftest", "the same on an Ascend NPU, or why there is none")
-    option(parser, "--out FILE", "the self-test's report (default: selftest.json)", terminal.output_file)
-    option(parser, "--quick", "self-test: few and tiny cases")
-    option(parser, "--timeout SECONDS", "how long torch_npu may take to answer",
-           terminal.bounded(float, 0, above=True), npu_probe.SECONDS)  # fmt: skip
-    return parser

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspeed_lite import platform
+from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator, npu_trouble
 from mindspeed_lite.platform.npu_trouble import series
 
@@ -57,11 +57,14 @@ class Megatron(NamedTuple):
 
 
 class Machine:
+    """What checks ask for, found once."""
+
     def __init__(self, npu_seconds: float = npu_probe.SECONDS) -> None:
         self._npu_seconds = npu_seconds
 
     @functools.cached_property
     def torch(self) -> Any:
+        """The module, or the error of its import."""
         try:
             with npu_probe.without_autoload():
                 return importlib.import_module("torch")
@@ -78,6 +81,7 @@ class Machine:
 
     @functools.cached_property
     def devices(self) -> dict[str, list[str]]:
+        """Device -> reasons why it cannot be used."""
         found = {"npu": [] if self.npu.trouble is None else [str(self.npu.trouble)]}
         for name in platform.device_names():
             try:
@@ -86,16 +90,19 @@ class Machine:
                 found[name] = [f"its check failed: {one_line(error)}"]
         return found
 
+    @property
+    def listed_devices(self) -> str:
+        return "; ".join(f"{name}: {', '.join(reasons) or 'usable'}" for name, reasons in self.devices.items())
+
     @functools.cached_property
     def chosen(self) -> tuple[str, str]:
+        """The device of a training, or "" and why there is none."""
         asked = os.environ.get(platform.DEVICE_VARIABLE) or "auto"
         usable = [name for name, reasons in self.devices.items() if asked in ("auto", name) and not reasons]
         if usable:
             return usable[0], ""
-        listed = "; ".join(f"{name}: {', '.join(reasons) or 'usable'}" for name, reasons in self.devices.items())
-        known = asked in ("auto", *self.devices)
-        why = "asks for a device that cannot be used" if known else "is not a device"
-        return "", f"{platform.DEVICE_VARIABLE}={asked} {why}. {listed}"
+        why = "asks for a device that cannot be used" if asked in ("auto", *self.devices) else "is not a device"
+        return "", f"{platform.DEVICE_VARIABLE}={asked} {why}. {self.listed_devices}"
 
     @property
     def device(self) -> str:
@@ -122,13 +129,12 @@ def examine(machine: Machine) -> list[Row]:
                 warnings.simplefilter("ignore")
                 rows += [Row(name, *finding) for finding in check(machine)]
         except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and error.name in OWN_PACKAGES:
-                rows.append(Row(name, "note", f"cannot be told without {error.name}", "see own packages"))
-            elif not machine.has_torch:
-                rows.append(Row(name, "note", "cannot be told without torch", "see torch"))
+            missing = error.name if isinstance(error, ModuleNotFoundError) and error.name in OWN_PACKAGES else None
+            if missing or not machine.has_torch:
+                see = "see own packages" if missing else "see torch"
+                rows.append(Row(name, "note", f"cannot be told without {missing or 'torch'}", see))
             else:
-                text = f"cannot be examined: {one_line(error)}"
-                rows.append(Row(name, "problem", text, "report this with the text"))
+                rows.append(Row(name, "problem", f"cannot be examined: {one_line(error)}", "report this with the text"))
     return rows
 
 
@@ -144,11 +150,9 @@ def is_there(module: str) -> bool:
 
 
 def _python(machine: Machine) -> Findings:
-    where = f"{python_platform.python_version()} at {sys.executable}"
-    if sys.version_info < _PYTHON:
-        yield "problem", where, "install Python 3.10 or newer"
-    else:
-        yield "ok", where
+    is_old = sys.version_info < _PYTHON
+    fix = "install Python 3.10 or newer" if is_old else ""
+    yield "problem" if is_old else "ok", f"{python_platform.python_version()} at {sys.executable}", fix
 
 
 def _torch(machine: Machine) -> Findings:
@@ -223,12 +227,11 @@ def _device(machine: Machine) -> Findings:
     if not chosen:
         yield "problem", why_none, f"unset {platform.DEVICE_VARIABLE}, or set it to one that is usable"
         return
-    asked = os.environ.get(platform.DEVICE_VARIABLE, "auto")
-    by = "chosen by availability" if asked in ("", "auto") else f"by {platform.DEVICE_VARIABLE}"
+    is_asked = os.environ.get(platform.DEVICE_VARIABLE, "auto") not in ("", "auto")
+    by = f"by {platform.DEVICE_VARIABLE}" if is_asked else "chosen by availability"
     facts = machine.npu.facts
     hardware = f"{facts['count']} x {facts['name']}" if chosen == "npu" else platform.device(chosen).describe()
-    others = "; ".join(f"{name}: {', '.join(reasons) or 'usable'}" for name, reasons in machine.devices.items())
-    yield "ok", f"{chosen} ({hardware}), {by}. {others}"
+    yield "ok", f"{chosen} ({hardware}), {by}. {machine.listed_devices}"
 
 
 def _torch_npu(machine: Machine) -> Findings:
@@ -314,8 +317,7 @@ def suffix_of_python3_config() -> str:
     program = shutil.which("python3-config", path=path)
     if program is None:
         return ""
-    answer = subprocess.run([program, "--extension-suffix"], capture_output=True, text=True, timeout=30)
-    return answer.stdout.strip()
+    return subprocess.run([program, "--extension-suffix"], capture_output=True, text=True, timeout=30).stdout.strip()
 
 
 def _collectives(machine: Machine) -> Findings:
@@ -355,8 +357,8 @@ def _allocator(machine: Machine) -> Findings:
 def _environment(machine: Machine) -> Findings:
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MINDSPEED_LITE_")}
     for name, value in found.items():
-        is_off = name == "MINDSPEED_LITE_DISABLE" and value.strip().lower() not in ("", "0", "false", "no", "off")
         if name in _VARIABLES:
+            is_off = name == "MINDSPEED_LITE_DISABLE" and error_exit.is_set(name)
             yield "note" if is_off else "ok", f"{name}={value}{': off' if is_off else ''}"
         else:
             close = difflib.get_close_matches(name, _VARIABLES, n=1)

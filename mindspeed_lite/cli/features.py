@@ -1,20 +1,20 @@
-"""`mindspeed-lite features`: lists features, shows one, or compares its targets with a source."""
+"""Every feature, one line each, or one in detail."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import difflib
 import inspect
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import terminal
-from .terminal import CommandError, say, table
+from .terminal import CommandError, Parser, say, table
 
 if TYPE_CHECKING:
-    from mindspeed_lite.engine import Catalogue, Feature
+    from mindspeed_lite.engine import Feature
     from mindspeed_lite.engine.fingerprints import Table
 
 PROGRAM = "mindspeed-lite features"
@@ -27,17 +27,21 @@ NUMERICS = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = terminal.Parser(prog=PROGRAM, description="Every feature, one line each, or one in detail.")
+def add_options(parser: Parser) -> None:
+    parser.keeps_unknown = True  # a feature's flag may stand for its name
     parser.add_argument("name", nargs="?", metavar="NAME", help="one feature, or its flag, with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--diff", action="store_true", help="show how its targets differ from the verified releases")
     parser.add_argument("--against", metavar="DIR", help="with --diff: the folder that holds the other `megatron`")
-    # The parser would take a feature's flag for its own.
-    options, flags = parser.parse_known_args(list(arguments))
-    names = [*([options.name] if options.name else []), *flags]
+
+
+def main(options: argparse.Namespace) -> int:
+    names = [*filter(None, [options.name]), *options.unknown]
     if len(names) > 1:
-        parser.error(f"one feature at a time, not {' '.join(names)}")
+        raise CommandError(f"one feature at a time, not {' '.join(names)}")
+    if not (names or options.json or options.diff or options.against):
+        _show_list()
+        return 0
     try:
         from mindspeed_lite import runtime
 
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             catalogue, known = runtime.catalogue(), runtime.fingerprints()
     except Exception as error:  # report why a feature's module does not load
         raise CommandError(f"{error}; `mindspeed-lite doctor` says what is missing", 1) from error
-    feature = _find(names[0], catalogue) if names else None
+    feature = _find(names[0], list(catalogue)) if names else None
     if options.diff or options.against:
         if feature is None:
             raise CommandError("--diff wants the name of a feature")
@@ -55,17 +59,28 @@ def main(arguments: Sequence[str]) -> int:
     described = [describe(each, known) for each in catalogue if feature in (None, each)]
     if options.json:
         print(json.dumps({"schema_version": SCHEMA_VERSION, "features": described}, indent=2, default=str))
-    elif feature is not None:
-        _show(described[0])
     else:
-        for theme in dict.fromkeys(each["theme"] for each in described):
-            rows = [(each["name"], each["numerics"], each["summary"]) for each in described if each["theme"] == theme]
-            table(("", "", ""), rows, theme)
-        say(
-            f"\n{len(described)} features. `{PROGRAM} NAME` explains one; its flag is its name with dashes unless it "
-            f"says otherwise. Numerics: {'; '.join(f'{name}: {meaning}' for name, meaning in NUMERICS.items())}."
-        )
+        _show(described[0])
     return 0
+
+
+def _show_list() -> None:
+    """Read the declarations as text: importing them imports torch, which takes a second."""
+    from mindspeed_lite import patches
+
+    themes: dict[str, list[tuple[str, str, str]]] = {}
+    for file in sorted(Path(patches.__path__[0]).glob("[!_]*.py")):
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FEATURE":
+                assert isinstance(node.value, ast.Call)
+                given = {str(each.arg): getattr(each.value, "value", "") for each in node.value.keywords}
+                themes.setdefault(given["theme"], []).append((file.stem, given["numerics"], given["summary"]))
+    for theme, rows in themes.items():
+        table(("", "", ""), rows, theme)
+    say(
+        f"\n{sum(map(len, themes.values()))} features. `{PROGRAM} NAME` explains one; its flag is its name with dashes "
+        f"unless it says otherwise. Numerics: {'; '.join(f'{name}: {meaning}' for name, meaning in NUMERICS.items())}."
+    )
 
 
 def describe(feature: Feature, known: Table) -> dict[str, Any]:
@@ -99,21 +114,20 @@ def verified_releases(feature: Feature, known: Table) -> list[str]:
 
     from mindspeed_lite.engine import Provide
 
-    releases = []
-    for release in sorted(known.entries, key=Version):
-        counting, _ = feature.patches_for(release)
+    def is_verified(release: str) -> bool:
+        counting = feature.patches_for(release)[0]
         # Provided targets have no source.
-        if counting and all(isinstance(each, Provide) or each.target in known.entries[release] for each in counting):
-            releases.append(release)
-    return releases
+        return bool(counting) and all(isinstance(p, Provide) or p.target in known.entries[release] for p in counting)
+
+    return [release for release in sorted(known.entries, key=Version) if is_verified(release)]
 
 
-def _find(name: str, catalogue: Catalogue) -> Feature:
-    wanted = name.lstrip("-").replace("-", "_")
-    for each in catalogue:
-        if wanted in (each.name, *(option.flag.lstrip("-").replace("-", "_") for option in each.options)):
-            return each
-    close = difflib.get_close_matches(wanted, [each.name for each in catalogue], n=3, cutoff=0.4)
+def _find(name: str, catalogue: list[Feature]) -> Feature:
+    plain = name.lstrip("-").replace("-", "_")
+    for feature in catalogue:
+        if plain in (feature.name, *(option.flag[2:].replace("-", "_") for option in feature.options)):
+            return feature
+    close = difflib.get_close_matches(plain, [each.name for each in catalogue], n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"`{PROGRAM}` lists them"
     raise CommandError(f"there is no feature {name!r}; {hint}")
 
@@ -151,6 +165,7 @@ def _show(feature: dict[str, Any]) -> None:
 
 
 def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str, str]]:
+    """Target -> its state in the Megatron at `root`, and the objection to patching it, or ""."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine.fingerprints import fingerprinted
     from mindspeed_lite.engine.source import reader_of

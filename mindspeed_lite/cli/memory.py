@@ -1,7 +1,20 @@
-"""`mindspeed-lite memory`: predicts, and optionally measures, a training command's memory per rank."""
+"""Predicts from the arguments of COMMAND alone, without running it, the bytes that each rank takes for weights,
+gradients, optimizer states and activations, and what each feature would give or take. It needs neither a device nor
+as many ranks as the command is about. With --measure it also runs COMMAND for two training steps, counts the same, and
+shows both.
+
+examples:
+  mindspeed-lite memory -- torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 ...
+  mindspeed-lite memory --world-size 1024 --explain -- python pretrain_gpt.py --num-layers 80 --use-flash-attn ...
+  mindspeed-lite memory --measure -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+
+exit code: 0; 1 where with --measure the run fails, or a category of a rank over 1 MB is more than 5 % from its
+prediction; 2 for bad input; 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import tempfile
@@ -14,45 +27,37 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
 
-from . import terminal, training_command
-from .terminal import CommandError, bounded, option, say, table
+from . import training_command
+from .terminal import CommandError, Parser, bounded, option, say, table, write_json
 
 if TYPE_CHECKING:
     from mindspeed_lite.bench.memory_run import Comparison, Run
 
-PROGRAM = "mindspeed-lite memory"
 
-DESCRIPTION = """\
-Predicts from the arguments of COMMAND alone, without running it, the bytes that each rank takes for weights,
-gradients, optimizer states and activations, and what each feature would give or take. It needs neither a device nor
-as many ranks as the command is about. With --measure it also runs COMMAND for two training steps, counts the same, and
-shows both."""
-
-EPILOG = """\
-examples:
-  mindspeed-lite memory -- torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 ...
-  mindspeed-lite memory --world-size 1024 --explain -- python pretrain_gpt.py --num-layers 80 --use-flash-attn ...
-  mindspeed-lite memory --measure -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
-
-exit code: 0; 1 where with --measure the run fails, or a category of a rank over 1 MB is more than 5 % from its
-prediction; 2 for bad input; 130 after Ctrl-C."""
+def add_options(parser: Parser) -> None:
+    training_command.add_options(parser)
+    option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
+           bounded(float, 1), 1.0)  # fmt: skip
+    option(parser, "--explain", "show which tensors make up the activations")
+    option(parser, "--measure", "run two steps of COMMAND and show both")
+    option(parser, "--timeout S", "seconds without a step after which a measured run has hung",
+           bounded(float, 0, above=True), 600.0)  # fmt: skip
 
 
-def main(arguments: Sequence[str]) -> int:
-    options, command = _parser().parse_with_command(arguments)
-    training = training_command.read(options, command).replace(expert_load=options.expert_imbalance)
+def main(options: argparse.Namespace) -> int:
+    training = training_command.read(options, options.command).replace(expert_load=options.expert_imbalance)
     if training.expert_load > 1 and not training.num_experts:
         raise CommandError("--expert-imbalance: the command has no --num-experts: leave it out")
     ranks, compared, run = planner.ranks(training), [], None
     if options.measure:
-        run = _measure(command, training.world_size, options.timeout)
+        run = _measure(options.command, training.world_size, options.timeout)
         training = training.replace(device=options.device or run.device)
         from mindspeed_lite.bench import memory_run
 
         ranks = planner.ranks(training)
         compared = memory_run.compare(ranks, run.processes)
     changes = list(planner.changes(training))
-    show_prediction(training, ranks)
+    _show_prediction(training, ranks)
     if options.explain:
         rank = max(ranks, key=lambda each: each.total)
         table(
@@ -64,18 +69,22 @@ def main(arguments: Sequence[str]) -> int:
         _show_changes(changes)
     if run is not None:
         show_comparison(compared, run)
-    if options.json:
-        terminal.write_json(options.json, _report(training, ranks, changes, compared, run))
+    report = {
+        "training": asdict(training),
+        "stages": [_stage(rank) for rank in ranks],
+        "features": [asdict(each) for each in changes],
+        "measured": None if run is None else [asdict(process) for process in run.processes],
+        "compared": [asdict(each) | {"deviation": each.deviation, "is_off": each.is_off} for each in compared],
+    }
+    write_json(options.json, report)
     return 1 if any(each.is_off for each in compared) else 0
 
 
 def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
     if shutil.which(command[0]) is None:
         raise CommandError(f"there is no program {command[0]!r} to run")
-    try:
-        from mindspeed_lite.bench import memory_run
-    except ImportError as error:
-        raise CommandError(f"{error}; `mindspeed-lite doctor` says what is missing") from error
+    from mindspeed_lite.bench import memory_run
+
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-lite-memory-"))
     print(f"two steps of the command are run and counted; log: {folder}", file=sys.stderr)
     try:
@@ -93,7 +102,7 @@ def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
     return run
 
 
-def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Rank]) -> None:
+def _show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Rank]) -> None:
     t = training
     parameters = sum(each.parameters.dense * t.tp + each.parameters.experts * t.ep * t.etp for each in ranks)
     layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "CP": t.cp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
@@ -110,17 +119,15 @@ def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Ra
         say("Transformer Engine's layers keep other activations than Megatron's own, which are predicted here.")
     say()
     rows = []
-    for _, group in groupby(enumerate(ranks), key=lambda each: (each[1].parameters, each[1].states, each[1].lines)):
-        (first, rank), *_, (last, end) = [*group] * 2
-        states = rank.states
-        names = [str(low) if low == high else f"{low}-{high}" for low, high in ((rank.ranks[0], end.ranks[1]),
-                                                                                (first, last))]  # fmt: skip
-        host = f" + {size(states.host)} on the host" if states.host else ""
-        cells = (states.weights, states.gradients, states.main, states.moments, rank.activations, rank.total)
-        weights, gradients, main, moments, activations, total = map(size, cells)
+    for _, group in groupby(ranks, key=lambda each: (each.parameters, each.states, each.lines)):
+        rank, *_, end = [*group] * 2
+        spans = [str(low) if low == high else f"{low}-{high}"
+                 for low, high in ((rank.ranks[0], end.ranks[1]), (rank.stage, end.stage))]  # fmt: skip
+        states, host = rank.states, f" + {size(rank.states.host)} on the host" if rank.states.host else ""
         rows.append(
-            (*names, str(rank.layers), f"{rank.parameters.total / 1e6:.4g} M", weights, gradients, main, moments + host,
-             f"{activations} ({rank.kept})", total)
+            (*spans, str(rank.layers), f"{rank.parameters.total / 1e6:.4g} M", size(states.weights),
+             size(states.gradients), size(states.main), size(states.moments) + host,
+             f"{size(rank.activations)} ({rank.kept})", size(rank.total))
         )  # fmt: skip
     headers = "ranks stage layers params weights grads main moments activations total"
     table(headers.split(), rows)
@@ -143,6 +150,10 @@ def _show_changes(changes: Sequence[planner.Change]) -> None:
     table(("feature", "now", "without", "with", "change", "in"), rows, title)
 
 
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else '-' if change else ''}{size(abs(change))}"
+
+
 def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
     worst: dict[tuple[int, str], Comparison] = {}
     for each in compared:
@@ -161,55 +172,20 @@ def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
     title = f"predicted and measured, over {len(run.processes)} ranks the furthest apart"
     table(("stage", "category", "predicted", "measured", "deviation", "on rank"), rows, title)
     off = sum(each.is_off for each in compared)
-    say()
-    say(
-        f"{off} of {len(compared)} categories over 1 MB are more than 5 % off" if off else "all within 5 %",
-        "red" if off else "green",
-    )
+    verdict = f"{off} of {len(compared)} categories over 1 MB are more than 5 % off" if off else "all within 5 %"
+    say(f"\n{verdict}", "red" if off else "green")
     peak = max(run.processes, key=lambda each: each.peak)
     say(f"for information: {peak.peak_kind}, on rank {peak.rank}: {size(peak.peak)}")
 
 
-def _signed(change: int) -> str:
-    return f"{'+' if change > 0 else '-' if change else ''}{size(abs(change))}"
-
-
-def _report(
-    training: planner.TrainingConfig,
-    ranks: Sequence[planner.Rank],
-    changes: Sequence[planner.Change],
-    compared: Sequence[Comparison],
-    run: Run | None,
-) -> dict[str, Any]:
+def _stage(rank: planner.Rank) -> dict[str, Any]:
     return {
-        "training": asdict(training),
-        "stages": [
-            {
-                "stage": rank.stage,
-                "ranks": list(rank.ranks),
-                "layers": rank.layers,
-                "parameters": asdict(rank.parameters) | {"total": rank.parameters.total},
-                "bytes": {**rank.categories, "total": rank.total},
-                "optimizer": {name: getattr(rank.states, name) for name in ("main", "moments", "host")},
-                "micro_batches_kept": rank.kept,
-                "activations": [asdict(line) for line in rank.lines],
-            }
-            for rank in ranks
-        ],
-        "features": [asdict(each) | {"difference": dict(each.difference)} for each in changes],
-        "measured": None if run is None else [asdict(process) for process in run.processes],
-        "compared": [asdict(each) | {"deviation": each.deviation, "is_off": each.is_off} for each in compared],
+        "stage": rank.stage,
+        "ranks": list(rank.ranks),
+        "layers": rank.layers,
+        "parameters": asdict(rank.parameters) | {"total": rank.parameters.total},
+        "bytes": {**rank.categories, "total": rank.total},
+        "optimizer": {name: getattr(rank.states, name) for name in ("main", "moments", "host")},
+        "micro_batches_kept": rank.kept,
+        "activations": [asdict(line) for line in rank.lines],
     }
-
-
-def _parser() -> terminal.Parser:
-    usage = f"{PROGRAM} [options] -- COMMAND ..."
-    parser = terminal.Parser(prog=PROGRAM, usage=usage, description=DESCRIPTION, epilog=EPILOG)
-    training_command.add_options(parser)
-    option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
-           bounded(float, 1), 1.0)  # fmt: skip
-    option(parser, "--explain", "show which tensors make up the activations")
-    option(parser, "--measure", "run two steps of COMMAND and show both")
-    option(parser, "--timeout S", "seconds without a step after which a measured run has hung",
-           bounded(float, 0, above=True), 600.0)  # fmt: skip
-    return parser

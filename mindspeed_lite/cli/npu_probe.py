@@ -49,23 +49,22 @@ def ask(seconds: float = SECONDS) -> Probe:
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-") as folder:
         found, printed = Path(folder, "found"), Path(folder, "printed")
         found.touch()
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         # Output goes to a file, so that no pipe can block.
         with (
             printed.open("wb") as output,
-            child_process([sys.executable, "-m", __name__, str(found)], stdout=output, **options) as child,
-        ):
+            child_process([sys.executable, "-m", __name__, str(found)], stdin=subprocess.DEVNULL, stdout=output,
+                          stderr=subprocess.STDOUT) as child,
+        ):  # fmt: skip
             try:
                 code: int | None = child.wait(seconds)
             except subprocess.TimeoutExpired:
                 code = None
         entries = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         lines = [line.strip() for line in printed.read_text("utf-8", "replace").splitlines() if line.strip()]
-    doing = "starting Python"
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {"doing": "starting Python"}
     for entry in entries:
-        doing = entry.pop("doing", doing)
         facts |= entry
+    doing = facts.pop("doing")
     if "trouble" in facts:
         trouble = NpuDiagnosis(*facts.pop("trouble"))
     elif code is None:
@@ -91,9 +90,8 @@ def without_autoload() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[AUTOLOAD]
-        else:
+        del os.environ[AUTOLOAD]
+        if before is not None:
             os.environ[AUTOLOAD] = before
 
 

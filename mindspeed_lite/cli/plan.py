@@ -1,4 +1,14 @@
-"""`mindspeed-lite plan`: predicts the fastest parallel layouts of a training."""
+"""Searches for the fastest layouts of the training in COMMAND that fit into memory: tensor, pipeline, virtual, context,
+expert and data parallelism, micro-batch, recomputation and where optimizer states are. Time and memory are predicted;
+nothing is run. What COMMAND itself says of these is not looked at. Global batch, model and features stay.
+
+examples:
+  mindspeed-lite plan --devices 64 --memory 80 --device h100 -- pretrain_gpt.py --num-layers 32 ...
+  mindspeed-lite plan --devices 64 --memory 64 --device ascend-910b --why "TP8 PP8" -- pretrain_gpt.py ...
+  mindspeed-lite plan --devices 2 --memory 8 --device here -- torchrun pretrain_gpt.py ...
+
+exit code: 0; 1 where nothing fits; 2 for bad input; 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +23,38 @@ from typing import Any
 
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.planner import arguments, candidates, choose_device, devices, flags, step_time, why
+from mindspeed_lite.planner import arguments, candidates, choose_device, devices, step_time, why
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
 
-from . import terminal
+from . import training_command
 from .calibrate import default_file
-from .terminal import CommandError, bounded, option, output_file, say, table
-
-PROGRAM = "mindspeed-lite plan"
-
-DESCRIPTION = """\
-Searches for the fastest layouts of the training in COMMAND that fit into memory: tensor, pipeline, virtual, context,
-expert and data parallelism, micro-batch, recomputation and where optimizer states are. Time and memory are predicted;
-nothing is run. What COMMAND itself says of these is not looked at. Global batch, model and features stay."""
-
-EPILOG = """\
-examples:
-  mindspeed-lite plan --devices 64 --memory 80 --device h100 -- pretrain_gpt.py --num-layers 32 ...
-  mindspeed-lite plan --devices 64 --memory 64 --device ascend-910b --why "TP8 PP8" -- pretrain_gpt.py ...
-  mindspeed-lite plan --devices 2 --memory 8 --device here -- torchrun pretrain_gpt.py ...
-
-exit code: 0; 1 where nothing fits; 2 for bad input; 130 after Ctrl-C."""
+from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json, writing
 
 
-def main(arguments_: Sequence[str]) -> int:
-    options, command = _parser().parse_with_command(arguments_)
+def add_options(parser: Parser) -> None:
+    option(parser, "--devices N", "how many devices there are", bounded(int, 1, 10_000_000), required=True)
+    option(parser, "--memory GIB", "memory of each, GiB", bounded(float, 0, 1_000_000, above=True), required=True)
+    option(parser, "--device NAME", f"what they are: {', '.join(devices.FIGURES)}, or what was calibrated here",
+           default="here")  # fmt: skip
+    option(parser, "--calibration FILE", "what `mindspeed-lite calibrate` wrote, for --device here")
+    option(parser, "--reserve GIB", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
+           bounded(float, 0))  # fmt: skip
+    option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
+           bounded(float, 1), 1.0)  # fmt: skip
+    option(parser, "--count N", "how many to show", bounded(int, 1), 10)
+    option(parser, "--why LAYOUT", "why a layout such as 'PP8' or 'TP4 PP2' is not better")
+    option(parser, "--plot FILE", "draw time and memory of those that nothing beats in both", output_file)
+    training_command.add_command(parser, "--devices N --memory GIB ")
+
+
+def main(options: argparse.Namespace) -> int:
     if options.plot and not Path(options.plot).suffix:
         raise CommandError(f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png")
     if options.reserve is not None and options.reserve >= options.memory:
         text = f"--reserve {options.reserve:g}: it is a part of --memory {options.memory:g}, and less than that"
         raise CommandError(text)
-    search = _search_of(options, command)
+    search = _search(options)
     began = time.perf_counter()
     result = search.run(options.count)
     seconds = time.perf_counter() - began
@@ -64,36 +74,31 @@ def main(arguments_: Sequence[str]) -> int:
     _show(search, result, seconds)
     if answer is not None:
         _show_why(search, result.best, answer)
-    for flag, reason in arguments.untimed(command):
+    for flag, reason in arguments.untimed(options.command):
         say(f"\n{flag} is not in the predicted time: {reason}")
-    if options.json:
-        report = {
-            "device": search.pricer.device.name,
-            "devices": search.world_size,
-            "budget_bytes": search.budget,
-            "considered": result.considered,
-            "impossible": dict(result.impossible),
-            "too_large": result.too_large,
-            "simulated": result.simulated,
-            "pruned": result.pruned,
-            "best": [_as_json(search, each) for each in result.best],
-            "front": [_as_json(search, each) for each in result.front],
-            "why": answer and {"asked": answer.asked, "best": [_as_json(search, each) for each in answer.result.best]},
-        }
-        terminal.write_json(options.json, report)
+    report = {
+        "device": search.pricer.device.name,
+        "devices": search.world_size,
+        "budget_bytes": search.budget,
+        **{name: getattr(result, name) for name in ("considered", "impossible", "too_large", "simulated", "pruned")},
+        "best": [_as_json(search, each) for each in result.best],
+        "front": [_as_json(search, each) for each in result.front],
+        "why": answer and {"asked": answer.asked, "best": [_as_json(search, each) for each in answer.result.best]},
+    }
+    write_json(options.json, report)
     if options.plot:
-        with terminal.writing("--plot", options.plot):
+        with writing("--plot", options.plot):
             from mindspeed_lite.bench import plot_plan
 
             plot_plan.front(search, result, Path(options.plot))
     return 0 if result.best else 1
 
 
-def _search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
+def _search(options: argparse.Namespace) -> Search:
     file = Path(options.calibration) if options.calibration else default_file()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, cores))
-    words = candidates.without_chosen(command)
+    words = candidates.without_chosen(options.command)
 
     def base(tp: int) -> planner.TrainingConfig:
         training = arguments.describe(
@@ -124,11 +129,10 @@ def _show(search: Search, result: Result, seconds: float) -> None:
         return
     rows = []
     for number, each in enumerate(result.best, 1):
-        tokens = step_time.throughput(each.training, each.seconds) / search.world_size
         shares = [(name, value / each.seconds) for name, value in step_time.by_category(each.step.parts)]
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares[:4] if share >= 0.02)
-        figures = (_seconds(each.seconds), f"{tokens:.4g}", size(each.bytes))
-        rows.append((str(number), each.candidate.name, *figures, spent))
+        tokens = f"{_tokens_per_second(each) / search.world_size:.4g}"
+        rows.append((str(number), each.candidate.name, _seconds(each.seconds), tokens, size(each.bytes), spent))
     table(("", "layout", "step", "tokens/s each", "memory", "what its time goes to"), rows)
     say("\nflags to paste, in place of the command's own\n", "bold")
     for number, each in enumerate(result.best, 1):
@@ -155,13 +159,14 @@ def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -
         one = found.best[0]
         say(f"the fastest like that, {one.candidate.name}, takes {one.seconds / best[0].seconds:.2f} times as long\n")
         mine, its = one.step.parts, best[0].step.parts
-        more = {name: mine.get(name, 0.0) - its.get(name, 0.0) for name in {**mine, **its}}
-        rows = [
-            (name, *(_seconds(parts.get(name, 0.0)) for parts in (mine, its)),
-             f"{'+' if more[name] >= 0 else '-'}{_seconds(abs(more[name]))}")
-            for name in sorted(more, key=more.__getitem__, reverse=True)
-        ]  # fmt: skip
-        table(("spent on", "this", "best", "difference"), rows)
+        pairs = {name: (mine.get(name, 0.0), its.get(name, 0.0)) for name in {**mine, **its}}
+        table(
+            ("spent on", "this", "best", "difference"),
+            [
+                (name, _seconds(a), _seconds(b), f"{'+' if a >= b else '-'}{_seconds(abs(a - b))}")
+                for name, (a, b) in sorted(pairs.items(), key=lambda pair: pair[1][0] - pair[1][1], reverse=True)
+            ],
+        )
 
 
 def _as_json(search: Search, each: FoundLayout) -> dict[str, Any]:
@@ -172,9 +177,13 @@ def _as_json(search: Search, each: FoundLayout) -> dict[str, Any]:
         "parts": dict(each.step.parts),
         "bytes": each.bytes,
         "stage": each.stage,
-        "tokens_per_second": step_time.throughput(each.training, each.seconds),
+        "tokens_per_second": _tokens_per_second(each),
         "flags": _flags(search, each),
     }
+
+
+def _tokens_per_second(each: FoundLayout) -> float:
+    return step_time.throughput(each.training, each.seconds)
 
 
 def _flags(search: Search, each: FoundLayout) -> list[str]:
@@ -183,25 +192,3 @@ def _flags(search: Search, each: FoundLayout) -> list[str]:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _parser() -> terminal.Parser:
-    usage = f"{PROGRAM} --devices N --memory GIB [options] -- COMMAND ..."
-    parser = terminal.Parser(prog=PROGRAM, usage=usage, description=DESCRIPTION, epilog=EPILOG)
-    names = ", ".join(devices.FIGURES)
-    option(parser, "--devices N", "how many devices there are", bounded(int, 1, 10_000_000), required=True)
-    option(parser, "--memory GIB", "memory of each, GiB", bounded(float, 0, 1_000_000, above=True), required=True)
-    option(parser, "--device NAME", f"what they are: {names}, or what was calibrated here", default="here")
-    option(parser, "--calibration FILE", "what `mindspeed-lite calibrate` wrote, for --device here")
-    option(parser, "--reserve GIB", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
-           bounded(float, 0))  # fmt: skip
-    option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
-           bounded(float, 1), 1.0)  # fmt: skip
-    option(parser, "--count N", "how many to show", bounded(int, 1), 10)
-    option(parser, "--why LAYOUT", "why a layout such as 'PP8' or 'TP4 PP2' is not better")
-    option(
-        parser, "--vocabulary N", "words before padding, where a tokenizer decides", bounded(int, 0, flags.LARGEST), 0
-    )
-    option(parser, "--json FILE", "write everything as JSON", output_file)
-    option(parser, "--plot FILE", "draw time and memory of those that nothing beats in both", output_file)
-    return parser

@@ -1,6 +1,27 @@
-"""`mindspeed-lite run`: runs a training script as if it imported the adaptor first.
+"""usage: mindspeed-lite run [--allocator keep|system] SCRIPT [ARGS...]
+       mindspeed-lite run [--allocator keep|system] -m MODULE [ARGS...]
 
-`sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are those of plain python.
+Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What follows
+SCRIPT is the script's; features are chosen there, by their flags:
+
+  mindspeed-lite run pretrain_gpt.py --use-flash-attn ...
+  torchrun --nproc-per-node 8 -m mindspeed_lite run pretrain_gpt.py --use-flash-attn ...
+
+options:
+  -m MODULE          run a module instead of a file
+  --allocator keep   on the CPU, freed memory stays with the process (default): faster, more resident
+  --allocator system on the CPU, freed memory goes back to the kernel
+  -h, --help         print this; after SCRIPT it is the script's
+
+environment:
+  MINDSPEED_LITE_ALLOCATOR  keep or system, where --allocator is not given
+  MINDSPEED_LITE_DEVICE     npu, cuda, cpu or auto
+  MINDSPEED_LITE_DISABLE    1: run the script without mindspeed_lite
+  MINDSPEED_LITE_TRACEBACK  1: show the traceback of an error of mindspeed_lite, or of a lost rank
+  MASTER_ADDR, MASTER_PORT  set for a single process where no launcher has
+
+exit code: the script's; 2 if it could not be started, or ended with an error of mindspeed_lite or because another rank
+was lost.
 """
 
 from __future__ import annotations
@@ -23,49 +44,26 @@ from .terminal import CommandError
 
 PROGRAM = "mindspeed-lite run"
 
-HELP = f"""\
-usage: {PROGRAM} [--allocator keep|system] SCRIPT [ARGS...]
-       {PROGRAM} [--allocator keep|system] -m MODULE [ARGS...]
-
-Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What follows
-SCRIPT is the script's; features are chosen there, by their flags:
-
-  {PROGRAM} pretrain_gpt.py --use-flash-attn ...
-  torchrun --nproc-per-node 8 -m mindspeed_lite run pretrain_gpt.py --use-flash-attn ...
-
-options:
-  -m MODULE          run a module instead of a file
-  --allocator keep   on the CPU, freed memory stays with the process (default): faster, more resident
-  --allocator system on the CPU, freed memory goes back to the kernel
-  -h, --help         print this; after SCRIPT it is the script's
-
-environment:
-  MINDSPEED_LITE_ALLOCATOR  keep or system, where --allocator is not given
-  MINDSPEED_LITE_DEVICE     npu, cuda, cpu or auto
-  MINDSPEED_LITE_DISABLE    1: run the script without mindspeed_lite
-  MINDSPEED_LITE_TRACEBACK  1: show the traceback of an error of mindspeed_lite, or of a lost rank
-  MASTER_ADDR, MASTER_PORT  set for a single process where no launcher has
-
-exit code: the script's; 2 if it could not be started, or ended with an error of mindspeed_lite or for want of
-another rank."""
-
 
 class _Target(NamedTuple):
+    """What to run. is_program: a folder or archive with `__main__.py`."""
+
     name: str
-    arguments: list[str]
     is_module: bool
     is_program: bool
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run a script; `sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are those of plain python."""
+    rest = list(arguments)
     try:
-        request = _parse(arguments)
-        if request is None:
-            print(HELP)
+        allocator_choice, is_module = _options(rest)
+        if is_module is None:
+            print(str(__doc__).rstrip())
             return 0
-        target, choice = request
+        target = _target(rest, is_module)
         _prepare_process(target)
-        _import_adaptor(choice)
+        _import_adaptor(allocator_choice)
         code, module = _load(target)
     except CommandError as error:
         error_exit.print_error(str(error), PROGRAM)
@@ -73,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     except SyntaxError as error:  # python shows a script's syntax error without a frame
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
-    sys.argv[:] = [str(module.__file__) if target.is_module else target.name, *target.arguments]
+    sys.argv[:] = [str(module.__file__) if is_module else target.name, *rest[1:]]
     # Stays: exit handlers of the interpreter may need it.
     sys.modules["__main__"] = module
     try:
@@ -86,37 +84,38 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
-    rest = list(arguments)
+def _options(rest: list[str]) -> tuple[str, bool | None]:
+    """Take options off `rest`: the allocator, and whether a module follows; None for help."""
     chosen: str | None = None
-    is_module = False
-    while rest and rest[0].startswith("-"):
+    is_module: bool | None = False
+    while rest and rest[0].startswith("-") and not is_module:
         word = rest.pop(0)
         if word in ("-h", "--help"):
-            return None
+            return "", None
         if word == "--":
             break
-        if word == "-m":
-            is_module = True
-            break
-        flag, has_value, chosen = word.partition("=")
-        if flag != "--allocator":
-            raise CommandError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
-        if not has_value:
-            if not rest:
+        flag, has_value, value = word.partition("=")
+        is_module = word == "-m"
+        if flag == "--allocator":
+            if not has_value and not rest:
                 raise CommandError("--allocator needs a value: keep or system")
-            chosen = rest.pop(0)
+            chosen = value if has_value else rest.pop(0)
+        elif not is_module:
+            raise CommandError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
     try:
-        choice = allocator.wanted(chosen)
+        return allocator.wanted(chosen), is_module
     except ValueError as error:
         raise CommandError(error) from error
+
+
+def _target(rest: list[str], is_module: bool) -> _Target:
     if not rest:
         raise CommandError(f"-m needs a module (see {PROGRAM} --help)" if is_module else "no script given")
     name = rest[0]
     if not is_module and not os.path.exists(name):
         raise CommandError(f"there is no script {name!r} in {os.getcwd()}")
     is_program = not is_module and (os.path.isdir(name) or pkgutil.get_importer(os.path.abspath(name)) is not None)
-    return _Target(name, rest[1:], is_module, is_program), choice
+    return _Target(name, is_module, is_program)
 
 
 def _prepare_process(target: _Target) -> None:
@@ -137,7 +136,7 @@ def _prepare_process(target: _Target) -> None:
         os.environ["PATH"] = os.pathsep.join([binaries, *folders])
 
 
-def _import_adaptor(choice: str) -> None:
+def _import_adaptor(allocator_choice: str) -> None:
     try:
         importlib.import_module("mindspeed_lite.megatron_adaptor")
     except Exception as error:  # DeviceError, or a device extension that does not load
@@ -147,34 +146,30 @@ def _import_adaptor(choice: str) -> None:
         hint = "; `mindspeed-lite doctor` says what is missing" if isinstance(error, ImportError) else ""
         raise CommandError(text or f"{error}{hint}") from error
     device = platform.current()
-    if choice == allocator.KEEP and device is not None and device.name == "cpu":
+    if allocator_choice == allocator.KEEP and device is not None and device.name == "cpu":
         # Works before and after torch's import; doctor reports failures.
         allocator.keep_freed_memory()
 
 
 def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
-    main_module = types.ModuleType("__main__")
-    main_module.__dict__["__builtins__"] = builtins
+    """Code and `__main__` module, with the attributes that python sets."""
+    name, module = target.name, types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
-        main_module.__annotations__ = {}
-    name = target.name
+        module.__annotations__ = {}
     absolute = os.path.join(os.getcwd(), name)
+    code: types.CodeType | None
     if target.is_module or target.is_program:
         spec = _module_spec(name) if target.is_module else PathFinder.find_spec("__main__", [absolute])
         if spec is None or spec.loader is None:
             what = f"there is no module {name!r} to run" if target.is_module else f"there is no __main__.py in {name!r}"
             raise CommandError(what)
-        code: types.CodeType | None = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
         if code is None:
             raise CommandError(f"{name} has no Python code to run")
-        main_module.__dict__.update(
-            __file__=spec.origin,
-            __cached__=spec.cached,
-            __loader__=spec.loader,
-            __package__=spec.parent,
-            __spec__=spec,
-        )
-        return code, main_module
+        attributes = {"__package__": spec.parent, "__spec__": spec, "__loader__": spec.loader}
+        module.__dict__.update(attributes, __file__=spec.origin, __cached__=spec.cached)
+        return code, module
     try:
         with open(name, "rb") as script:
             code = pkgutil.read_code(script)
@@ -182,9 +177,9 @@ def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
             source = script.read()
     except OSError as error:
         raise CommandError(f"{name!r} cannot be read: {error.strerror}") from error
-    main_module.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
+    module.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
     # Do not inherit this module's `from __future__` lines.
-    return code or compile(source, absolute, "exec", dont_inherit=True), main_module
+    return code or compile(source, absolute, "exec", dont_inherit=True), module
 
 
 def _module_spec(name: str) -> ModuleSpec | None:

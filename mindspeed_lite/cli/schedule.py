@@ -1,4 +1,14 @@
-"""`mindspeed-lite schedule`: draws a command's pipeline schedule and compares orders."""
+"""Prints and draws the pipeline schedule that COMMAND runs, without running it, with the predicted share of idle time,
+the peak memory of each rank and the communication that is waited for. --order compares it with other orders and names
+the fastest that fits into --memory.
+
+examples:
+  mindspeed-lite schedule -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-model-parallel-size 4 ...
+  mindspeed-lite schedule --order all --times 12,11,9 --memory 60 --png orders.png -- torchrun ... pretrain_gpt.py ...
+  mindspeed-lite schedule --trace steps.jsonl -- torchrun ... pretrain_gpt.py ...
+
+exit code: 0; 1 where nothing fits into --memory; 2 for bad input.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +28,39 @@ from mindspeed_lite.planner.order_candidates import OrderBuilder, OrderCandidate
 from mindspeed_lite.planner.pipeline_costs import StepSeconds
 
 from . import terminal, training_command
-from .terminal import bounded, option, say, table
-
-PROGRAM = "mindspeed-lite schedule"
-
-DESCRIPTION = """\
-Prints and draws the pipeline schedule that COMMAND runs, without running it, with the predicted share of idle time,
-the peak memory of each rank and the communication that is waited for. --order compares it with other orders and names
-the fastest that fits into --memory."""
-
-EPILOG = f"""\
-orders: {", ".join((*orders.TRAINING_ORDERS, *order_candidates.DERIVED))}, and one of your own as
-FILE.py:FUNCTION or MODULE:FUNCTION. Several are divided by commas; `all` stands for every published one.
-
-examples:
-  mindspeed-lite schedule -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-model-parallel-size 4 ...
-  mindspeed-lite schedule --order all --times 12,11,9 --memory 60 --png orders.png -- torchrun ... pretrain_gpt.py ...
-  mindspeed-lite schedule --trace steps.jsonl -- torchrun ... pretrain_gpt.py ...
-
-exit code: 0; 1 where nothing fits into --memory; 2 for bad input."""
+from .terminal import CommandError, Parser, bounded, option, say, table
 
 
-def main(arguments: Sequence[str]) -> int:
-    options, command = _parser().parse_with_command(arguments)
-    flags = OrderFlags.read(command)
+def add_options(parser: Parser) -> None:
+    names = ", ".join((*orders.TRAINING_ORDERS, *order_candidates.DERIVED))
+    option(parser, "--order NAMES", f"orders to compare the command's own with, divided by commas: {names}; one of "
+           "your own as FILE.py:FUNCTION or MODULE:FUNCTION; `all` for every published one", default="")  # fmt: skip
+    option(parser, "--times F,B,W[,M]", "measured milliseconds of a micro-batch on a rank: forward, input gradient, "
+           "weight gradients; and of a message", _times)  # fmt: skip
+    option(parser, "--overlap X", "time of an overlapped forward and backward as a share of the two; 1: no gain",
+           bounded(float, 0, above=True), 1.0)  # fmt: skip
+    option(parser, "--memory GIB", "device memory of a rank", bounded(float, 0, above=True))
+    option(parser, "--trace PATH", "what a run recorded (a file, or --pipeline-schedule-trace's folder)")
+    option(parser, "--png FILE", "write a picture of the orders", terminal.output_file)
+    option(parser, "--steps", "with --json: every step and its time as well")
+    training_command.add_options(parser)
+
+
+def _times(text: str) -> StepSeconds:
+    try:
+        values = [float(part) / 1000 for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (3, 4) or not all(math.isfinite(value) and value >= 0 for value in values) or not values[0]:
+        raise argparse.ArgumentTypeError(
+            "takes milliseconds F,B,W or F,B,W,M: forward, input gradient and weight gradients of a micro-batch on a "
+            f"rank, and a message between ranks, not {text!r}"
+        )
+    return StepSeconds(*values)
+
+
+def main(options: argparse.Namespace) -> int:
+    flags = OrderFlags.read(options.command)
     training = training_command.read(options, flags.rest)
     builder = OrderBuilder(training, flags, options.times, options.overlap, options.memory)
     found, refused = builder.compare(options.order)
@@ -51,26 +70,26 @@ def main(arguments: Sequence[str]) -> int:
         try:
             executed = trace.training_steps(trace.read(options.trace), own)[-1]
         except trace.TraceError as error:
-            raise terminal.CommandError(f"{options.trace}: {error}") from error
+            raise CommandError(f"{options.trace}: {error}") from error
         if builder.seconds is None:
             builder = replace(builder, seconds=_recorded_seconds(executed, own))
             found, refused = builder.compare(options.order)
     has_seconds = builder.seconds is not None
-    _show(found, refused, options.memory, has_seconds)
+    _show_own(found[0], has_seconds)
+    _show_orders(found, refused, options.memory, has_seconds)
     if executed:
         _show_executed(found[0], executed)
-    if options.json:
-        fastest = order_candidates.fastest(found)
-        report = {
-            "pipeline_ranks": training.pp,
-            "microbatches": training.microbatches,
-            "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
-            "memory_limit_gib": options.memory,
-            "fastest": fastest.name if fastest else None,
-            "orders": [_as_json(each, options.steps) for each in found],
-            "not_applicable": refused,
-        }
-        terminal.write_json(options.json, report)
+    fastest = order_candidates.fastest(found)
+    report = {
+        "pipeline_ranks": training.pp,
+        "microbatches": training.microbatches,
+        "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
+        "memory_limit_gib": options.memory,
+        "fastest": fastest.name if fastest else None,
+        "orders": [_as_json(each, options.steps) for each in found],
+        "not_applicable": refused,
+    }
+    terminal.write_json(options.json, report)
     if options.png:
         titles = {
             f"{each.name}: step {_time(each.simulation.makespan, has_seconds)}, idle {percent(each.simulation.bubble)},"
@@ -79,21 +98,20 @@ def main(arguments: Sequence[str]) -> int:
         }
         with terminal.writing("--png", options.png):
             draw.png(titles, options.png, "s" if has_seconds else "forward passes", executed)
-    return 1 if options.memory is not None and not any(each.fits for each in found) else 0
+    return 1 if options.memory is not None and fastest is None else 0
 
 
 def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule) -> StepSeconds:
     found = costs.from_measured(trace.median_seconds(executed, schedule), schedule.num_stages)
+    message = trace.overheads([executed], trace.as_executed(schedule, executed)).message
     forward, input_grad, weight_grad = (
         sum(each) / schedule.num_ranks for each in (found.forward, found.input_grad, found.weight_grad)
     )
-    message = trace.overheads([executed], trace.as_executed(schedule, executed)).message
     return StepSeconds(forward, input_grad, weight_grad, message)
 
 
-def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float | None, has_seconds: bool) -> None:
-    own = found[0]
-    schedule, own_time = own.simulation.schedule, own.simulation.makespan
+def _show_own(own: OrderCandidate, has_seconds: bool) -> None:
+    schedule, time = own.simulation.schedule, own.simulation.makespan
     ranks, chunks, batches = schedule.num_ranks, schedule.num_chunks, schedule.microbatches
     say(
         f"{own.name}: {ranks} pipeline rank{'s' * (ranks != 1)}, {chunks} model chunk{'s' * (chunks != 1)} each, "
@@ -103,7 +121,7 @@ def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float
     print("\n".join(draw.text(own.simulation, terminal.width(), terminal.has_color())), end="\n\n")
     rows = []
     for rank, (states, kept) in enumerate(zip(own.constant_bytes, own.activation_bytes, strict=True)):
-        shares = (own.simulation.idle(rank) / own_time, own.simulation.exposed(rank) / own_time)
+        shares = (own.simulation.idle(rank) / time, own.simulation.exposed(rank) / time)
         live = str(costs.peak_live(schedule, rank))
         stages = " ".join(map(str, schedule.placement[rank]))
         rows.append((str(rank), stages, *map(percent, shares), live, *map(size, (states, kept, states + kept))))
@@ -113,20 +131,24 @@ def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float
             "\nTimes are relative: 1 is the forward pass of a micro-batch on an average rank, from counted operations "
             "without any communication. --times F,B,W takes measured milliseconds."
         )
+
+
+def _show_orders(
+    found: Sequence[OrderCandidate], refused: dict[str, str], limit: float | None, has_seconds: bool
+) -> None:
     if len(found) > 1:
         say()
-        headers = ["order", "chunks", "step", "idle", "of it messages", "chunks live", "peak memory"]
-        table(
-            headers if limit is None else [*headers, "fits"],
-            [
-                (
-                    each.name, str(each.simulation.schedule.num_chunks), _time(each.simulation.makespan, has_seconds),
-                    percent(each.simulation.bubble), percent(each.simulation.exposed_share), str(each.peak_live),
-                    size(each.peak_bytes), *(["yes" if each.fits else "no"] if limit is not None else []),
-                )
-                for each in found
-            ],
-        )  # fmt: skip
+        headers = ["order", "chunks", "step", "idle", "of it messages", "chunks live", "peak memory", "fits"]
+        rows = [
+            (
+                each.name, str(each.simulation.schedule.num_chunks), _time(each.simulation.makespan, has_seconds),
+                percent(each.simulation.bubble), percent(each.simulation.exposed_share), str(each.peak_live),
+                size(each.peak_bytes), "yes" if each.fits else "no",
+            )
+            for each in found
+        ]  # fmt: skip
+        columns = slice(None if limit is not None else -1)
+        table(headers[columns], [row[columns] for row in rows])
     for name, reason in refused.items():
         say(f"{name} does not apply: {reason}")
     if any(each.name == "zb-auto" for each in found[1:]):
@@ -153,22 +175,22 @@ def _show_executed(candidate: OrderCandidate, executed: Sequence[trace.ExecutedS
 def _as_json(candidate: OrderCandidate, has_steps: bool) -> dict[str, Any]:
     simulation = candidate.simulation
     schedule = simulation.schedule
-    ranks: list[dict[str, Any]] = []
-    for rank, timed in enumerate(simulation.ranks):
-        ranks.append(
-            {
-                "stages": list(schedule.placement[rank]),
-                "idle": simulation.idle(rank),
-                "exposed": simulation.exposed(rank),
-                "peak_live": costs.peak_live(schedule, rank),
-                "constant_bytes": candidate.constant_bytes[rank],
-                "activation_bytes": candidate.activation_bytes[rank],
-            }
-        )
-        if has_steps:
-            ranks[-1]["entries"] = [
-                {"steps": list(map(str, steps_of(each.entry))), "begin": each.begin, "end": each.end} for each in timed
-            ]
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        steps = [
+            {"steps": list(map(str, steps_of(each.entry))), "begin": each.begin, "end": each.end}
+            for each in simulation.ranks[rank]
+        ]
+        return {
+            "stages": list(schedule.placement[rank]),
+            "idle": simulation.idle(rank),
+            "exposed": simulation.exposed(rank),
+            "peak_live": costs.peak_live(schedule, rank),
+            "constant_bytes": candidate.constant_bytes[rank],
+            "activation_bytes": candidate.activation_bytes[rank],
+            **({"entries": steps} if has_steps else {}),
+        }
+
     return {
         "name": candidate.name,
         "chunks": schedule.num_chunks,
@@ -177,38 +199,9 @@ def _as_json(candidate: OrderCandidate, has_steps: bool) -> dict[str, Any]:
         "exposed": simulation.exposed_share,
         "peak_bytes": candidate.peak_bytes,
         "fits": candidate.fits,
-        "ranks": ranks,
+        "ranks": list(map(of_rank, range(schedule.num_ranks))),
     }
 
 
 def _time(value: float, has_seconds: bool) -> str:
     return in_seconds(value) if has_seconds else significant(value, 4)
-
-
-def _times(text: str) -> StepSeconds:
-    try:
-        values = [float(part) / 1000 for part in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) not in (3, 4) or not all(math.isfinite(value) and value >= 0 for value in values) or not values[0]:
-        raise argparse.ArgumentTypeError(
-            "takes milliseconds F,B,W or F,B,W,M: forward, input gradient and weight gradients of a micro-batch on a "
-            f"rank, and a message between ranks, not {text!r}"
-        )
-    return StepSeconds(*values)
-
-
-def _parser() -> terminal.Parser:
-    usage = f"{PROGRAM} [options] -- COMMAND ..."
-    parser = terminal.Parser(prog=PROGRAM, usage=usage, description=DESCRIPTION, epilog=EPILOG)
-    option(parser, "--order NAMES", "orders to compare the command's own with", default="")
-    option(parser, "--times F,B,W[,M]", "measured milliseconds of a micro-batch on a rank: forward, input gradient, "
-           "weight gradients; and of a message", _times)  # fmt: skip
-    option(parser, "--overlap X", "time of an overlapped forward and backward as a share of the two; 1: no gain",
-           bounded(float, 0, above=True), 1.0)  # fmt: skip
-    option(parser, "--memory GIB", "device memory of a rank", bounded(float, 0, above=True))
-    option(parser, "--trace PATH", "what a run recorded (a file, or --pipeline-schedule-trace's folder)")
-    option(parser, "--png FILE", "write a picture of the orders", terminal.output_file)
-    option(parser, "--steps", "with --json: every step and its time as well")
-    training_command.add_options(parser)
-    return parser

@@ -1,4 +1,4 @@
-"""Options, one-line errors and rich tables for all commands; piped, a table row is one line."""
+"""Options, one-line errors and rich tables of all commands; piped, a table row is one line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -29,21 +30,40 @@ class CommandError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser with one-line errors, verbatim texts, and no abbreviated flags."""
+    """Parser with one-line errors, verbatim texts, and no abbreviated flags.
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
+    Attributes:
+        reads_command: a training command follows `--`; `options.command` has its words.
+        keeps_unknown: unknown words are in `options.unknown`; otherwise they are an error.
+        appendix: end of the help, made when it is printed.
+    """
+
+    reads_command = False
+    keeps_unknown = False
+    appendix: Callable[[], str] | None = None
+
+    def __init__(self, program: str, text: str) -> None:
+        description, *epilog = re.split(r"^(?=examples:|exit codes?:)", text, maxsplit=1, flags=re.MULTILINE)
+        super().__init__(
+            program, None, description, "".join(epilog), formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )  # fmt: skip
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        place = arguments.index("--") if self.reads_command and "--" in arguments else len(arguments)
+        options, unknown = self.parse_known_args(arguments[:place])
+        if unknown and not self.keeps_unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.unknown, options.given, options.command = unknown, arguments, arguments[place + 1 :]
+        if self.reads_command and not options.command:
+            self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
+        return options
+
+    def format_help(self) -> str:
+        return super().format_help() + (self.appendix() if self.appendix is not None else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def parse_with_command(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        given = list(arguments)
-        place = given.index("--") if "--" in given else len(given)
-        options, command = self.parse_args(given[:place]), given[place + 1 :]
-        if not command:
-            self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
-        return options, command
 
 
 def option(
@@ -52,7 +72,7 @@ def option(
     """Add `--flag METAVAR`, a switch without METAVAR."""
     flag, _, metavar = usage.partition(" ")
     if metavar:
-        text = f"{help} (default: {default})" if default not in (None, "") else help
+        text = f"{help} (default: {default})" if default not in (None, "", ()) else help
         parser.add_argument(flag, metavar=metavar, help=text, type=type, default=default, **given)
     else:
         parser.add_argument(flag, action="store_true", help=help, **given)
@@ -77,25 +97,19 @@ def bounded(
 
 
 def output_file(name: str) -> str:
-    if problem := why_not_writable(name):
-        raise argparse.ArgumentTypeError(f"{name}: {problem}")
-    return name
-
-
-def why_not_writable(name: str) -> str | None:
+    """Option `type`: a file that can be written, checked before any work."""
     path = Path(name)
-    if path.is_dir():
-        return "it is a folder; give a file"
-    if not path.absolute().parent.is_dir():
-        return "there is no such folder"
     is_new = not path.exists()
     try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            problem = "it is a folder; give a file" if path.is_dir() else "there is no such folder"
+            raise argparse.ArgumentTypeError(f"{name}: {problem}")
         path.open("a").close()
         if is_new:
             path.unlink()
     except OSError as error:
-        return f"it cannot be written: {error.strerror or error}"
-    return None
+        raise argparse.ArgumentTypeError(f"{name}: it cannot be written: {error.strerror or error}") from None
+    return name
 
 
 @contextlib.contextmanager
@@ -109,9 +123,17 @@ def writing(flag: str, name: str) -> Iterator[None]:
         raise CommandError(f"{flag} {name}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def write_json(name: str, value: Any) -> None:
-    with writing("--json", name):
-        Path(name).write_text(json.dumps(value, indent=1) + "\n")
+def write_json(name: str | None, value: Any) -> None:
+    if name:
+        with writing("--json", name):
+            Path(name).write_text(json.dumps(value, indent=1) + "\n")
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
 
 
 def fail(program: str, message: object, code: int = 2) -> int:
@@ -127,21 +149,15 @@ def has_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-def console() -> Console | None:
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
+def console() -> Console:
+    from rich.console import Console
+
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=PIPED_WIDTH if is_piped else None, highlight=False, markup=False, emoji=False)
 
 
-def say(text: str = "", style: str = "") -> None:
-    out = console()
-    if out is None:
-        print(text)
-    else:
-        out.print(text, style=style or None)
+def say(text: str = "", style: str | None = None) -> None:
+    console().print(text, style=style)
 
 
 def table(
@@ -153,16 +169,13 @@ def table(
         headers: no header line if all are empty.
         styles: text of a first cell -> style.
     """
-    if title:
-        say(f"\n{title}\n", "bold")
-    out = console()
-    if out is None:
-        print("\n".join("\t".join(row) for row in [headers, *rows]))
-        return
     from rich.table import Table
     from rich.text import Text
 
-    cells, gap = [tuple(row) for row in rows], 2 if out.width >= 100 else 1
+    if title:
+        say(f"\n{title}\n", "bold")
+    out, cells = console(), list(rows)
+    gap = 2 if out.width >= 100 else 1
     grid = Table(box=None, show_header=any(headers), header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
     for place, header in enumerate(headers):
         is_short = max((len(row[place]) for row in cells), default=0) <= 10

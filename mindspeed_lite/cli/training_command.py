@@ -11,14 +11,22 @@ from mindspeed_lite import planner
 from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.flags import LARGEST
 
-from .terminal import bounded, option, output_file
+from .terminal import Parser, bounded, option, output_file
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
+    """Options of `memory` and `schedule`."""
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"),
         help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda)")  # fmt: skip
     option(parser, "--world-size N", "ranks of the training (default: torchrun's in COMMAND, else WORLD_SIZE, "
            "else 1)", bounded(int, 1))  # fmt: skip
+    add_command(parser)
+
+
+def add_command(parser: Parser, usage: str = "") -> None:
+    """Let a training command follow `--`, with options of every command that predicts one."""
+    parser.reads_command = True
+    parser.usage = f"%(prog)s {usage}[options] -- COMMAND ..."
     option(parser, "--vocabulary N", "words before padding, where a tokenizer in COMMAND decides",
            bounded(int, 0, LARGEST), 0)  # fmt: skip
     option(parser, "--json FILE", "write everything as JSON", output_file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .table import FlagRow, flags
 
@@ -19,6 +19,10 @@ class Refusal(Exception):
     """Unsupported flag or value; `args[0]`: what, and the alternative."""
 
 
+class Skipped(Exception):
+    """Training continues without the flag; `args[0]`: which, and why."""
+
+
 @dataclass(frozen=True)
 class FlagUse:
     row: FlagRow
@@ -31,35 +35,31 @@ class FlagUse:
         return self.row.flag
 
 
+@dataclass
 class CommandLine:
     """Words of a command.
 
-    Args:
+    Attributes:
         words: from the shell, or raw words of a script.
-        known: flags of the parser, or None.
+        known: flags of the parser that reads the result, or None for any.
         device: training device, or "".
         resolve: value of a raw word; may leave a `$`.
         ends: places that end a flag's values: end of quotes or command.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        known: Container[str] | None = None,
-        device: str = "",
-        transformer_engine: bool = False,
-        resolve: Callable[[str], str] = str,
-        ends: Container[int] = (),
-    ) -> None:
-        self.words = list(words)
-        self.known, self.device, self.transformer_engine = known, device, transformer_engine
-        self._resolve = resolve
-        self._ends = ends
+    words: Sequence[str]
+    known: Container[str] | None = None
+    device: str = ""
+    transformer_engine: bool = False
+    resolve: Callable[[str], str] = str
+    ends: Container[int] = ()
+    uses: list[FlagUse] = field(init=False)
+
+    def __post_init__(self) -> None:
         self._given: dict[str, tuple[str, ...]] = {}
         self.uses = list(self._read())
 
     def _read(self) -> Iterator[FlagUse]:
-        table = flags()
         place = 0
         while place < len(self.words) and self.words[place] != "--":
             start, word = place, self.words[place]
@@ -67,11 +67,11 @@ class CommandLine:
             if not _FLAG.match(word):
                 continue
             flag, has_value, value = word.partition("=")
-            row = table.get(flag)
+            row = flags().get(flag)
             values = [value] if has_value else []
-            most = 0 if has_value or (row and row.values == "0") else 1 if row and row.values == "1" else None
-            while most is None or len(values) < most:
-                if place >= len(self.words) or place - 1 in self._ends or self.words[place].startswith("--"):
+            most = 0 if has_value else {"0": 0, "1": 1}.get(row.values if row else "", len(self.words))
+            while len(values) < most and place < len(self.words) and place - 1 not in self.ends:
+                if self.words[place].startswith("--"):
                     break
                 values.append(self.words[place])
                 place += 1
@@ -91,25 +91,17 @@ class CommandLine:
 
     def is_foreign(self, flag: str) -> bool:
         """Whether the flag is given and unknown to the parser."""
-        return self.has(flag) and (flag not in self.known if self.known is not None else True)
+        return self.has(flag) and (self.known is None or flag not in self.known)
 
-    def raw(self, flag: str) -> tuple[str, ...]:
-        return self._given.get(flag, ())
+    def values(self, flag: str) -> list[str]:
+        """Last values of a flag, [] without it. Raises UnknownValue."""
+        return [self.resolved(each) for each in self._given.get(flag, ())]
 
     def value(self, flag: str, default: str = "") -> str:
-        """Last value of a flag.
-
-        Raises:
-            UnknownValue: only the shell knows it.
-        """
-        return self.resolved(self._given[flag][0]) if self._given.get(flag) else default
+        return next(iter(self.values(flag)[:1]), default)
 
     def number(self, flag: str, default: int) -> int:
-        """Last value as an integer.
-
-        Raises:
-            Refusal: it is none.
-        """
+        """First value as an integer; raises Refusal if it is none, or UnknownValue."""
         text = self.value(flag, str(default))
         try:
             return int(text)
@@ -122,7 +114,7 @@ class CommandLine:
         return [self.resolved(each) for each in use.values]
 
     def resolved(self, word: str) -> str:
-        text = self._resolve(word)
+        text = self.resolve(word)
         if "$" in text or "`" in text:
             raise UnknownValue(word)
         return text

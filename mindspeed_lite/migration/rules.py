@@ -1,4 +1,4 @@
-"""Flags whose translation depends on other flags, a function each.
+"""Flags whose translation depends on values of other flags, a function each.
 
 A rule returns None to keep the flag, a reason to drop it, or replacement words and a reason.
 """
@@ -10,24 +10,34 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from . import layer_rules
-from .command_line import CommandLine, FlagUse, Refusal
+from .command_line import CommandLine, FlagUse, Refusal, Skipped
 
 Result: TypeAlias = "str | tuple[str | tuple[str, ...], str] | None"
 Rule = Callable[[FlagUse, CommandLine], Result]
 
 
-class Skipped(Exception):
-    """Training continues without the flag; `args[0]`: why."""
+def _check_latent_attention(use: FlagUse, line: CommandLine) -> None:
+    if not line.has("--multi-latent-attention", "--multi-head-latent-attention"):
+        raise Refusal(
+            f"{' '.join((use.flag, *use.values))}: YaRN without latent attention is not translated. Instead: "
+            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
+        )
 
 
-def has_latent_attention(line: CommandLine) -> bool:
-    return line.has("--multi-latent-attention", "--multi-head-latent-attention")
+def built_in(use: FlagUse, line: CommandLine) -> Result:
+    """A value that is fixed in latent attention."""
+    value, fixed = line.values_of(use)[0], use.row.words
+    _check_latent_attention(use, line)
+    if not is_equal(value, fixed):
+        raise Refusal(f"{use.flag} {value}: latent attention in Megatron has {fixed} built in: leave it out")
+    return f"{fixed} is built into Megatron's latent attention"
 
 
-NO_YARN = (
-    "YaRN without latent attention is not translated. Instead: Megatron's --position-embedding-type yarn (0.18) with "
-    "its own flags"
-)
+def is_equal(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
 
 
 def _rope_scaling_type(use: FlagUse, line: CommandLine) -> Result:
@@ -36,8 +46,7 @@ def _rope_scaling_type(use: FlagUse, line: CommandLine) -> Result:
         return "--use-rope-scaling", "Megatron's name for it"
     if value != "yarn":
         raise Refusal(f"--rope-scaling-type {value}: has no counterpart in Megatron")
-    if not has_latent_attention(line):
-        raise Refusal(f"--rope-scaling-type yarn: {NO_YARN}")
+    _check_latent_attention(use, line)
     return "YaRN is what latent attention has by default"
 
 
@@ -76,7 +85,7 @@ def _n_shared_experts(use: FlagUse, line: CommandLine) -> Result:
         return "0 shared experts are none"
     name = next((each for each in ("--moe-ffn-hidden-size", "--moe-intermediate-size") if line.has(each)), "")
     if not name:
-        raise Refusal(f"{use.flag} needs --moe-ffn-hidden-size beside it. Instead: {target}")
+        raise Refusal(f"{use.flag} needs --moe-ffn-hidden-size. Instead: {target}")
     size = count * line.number(name, 0)
     if not line.has(target):
         return f"{target} {size}", "the shared experts are one MLP of their joint width"
@@ -100,63 +109,17 @@ def _load_balancing_type(use: FlagUse, line: CommandLine) -> Result:
     return None
 
 
-def _seq_aux(use: FlagUse, line: CommandLine) -> Result:
-    words = "--moe-router-load-balancing-type seq_aux_loss"
-    return f"{words} says it" if line.has(words.split()[0]) else (words, "an auxiliary loss per sequence")
-
-
-def _norm_topk_prob(use: FlagUse, line: CommandLine) -> Result:
-    if line.has("--moe-router-pre-softmax") and line.value("--moe-router-score-function", "softmax") == "softmax":
-        raise Refusal(
-            "--norm-topk-prob beside --moe-router-pre-softmax: Megatron does not divide those scores "
-            "by their sum. Instead: leave out --moe-router-pre-softmax"
-        )
-    return "Megatron divides the chosen scores by their sum by itself"
-
-
-def _exchange(words: str, *unless: str) -> Rule:
-    def rule(use: FlagUse, line: CommandLine) -> Result:
-        if "allgather" in line.raw("--moe-token-dispatcher-type"):
-            return "it is for --moe-token-dispatcher-type alltoall"
-        for flag in unless:
-            if line.has(flag) and "disable" not in line.raw(flag):
-                return f"{flag} says already how experts' tokens are exchanged"
-        return words, "our flag for it"
-
-    return rule
-
-
-def _recompute_up_projection(use: FlagUse, line: CommandLine) -> Result:
-    if line.value("--recompute-granularity") == "full":
-        return "full recomputation computes it again anyway"
-    if not line.has("--recompute-modules"):
-        return "--recompute-granularity selective --recompute-modules mla_up_proj", "Megatron's flags for it"
-    if any("mla_up_proj" in each for each in line.raw("--recompute-modules")):
-        return "--recompute-modules says it"
-    raise Refusal(f"{use.flag} beside --recompute-modules. Instead: add mla_up_proj to --recompute-modules")
-
-
-def _no_gradient_accumulation_fusion(use: FlagUse, line: CommandLine) -> Result:
-    if not line.is_foreign("--gemm-gradient-accumulation-fusion"):
-        return None
-    return "--gemm-gradient-accumulation-fusion asks for the fusion, which serves dense layers and experts alike here"
-
-
-def _spec(use: FlagUse, line: CommandLine) -> Result:
-    is_foreign = line.values_of(use)[0].startswith(("mindspeed_llm.", "mindspeed.", "modellink."))
-    return "Megatron chooses the layers by the model's flags" if is_foreign else None
-
-
 def _transformer_impl(use: FlagUse, line: CommandLine) -> Result:
     if not line.is_mindspeed or line.transformer_engine or line.values_of(use)[0] != "transformer_engine":
         return None
-    why = "Transformer Engine is not there; MindSpeed stands in for it, and here the local implementation is "
-    return f"{use.flag} local", f"{why}accelerated"
+    why = "MindSpeed stands in for Transformer Engine, which is not there; here the local implementation is accelerated"
+    return f"{use.flag} local", why
 
 
 def _coc_fused_kernel(use: FlagUse, line: CommandLine) -> Result:
     if line.is_mindspeed and line.device not in ("", "cuda"):
-        raise Skipped(f"the kernel uses symmetric memory of CUDA; on {line.device} messages go in chunks")
+        why = f"the kernel uses symmetric memory of CUDA; on {line.device} messages go in chunks"
+        raise Skipped(f"{use.flag} is left out: {why}")
     return None
 
 
@@ -177,31 +140,14 @@ def _muon_nesterov(use: FlagUse, line: CommandLine) -> Result:
     return None if has_it else ("--muon-use-nesterov", "its name before Megatron 0.18")
 
 
-def _sliding_window(use: FlagUse, line: CommandLine) -> Result:
-    return f"--window-size {line.number(use.flag, 0)},0", "Megatron takes a pair"
-
-
-_OVERLAP = "--moe-alltoall-overlap-comm"
-_HIERARCHICAL = "--moe-hierarchical-alltoallv"
 RULES: dict[str, Rule] = {
+    **layer_rules.RULES,
     "--rope-scaling-type": _rope_scaling_type,
     "--rope-scaling-factor": _rope_scaling_factor,
-    **layer_rules.RULES,
     "--first-k-dense-replace": _first_k_dense_replace,
     "--moe-layer-freq": _moe_layer_freq,
     "--n-shared-experts": _n_shared_experts,
     "--moe-router-load-balancing-type": _load_balancing_type,
-    "--seq-aux": _seq_aux,
-    "--norm-topk-prob": _norm_topk_prob,
-    "--moe-zerc": _exchange(_HIERARCHICAL, _OVERLAP, "--moe-zero-memory"),
-    "--moe-permutation-async-comm": _exchange(
-        _OVERLAP, _OVERLAP, "--moe-fb-overlap", "--overlap-moe-expert-parallel-comm", _HIERARCHICAL, "--moe-zerc"
-    ),
-    "--recompute-mla-up-proj": _recompute_up_projection,
-    "--mla-zero-memory": _recompute_up_projection,
-    "--no-gradient-accumulation-fusion": _no_gradient_accumulation_fusion,
-    "--sliding-window": _sliding_window,
-    "--spec": _spec,
     "--transformer-impl": _transformer_impl,
     "--coc-fused-kernel": _coc_fused_kernel,
     "--enable-hf2mg-convert": _hf_to_megatron,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .translate import TranslatedFlag, Translation, translate
@@ -28,7 +27,6 @@ class _Word:
     start: int
     stop: int
     place: str
-    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -49,81 +47,80 @@ def read_script(text: str, is_python: bool = False) -> Script:
     if is_python:
         text, count = _IMPORT.subn(lambda m: m[1] + m[2].replace("mindspeed", "mindspeed_lite"), text)
         return Script(text, Translation((), ()), count, ())
-    words = list(_words(text))
-    variables = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
-    ends = {number for number, word in enumerate(words) if word.is_last}
-    found = translate([word.text for word in words], resolve=lambda word: _resolved(word, variables), ends=ends)
+    reader = _Reader(text)
+    reader.read("command", 0, len(text))
+    words, variables = reader.words, {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
+
+    def resolved(word: str) -> str:
+        is_quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"
+        found = word[1:-1] if is_quoted else word
+        for _ in range(4):  # variables in values of variables
+            found = _VARIABLE.sub(lambda m: str(variables.get(m[1] or m[2], m[0] if m[3] is None else m[3])), found)
+        return found
+
+    found = translate([word.text for word in words], resolve=resolved, ends=reader.ends)
     in_table = {step.use.start for step in found.steps}
-    others = (
+    others = dict.fromkeys(
         word.text.partition("=")[0]
-        for number, word in enumerate(words)
-        if number not in in_table and re.match(r"--[A-Za-z]", word.text)
+        for place, word in enumerate(words)
+        if place not in in_table and re.match(r"--[A-Za-z]", word.text)
     )
-    return Script(_edited(text, words, found.steps), found, 0, tuple(dict.fromkeys(others)))
+    return Script(_edited(text, words, found.steps), found, 0, tuple(others))
 
 
-def _resolved(word: str, variables: dict[str, str]) -> str:
-    text = word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
-    for _ in range(4):
-        text = _VARIABLE.sub(
-            lambda m: variables.get(m[1] or m[2], m[3] if m[3] is not None else m[0]),
-            text,
-        )
-    return text
+class _Reader:
+    """Words of a script; `ends`: places of those that end quotes or a command."""
 
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.words: list[_Word] = []
+        self.ends: set[int] = set()
 
-def _words(text: str, place: str = "command", start: int = 0, stop: int | None = None) -> Iterator[_Word]:
-    stop = len(text) if stop is None else stop
-    begin = at = start
-    pending: list[_Word] = []
-
-    def word(end: int, is_last: bool) -> Iterator[_Word]:
+    def _add(self, begin: int, end: int, place: str) -> None:
         if end > begin:
-            pending.append(_Word(text[begin:end], begin, end, place, False))
-        while pending and (is_last or len(pending) > 1):
-            first = pending.pop(0)
-            yield _Word(first.text, first.start, first.stop, first.place, is_last and not pending)
+            self.words.append(_Word(self._text[begin:end], begin, end, place))
 
-    while at < stop:
-        char = text[at]
-        if text.startswith("\\\n", at):
-            yield from word(at, False)
-            at = begin = at + 2
-        elif char == "\\":
-            at += 2
-        elif char in " \t\r" or (char == "\n" and place != "command"):
-            yield from word(at, False)
-            at = begin = at + 1
-        elif char == "#" and at == begin and place != "text":
-            end = text.find("\n", at)
-            at = begin = stop if end < 0 else end
-        elif char in "\"'" and place != "text":
-            end = _closing(text, at, stop)
-            if at == begin and _FLAG.fullmatch(text, at + 1, end) and text[end + 1 : end + 2] in _BLANK:
-                pending.append(_Word(text[at + 1 : end], at, end + 1, place, False))
-                at = begin = end + 1
-                continue
-            if _HOLDS_FLAGS.search(text[at + 1 : end].replace("\\\n", " ")):
-                yield from word(at, True)
-                yield from _words(text, "text", at + 1, end)
-                begin = end + 1
-            at = end + 1
-        elif text.startswith(("$(", "${", "`"), at):
-            at = _after_substitution(text, at, stop)
-        elif char == "(" and place == "command" and text[at - 1 : at] == "=":
-            yield from word(at, True)
-            place, at = "array", at + 1
-            begin = at
-        elif char == ")" and place == "array":
-            yield from word(at, True)
-            place, at = "command", at + 1
-            begin = at
-        elif char in "\n;|&<>()" and place == "command":
-            yield from word(at, True)
-            at = begin = at + 1
-        else:
-            at += 1
-    yield from word(min(at, stop), True)
+    def _end(self, begin: int, end: int, place: str) -> None:
+        self._add(begin, end, place)
+        self.ends.add(len(self.words) - 1)
+
+    def read(self, place: str, start: int, stop: int) -> None:
+        text, begin, at = self._text, start, start
+        while at < stop:
+            char = text[at]
+            if text.startswith("\\\n", at):
+                self._add(begin, at, place)
+                at = begin = at + 2
+            elif char == "\\":
+                at += 2
+            elif char in " \t\r" or (char == "\n" and place != "command"):
+                self._add(begin, at, place)
+                at = begin = at + 1
+            elif char == "#" and at == begin and place != "text":
+                end = text.find("\n", at)
+                at = begin = stop if end < 0 else end
+            elif char in "\"'" and place != "text":
+                end = _closing(text, at, stop)
+                if at == begin and _FLAG.fullmatch(text, at + 1, end) and text[end + 1 : end + 2] in _BLANK:
+                    self.words.append(_Word(text[at + 1 : end], at, end + 1, place))
+                    begin = end + 1
+                elif _HOLDS_FLAGS.search(text[at + 1 : end].replace("\\\n", " ")):
+                    self._end(begin, at, place)
+                    self.read("text", at + 1, end)
+                    begin = end + 1
+                at = end + 1
+            elif text.startswith(("$(", "${", "`"), at):
+                at = _after_substitution(text, at, stop)
+            elif char in "()" and place == ("command" if char == "(" and text[at - 1 : at] == "=" else "array"):
+                self._end(begin, at, place)
+                place = "array" if char == "(" else "command"
+                at = begin = at + 1
+            elif char in "\n;|&<>()" and place == "command":
+                self._end(begin, at, place)
+                at = begin = at + 1
+            else:
+                at += 1
+        self._end(begin, min(at, stop), place)
 
 
 def _closing(text: str, at: int, stop: int) -> int:

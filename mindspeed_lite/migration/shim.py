@@ -28,14 +28,6 @@ if _real is not None and _real.origin is not None:
         f"{{__file__}} is {_MARK}, and MindSpeed itself is installed ({{_real.origin}}): take {{_here}} off "
         "PYTHONPATH, or uninstall one of the two."
     )
-
-
-def __getattr__(name):
-    if name == "megatron_adaptor":
-        import mindspeed.megatron_adaptor
-
-        return mindspeed.megatron_adaptor
-    raise AttributeError(f"mindspeed.{{name}}: this is {_MARK}, which has megatron_adaptor and nothing else")
 '''
 
 _ADAPTOR = f'''"""{_MARK}: importing it imports mindspeed_lite.megatron_adaptor."""
@@ -48,14 +40,10 @@ logging.getLogger("mindspeed_lite").warning("mindspeed.megatron_adaptor is minds
 '''
 
 
-class ShimError(Exception):
-    """A real MindSpeed is in the way."""
-
-
 def write_shim(folder: Path) -> Path:
     """Write the package into `folder`, for PYTHONPATH; return its path.
 
-    Raises ShimError if a foreign `mindspeed` exists, OSError.
+    Raises OSError, FileExistsError for a foreign `mindspeed`.
     """
     package = folder / "mindspeed"
     found = importlib.machinery.PathFinder.find_spec("mindspeed", [str(folder), *sys.path])
@@ -63,7 +51,7 @@ def write_shim(folder: Path) -> Path:
     if origin is None and package.exists() and any(package.iterdir()):
         origin = str(package)
     if origin is not None and not _is_ours(Path(origin)):
-        raise ShimError(f"MindSpeed itself is there ({origin}); the stand-in is never put over it")
+        raise FileExistsError(f"MindSpeed itself is there ({origin}); the stand-in is never put over it")
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(_PACKAGE, encoding="utf-8")
     (package / "megatron_adaptor.py").write_text(_ADAPTOR, encoding="utf-8")

@@ -14,7 +14,7 @@ CLASSES = {
     "not needed": "nothing has to be asked for",
     "replaced": "served in another way",
     "planned": "not in this release",
-    "another product": "not a matter of this package",
+    "another product": "not a matter of mindspeed_lite",
     "dead": "gone from MindSpeed itself",
 }
 
@@ -23,7 +23,7 @@ OUTCOMES = {
     "rename": "its value goes to another flag",
     "write": "other words take its place",
     "drop": "left out: nothing has to be asked for",
-    "launcher": "stays with the launcher; behind the training script it is left out",
+    "launcher": "stays with the launcher; after the training script it is left out",
     "skip": "left out, with a notice: the same model trains, without what the flag would save",
     "refuse": "one line and exit code 2",
     "choose": "depends on its value",
@@ -40,10 +40,10 @@ class FlagRow(NamedTuple):
         kind: one of CLASSES.
         outcome: one of OUTCOMES.
         words: `rename`, `write`: replacement. `keep`: after "!", refused values, separated by "|". `built-in`: the
-            value. `choose`: "VALUE>WORDS", separated by "|"; "*>REASON" refuses others.
-        idle: conditions, any of which makes it a no-op: "cp=1", "pp=1", "vpp=1", "dense" (no experts), "no:--other"
-            (flag absent), "value:x". "shared": also a flag of Megatron or this package; translated only in MindSpeed
-            commands.
+            value. `choose`: "PATTERN>WORDS", separated by "|"; "*>REASON" refuses others. "{}": the flag's value.
+        idle: conditions; the first that holds makes it a no-op: "cp=1", "pp=1", "vpp=1", "value:x", "no:--other" (flag
+            absent), "with:--other" or "with:--other=x" (flag given); "not:--other" refuses both. "shared": also a flag
+            of Megatron or this package; translated only in MindSpeed commands.
         instead: alternative; empty if in the note.
         note: meaning, or outcome.
     """

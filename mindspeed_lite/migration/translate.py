@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
 
 from . import layer_rules, rules
-from .command_line import CommandLine, FlagUse, Refusal, UnknownValue
-from .table import CLASSES, FlagRow
+from .command_line import CommandLine, FlagUse, Refusal, Skipped, UnknownValue
+from .rules import Result
+from .table import CLASSES
 
-_CLASS_OF_REFUSED = CLASSES | {
-    "planned": "planned, not in this release",
-    "another product": "not a matter of mindspeed_lite",
-    "megatron": "Megatron has no exact counterpart",
-    "alias": "only in part served",
-    "not needed": "left to Megatron",
-    "same": "served in part",
-}
+_SIZES = {"cp=1": "--context-parallel-size", "pp=1": "--pipeline-model-parallel-size"}
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,10 @@ class TranslatedFlag:
 
 @dataclass(frozen=True)
 class Translation:
-    """Result for a command line.
+    """Result for a command line; `accepted`: its words without refused flags."""
 
-    words: to be read; refused flags stay. accepted: without those.
-    """
-
-    words: tuple[str, ...]
+    accepted: tuple[str, ...]
     steps: tuple[TranslatedFlag, ...]
-    accepted: tuple[str, ...] = ()
 
     @property
     def notices(self) -> list[str]:
@@ -55,46 +47,44 @@ class Translation:
         return list(dict.fromkeys(each.line for each in self.steps if each.outcome == "refused"))
 
 
-def translate(
-    words: Sequence[str],
-    known: Container[str] | None = None,
-    *,
-    device: str = "",
-    transformer_engine: bool = False,
-    resolve: Callable[[str], str] = str,
-    ends: Container[int] = (),
-) -> Translation:
-    """Translate MindSpeed's flags in `words`; refused flags and the rest stay.
-
-    known: flags of the parser that reads the result, which are kept. None: any. Others: see CommandLine.
-    """
-    line = CommandLine(words, known, device, transformer_engine, resolve, ends)
-    steps = []
-    result: list[str] = []
+def translate(words: Sequence[str], known: Container[str] | None = None, **options: Any) -> Translation:
+    """Translate MindSpeed's flags in `words`; see CommandLine for the arguments."""
+    line = CommandLine(words, known, **options)
+    steps: list[TranslatedFlag] = []
     accepted: list[str] = []
     place = 0
     for use in line.uses:
-        raw = tuple(line.words[use.start : use.stop])
-        try:
-            outcome, given, text = _outcome(use, raw, line)
-        except rules.Skipped as skipped:
-            outcome, given, text = "skipped", (), f"{use.flag} is left out: {skipped}"
-        except Refusal as refusal:
-            outcome, given, text = "refused", raw, str(refusal)
-        except UnknownValue as unknown:
-            text = f"{use.flag} stays as it is: only the shell knows {unknown}; it is translated when the script runs"
-            outcome, given = "unknown value", raw
-        if outcome == "skipped" and line.has("--mindspeed-lite-strict"):
-            outcome, given, text = "refused", raw, f"{text} (--mindspeed-lite-strict)"
-        steps.append(TranslatedFlag(use, outcome, given, text))
-        between = line.words[place : use.start]
-        result += [*between, *given]
-        accepted += [*between, *(given if outcome != "refused" else ())]
+        step = _translated(use, tuple(line.words[use.start : use.stop]), line)
+        steps.append(step)
+        accepted += [*line.words[place : use.start], *(step.words if step.outcome != "refused" else ())]
         place = use.stop
-    return Translation((*result, *line.words[place:]), tuple(steps), (*accepted, *line.words[place:]))
+    return Translation((*accepted, *line.words[place:]), tuple(steps))
 
 
-def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str, tuple[str, ...], str]:
+def _translated(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> TranslatedFlag:
+    try:
+        result = _result(use, line)
+        if result is None:
+            return TranslatedFlag(use, "kept", raw, "")
+        if isinstance(result, str):
+            return TranslatedFlag(use, "not needed", (), f"{' '.join(raw)} is left out: {result}")
+        words = tuple(result[0].split()) if isinstance(result[0], str) else result[0]
+        for each in words:
+            if line.known is not None and each.startswith("--") and each not in line.known:
+                raise Refusal(f"{use.flag} is {' '.join(words)}, and this release of Megatron-core has no {each}")
+        return TranslatedFlag(use, "translated", words, f"{' '.join(raw)} is read as {' '.join(words)}: {result[1]}")
+    except Skipped as skipped:
+        if line.has("--mindspeed-lite-strict"):
+            return TranslatedFlag(use, "refused", raw, f"{skipped} (--mindspeed-lite-strict)")
+        return TranslatedFlag(use, "skipped", (), str(skipped))
+    except Refusal as refusal:
+        return TranslatedFlag(use, "refused", raw, str(refusal))
+    except UnknownValue as unknown:
+        text = f"{use.flag} stays as it is: only the shell knows {unknown}; it is translated when the script runs"
+        return TranslatedFlag(use, "unknown value", raw, text)
+
+
+def _result(use: FlagUse, line: CommandLine) -> Result:
     row, flag = use.row, use.flag
     is_known = line.known is not None and flag in line.known
     if row.outcome == "keep":
@@ -102,76 +92,51 @@ def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str
             raise Refusal(f"{flag}: this release of Megatron-core does not have it ({row.note})")
         _check_value(use, line)
     # Second case: a feature's or the script's own flag.
-    if row.outcome == "keep" or (is_known and "shared" not in row.idle):
-        return "kept", raw, ""
-    if row.outcome == "launcher" and line.known is None:
-        return "kept", raw, ""
+    if (row.outcome == "launcher" and line.known is None) or (is_known and "shared" not in row.idle):
+        return None
+    if reason := _idle(use, line):
+        return reason
+    if row.outcome == "keep":
+        return None
     if row.outcome in ("drop", "launcher"):
-        return "not needed", (), f"{flag} is left out: {row.note}"
-    if row.outcome in ("rule", "choose", "built-in"):
-        function = {"rule": rules.RULES.get(flag), "choose": _chosen, "built-in": _built_in}[row.outcome]
-        assert function is not None
-        found = function(use, line)
-        if found is None:
-            return "kept", raw, ""
-        if isinstance(found, str):
-            return "not needed", (), f"{' '.join(raw)} is left out: {found}"
-        words = tuple(found[0].split()) if isinstance(found[0], str) else found[0]
-        return _translated(raw, words, found[1], row, line)
-    idle = _idle(use, line)
-    if idle:
-        return "not needed", (), f"{flag} is left out: {idle}"
-    if row.outcome in ("skip", "refuse"):
-        parts = [f"{flag} ({_CLASS_OF_REFUSED[row.kind]}): {row.note}"]
-        parts += ["The training goes on without it"] if row.outcome == "skip" else []
-        parts += [f"Instead: {row.instead}"] if row.instead else ["Leave it out"] if row.outcome == "refuse" else []
-        if row.outcome == "refuse":
-            raise Refusal(". ".join(parts))
-        return "skipped", (), ". ".join(parts)
-    words = tuple(row.words.split())
+        return row.note
+    if row.outcome == "rule":
+        return rules.RULES[flag](use, line)
+    if row.outcome == "choose":
+        return _chosen(use, line)
+    if row.outcome == "built-in":
+        return rules.built_in(use, line)
     if row.outcome == "rename":
-        line.values_of(use) if not use.values else None
-        if line.has(words[0]):
-            given = [[line.resolved(each) for each in values] for values in (line.raw(words[0]), use.values)]
-            if given[0] != given[1]:
-                raise Refusal(f"{flag} and {words[0]} are one flag and have different values: give one of them")
-            return "not needed", (), f"{flag} is left out: {words[0]} says the same"
-        words += use.values
-    return _translated(raw, words, row.note, row, line)
+        return _renamed(use, line)
+    if row.outcome == "write":
+        return row.words.replace("{}", line.values_of(use)[0]) if "{}" in row.words else row.words, row.note
+    text = f"{flag} ({CLASSES[row.kind]}): {row.note}"
+    instead = f". Instead: {row.instead}" if row.instead else ""
+    if row.outcome == "skip":
+        raise Skipped(f"{text}. The training goes on without it{instead}")
+    raise Refusal(text + (instead or ". Leave it out"))
 
 
-def _translated(
-    raw: tuple[str, ...], words: tuple[str, ...], why: str, row: FlagRow, line: CommandLine
-) -> tuple[str, tuple[str, ...], str]:
-    missing = [each for each in words if line.known is not None and each.startswith("--") and each not in line.known]
-    if missing:
-        raise Refusal(f"{row.flag} is {' '.join(words)}, and this release of Megatron-core has no {missing[0]}")
-    return "translated", words, f"{' '.join(raw)} is read as {' '.join(words)}: {why}"
+def _renamed(use: FlagUse, line: CommandLine) -> Result:
+    name = use.row.words
+    if not line.has(name):
+        if not use.values:
+            line.values_of(use)
+        return (name, *use.values), use.row.note
+    if line.values(name) != [line.resolved(each) for each in use.values]:
+        raise Refusal(f"{use.flag} and {name} are one flag and have different values: give one of them")
+    return f"{name} says the same"
 
 
-def _chosen(use: FlagUse, line: CommandLine) -> rules.Result:
+def _chosen(use: FlagUse, line: CommandLine) -> Result:
     value = line.values_of(use)[0]
-    table = dict(each.split(">") for each in use.row.words.split("|"))
-    if value in table and value != "*":
-        is_own = table[value].startswith(f"{use.flag} ")
-        return (
-            (table[value], use.row.note if is_own else "our flag for it")
-            if table[value]
-            else (f"{value} asks for nothing")
-        )
-    if "*" in table:
-        raise Refusal(f"{use.flag} {value}: {table['*']}")
+    for each in use.row.words.split("|"):
+        pattern, words = each.split(">")
+        if pattern == "*":
+            raise Refusal(f"{use.flag} {value}: {words}")
+        if fnmatch(value, pattern):
+            return (words, use.row.note) if words else use.row.note
     return None
-
-
-def _built_in(use: FlagUse, line: CommandLine) -> rules.Result:
-    """A value that is fixed in latent attention."""
-    value, built_in = line.values_of(use)[0], use.row.words
-    if not rules.has_latent_attention(line):
-        raise Refusal(f"{use.flag}: {rules.NO_YARN}")
-    if not _is_equal(value, built_in):
-        raise Refusal(f"{use.flag} {value}: latent attention in Megatron has {built_in} built in: leave it out")
-    return f"{built_in} is built into Megatron's latent attention"
 
 
 def _check_value(use: FlagUse, line: CommandLine) -> None:
@@ -184,24 +149,21 @@ def _check_value(use: FlagUse, line: CommandLine) -> None:
 
 
 def _idle(use: FlagUse, line: CommandLine) -> str:
-    sizes = {"cp=1": "--context-parallel-size", "pp=1": "--pipeline-model-parallel-size"}
+    """Why the flag has no effect, by the first condition that holds; Refusal for `not:`."""
     for condition in use.row.idle:
-        name, _, value = condition.partition(":")
-        if name == "no" and not line.has(value):
-            return f"it does nothing without {value}"
-        if name == "value" and use.values and _is_equal(line.resolved(use.values[0]), value):
-            return f"{value} is what there is without it"
-        if condition in sizes and line.number(sizes[condition], 1) == 1:
-            return f"there is nothing to do with {sizes[condition]} 1"
+        name, _, text = condition.partition(":")
+        flag, _, value = text.partition("=")
+        is_given = value in line.values(flag) if value else line.has(flag)
+        if name == "no" and not is_given:
+            return f"it does nothing without {text}"
+        if name == "with" and is_given:
+            return f"there is nothing to do with {text.replace('=', ' ')}"
+        if name == "not" and is_given:
+            raise Refusal(f"{use.flag} with {flag}: {use.row.note}. Instead: {use.row.instead}")
+        if name == "value" and use.values and rules.is_equal(line.resolved(use.values[0]), text):
+            return f"{text} is what there is without it"
+        if condition in _SIZES and line.number(_SIZES[condition], 1) == 1:
+            return f"there is nothing to do with {_SIZES[condition]} 1"
         if condition == "vpp=1" and layer_rules.virtual_stages(line) == 1:
             return "there is nothing to do without virtual pipeline stages"
-        if condition == "dense" and not line.has("--num-experts"):
-            return "there is nothing to do without --num-experts"
     return ""
-
-
-def _is_equal(one: str, other: str) -> bool:
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_lite import platform
+from mindspeed_lite import cli, platform
 from mindspeed_lite.bench import ceiling, timing
 from mindspeed_lite.bench.operators import earlier, run
 from mindspeed_lite.cli import bench_ops
+from mindspeed_lite.cli.terminal import CommandError
 from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.ops.case import DTYPES, Contender, OwnLayout, Problem, Work
 from mindspeed_lite.ops.discovery import OPERATORS, cases
@@ -299,7 +300,7 @@ def test_an_earlier_report_that_cannot_be_used_is_one_error(tmp_path, capsys, te
         file.write_text(text)
     with pytest.raises(JsonFileError, match=word):
         earlier.load(str(file))
-    assert bench_ops.main(["--compare", str(file)]) == 2
+    assert cli.main(["bench-ops", "--compare", str(file)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "--compare" in said and word in said
 
@@ -310,7 +311,7 @@ RMS_NORM = ["--device", "cpu", "--op", "rms_norm", "--shapes", "16x8", "--quick"
 
 
 def printed(capsys, *arguments, code=0):
-    assert bench_ops.main([*RMS_NORM, *arguments]) == code
+    assert cli.main(["bench-ops", *RMS_NORM, *arguments]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -340,7 +341,7 @@ def test_comparing_with_oneself_and_with_someone_faster(tmp_path, capsys):
 def test_bad_input_is_one_line_before_anything_is_measured(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(ceiling, "measure", lambda device, dtype: pytest.fail("measured"))
-    assert bench_ops.main(arguments) == 2
+    assert cli.main(["bench-ops", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
 
@@ -350,33 +351,30 @@ def test_peers_that_were_asked_for_must_be_there_and_have_the_operators(capsys, 
     assert declared == {(name, module) for name, (module, _) in bench_ops.PEERS.items()}
     missing = ["--device", "cpu", "--op", "adamw", "--against", "liger"]
     monkeypatch.setattr(bench_ops.importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else name)
-    assert bench_ops.main(missing) == 2
+    assert cli.main(["bench-ops", *missing]) == 2
     assert "--against liger: it is not installed: pip install 'mindspeed-lite[compare]'" in capsys.readouterr().err
     monkeypatch.setattr(bench_ops.importlib.util, "find_spec", lambda name: name)
-    assert bench_ops.main(missing) == 2 and "need a CUDA device, and this is cpu" in capsys.readouterr().err
-    options = bench_ops._parser().parse_args(["--op", "adamw", "--against", "liger"])
-    bench_ops._check_operators(options)
-    with pytest.raises(bench_ops._UsageError, match="--against liger: it has none of these operators: adamw"):
-        bench_ops._cases(options, "cuda", torch.bfloat16)
-    options.op = ["adamw", "rms_norm"]
-    bench_ops._check_operators(options)
-    found = {
-        each.operator: [one.name for one in each.contenders]
-        for each in bench_ops._cases(options, "cuda", torch.bfloat16)
-    }
+    assert cli.main(["bench-ops", *missing]) == 2 and "need a CUDA device, and this is cpu" in capsys.readouterr().err
+    given = {"device": "cuda", "dtype": torch.bfloat16, "quick": False, "against": ["liger"]}
+    with pytest.raises(CommandError, match="--against liger: it has none of these operators: adamw"):
+        bench_ops.chosen_problems({"adamw": []}, **given)
+    problems = bench_ops.chosen_problems({"adamw": [], "rms_norm": []}, **given)
+    found = {each.operator: [one.name for one in each.contenders] for each in problems}
     assert found["rms_norm"][3:] == ["liger"] and "liger" not in found["adamw"]
 
 
 def test_an_unwritable_folder_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ceiling, "measure", lambda device, dtype: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
-    assert bench_ops.main([*RMS_NORM, "--out", str(tmp_path / "file")]) == 2
+    assert cli.main(["bench-ops", *RMS_NORM, "--out", str(tmp_path / "file")]) == 2
     assert "--out: cannot write into" in capsys.readouterr().err
 
 
 def test_shapes_of_several_operators(capsys):
     arguments = ["--device", "cpu", "--quick", "--json", "--dtype", "fp32"]
-    code = bench_ops.main([*arguments, "--shapes", "rms_norm:8x8", "attention:s=4,n=2,d=8", "--shapes", "rms_norm:8x8"])
+    code = cli.main(
+        ["bench-ops", *arguments, "--shapes", "rms_norm:8x8", "attention:s=4,n=2,d=8", "--shapes", "rms_norm:8x8"]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert code == 0 and len(rows) == 4
     assert {row["case"] for row in rows} == {"8x8 fp32", "s=4,n=2,d=8 fp32"}
@@ -389,7 +387,7 @@ def test_dtypes_are_those_of_the_ceiling():
 
 def test_help_names_every_shape(capsys):
     with pytest.raises(SystemExit):
-        bench_ops.main(["--help"])
+        cli.main(["bench-ops", "--help"])
     said = capsys.readouterr().out
     assert all(cases(name).cpu[0] in said and name in said for name in OPERATORS)
 
@@ -415,5 +413,5 @@ def test_nothing_measured_is_a_failure(monkeypatch, capsys):
         for contender in row["contenders"]:
             contender |= {"seconds": None, "of_ceiling": None, "ratio": None, "error": "out of memory"}
     monkeypatch.setattr(bench_ops, "_measure", lambda options, command: {**report, "complete": True})
-    assert bench_ops.main(["--op", "rms_norm"]) == 1
+    assert cli.main(["bench-ops", "--op", "rms_norm"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("error: nothing was measured: out of memory")

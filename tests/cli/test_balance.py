@@ -37,30 +37,23 @@ def test_a_record_has_a_row_for_each_layer(tmp_path, capsys):
 
 def test_generated_loads_have_a_row_for_each_policy_and_pictures(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    made = ["--generate", "experts=16", "ranks=4", "topk=2", "layers=2", "steps=12", "skew=4"]
-    out, pictures = tmp_path / "balance.json", [tmp_path / "load.png", tmp_path / "policies.png"]
-    sizes = [
-        "--hidden-size",
-        "256",
-        "--moe-ffn-hidden-size",
-        "64",
-        "--plot",
-        pictures[0],
-        "--plot-policies",
-        pictures[1],
-    ]
-    lines = balance(capsys, *made, "--interval", "4", *sizes, "--json", out)
-    (start,) = (place for place, line in enumerate(lines) if line.startswith("policy"))
-    rows = [line.split() for line in lines[start + 1 : start + 5]]
+    made = "--generate experts=16 ranks=4 topk=2 layers=2 steps=12 skew=4 --interval 4".split()
+    out, load, policies = tmp_path / "balance.json", tmp_path / "load.png", tmp_path / "policies.png"
+    sizes = ["--hidden-size", 256, "--moe-ffn-hidden-size", 64, "--plot", load, "--plot-policies", policies]
+    lines = balance(capsys, *made, *sizes, "--json", out)
+    first, second = (place for place, line in enumerate(lines) if line.startswith("policy"))
+    rows = [line.split() for line in lines[first + 1 : first + 5]]
     assert [row[0] for row in rows] == ["none", "copies", "placement", "both"]
     none, copies, placed, both = json.loads(out.read_text())["policies"]
     assert rows[0][1] == f"{none['imbalance']:.3f}" and rows[0][3] == "1.000"
-    # The step's share of experts is a half.
+    # Experts take half of an even step.
     step = (1 + 0.5 * (copies["imbalance"] - 1)) / (1 + 0.5 * (none["imbalance"] - 1))
     assert rows[1][3] == f"{step:.3f}" and step < 0.9
     assert placed["imbalance"] < none["imbalance"] and both["copied"] > 0
-    assert sum("copies" in line and "MB" in line for line in lines) == 2
-    assert all(each.read_bytes()[:4] == b"\x89PNG" for each in pictures)
+    # Weights in bf16 and gradients in fp32, of 12 steps.
+    received = both["copied"] * 3 * 256 * 64 * 6 / 12
+    assert lines[second + 3].split()[:3] == ["both", f"{received / 1e6:.1f}", "MB"]
+    assert all(each.read_bytes()[:4] == b"\x89PNG" for each in (load, policies))
 
 
 def test_lengths_have_a_row_for_each_assignment(tmp_path, capsys):
@@ -69,12 +62,10 @@ def test_lengths_have_a_row_for_each_assignment(tmp_path, capsys):
     for given in ([index], ["--generate-lengths", "shortest=8", "tail=1.2"]):
         lines = balance(capsys, *given, *small, "--json", out)
         assert lines[0].startswith("4 steps of 16 sequences of 512 tokens, 8 micro-batches for each of 2 ranks")
-        before, after, waiting, bound = json.loads(out.read_text())["assignments"]
-        names = [each["name"] for each in (before, after, waiting, bound)]
-        assert [line.split("  ")[0] for line in lines[3:7]] == names
+        before, after, waiting, bound = found = json.loads(out.read_text())["assignments"]
+        assert [line.split("  ")[0] for line in lines[3:7]] == [each["name"] for each in found]
         assert before["step"] > after["step"] >= bound["step"] >= 1
         assert before["micro_batch"] > waiting["micro_batch"] == bound["micro_batch"]
         assert lines[3].split()[-2] == f"{before['step']:.4f}"
         assert f"{before['step'] / after['step']:.2f}x faster" in lines[-2]
         assert f"{before['micro_batch'] / waiting['micro_batch']:.2f}x faster" in lines[-1]
-    assert "4 micro-batches for each of 2 ranks" in balance(capsys, *given, *small, "--micro-batch-size", 2)[0]

@@ -1,45 +1,47 @@
 """The command itself: help, version, errors, and what it costs to ask."""
 
+import subprocess
+import sys
+
 import pytest
 
 from mindspeed_lite import __version__, cli
-from tests.harness.commands import command, python
+from tests.harness.commands import command, environment, python
 
 
-def test_help_names_every_command():
+def test_help_and_version():
     run = command("--help")
-    assert run.returncode == 0 and run.stderr == ""
-    assert all(name in run.stdout for name in cli.COMMANDS)
-
-
-def test_version():
+    assert run.returncode == 0 and run.stderr == "" and all(name in run.stdout for name in cli.COMMANDS)
     run = command("--version")
     assert (run.returncode, run.stdout) == (0, f"mindspeed-lite {__version__}\n")
-
-
-def test_no_command_prints_help_and_is_an_error():
     run = command()
     assert run.returncode == 2 and run.stdout.startswith("usage: mindspeed-lite")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["features", "-h"], ["doctor", "-h"], ["xyz"]])
-def test_asking_for_help_imports_no_torch(arguments):
-    asks = (
-        "import sys\nfrom mindspeed_lite.cli import main\n"
+@pytest.mark.parametrize("name", [each for each in cli.COMMANDS if each != "run"])
+def test_the_help_of_a_command_has_its_text_options_and_exit_codes(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: mindspeed-lite {name} ") and "\noptions:\n" in shown
+    assert "\nexamples:" not in shown or shown.index("\nexamples:") > shown.index("\noptions:")
+    assert "None" not in shown
+
+
+def test_asking_for_help_imports_no_torch():
+    asks = "import sys\nfrom mindspeed_lite.cli import main\n" + "".join(
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'numpy', 'wrapt', 'megatron', 'rich'} & set(sys.modules), sorted(sys.modules)"
+        for arguments in (["--help"], ["run", "--help"], ["features", "-h"], ["doctor", "-h"], ["plan", "-h"], ["xyz"])
     )
-    run = python("-c", asks)
+    run = python("-c", f"{asks}assert not {{'torch', 'numpy', 'wrapt', 'megatron', 'rich'}} & set(sys.modules)")
     assert run.returncode == 0, run.stderr
 
 
 def test_a_reader_that_leaves_is_no_traceback():
-    program = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import sys; from mindspeed_lite.cli import main; "
-        "from mindspeed_lite.cli import doctor; doctor.main = lambda rest: print(chr(10) * 10**6) or 0; "
-        'sys.exit(main(["doctor"]))\'], stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n'
-        "child.stdout.close()\n"
-        "print(child.stderr.read().decode(), child.wait())"
+    code = (
+        "import sys; from mindspeed_lite.cli import main, doctor; "
+        "doctor.main = lambda options: print(chr(10) * 10**6) or 0; sys.exit(main(['doctor']))"
     )
-    assert python("-c", program).stdout.split() == ["1"]
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)  # fmt: skip
+    child.stdout.close()
+    assert child.stderr.read() == b"" and child.wait() == 1

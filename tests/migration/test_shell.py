@@ -123,7 +123,7 @@ def test_a_script_without_mindspeed_flags_stays_as_it_is(text):
 
 
 def test_a_flag_in_quotes_of_its_own_goes_with_them():
-    """Left behind, they would be an empty argument, and two words in them one argument."""
+    """If left, they would be an empty argument, and two words in them one argument."""
     text = 'A=(\'--moe-unperm2-mem-optim\' --bf16 "--multi-head-latent-attention" "--yarn-scaling-factor" 40)\n'
     assert read_script(text).text == "A=( --bf16 --multi-latent-attention --rotary-scaling-factor 40)\n"
     kept = 'torchrun x.py \'--bf16\' "--own-flag" "--use-mc2"x\n'
