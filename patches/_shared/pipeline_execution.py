@@ -162,14 +162,7 @@ def execute(
         communicator = schedule_functions.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     trace = None if forward_only or request.trace is None else _trace(request.trace, rank)
-    before, after = ({}, {}) if sync is None else sync.hooks()
-    if sync is not None:
-        sync.begin()
-    run(planned.program, passes, transport, not forward_only, trace, before, after)
-    if sync is not None:
-        sync.end()
-    if trace is not None:
-        trace.write()
+    run(planned.program, passes, transport, not forward_only, trace, sync)
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:
