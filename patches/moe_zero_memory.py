@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
-from mindspeed_lite.memory.released import ReleasedTensor
+from mindspeed_lite.memory.saved_tensors import ReleasedTensor
 from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG

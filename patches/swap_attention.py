@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
-from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
@@ -45,7 +45,7 @@ def _names(given: str) -> tuple[str, ...]:
 
 
 def _copy_engine_of(device: torch.device) -> CopyEngine:
-    return StreamCopyEngine(device)
+    return CopyEngine(device)
 
 
 def _why_not_here(device: str) -> list[str]:

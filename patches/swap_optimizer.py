@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
-from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
@@ -33,7 +33,7 @@ from ._shared.optimizer_state import (
 
 
 def _copy_engine_of(device: torch.device) -> CopyEngine:
-    return StreamCopyEngine(device)
+    return CopyEngine(device)
 
 
 def _no_copy_engine(device: str) -> list[str]:

@@ -27,7 +27,6 @@ from mindspeed_lite.memory.layer_records import (
 )
 from mindspeed_lite.memory.memory_options import LayerOption, Transfers
 from mindspeed_lite.memory.recompute_choice import BudgetError, StageRecord
-from mindspeed_lite.memory.recompute_table import table
 
 pytest.importorskip("scipy")
 
@@ -173,14 +172,14 @@ def test_a_stage_without_layers() -> None:
     assert choice.choose([], {Instant(NONE, ()): 7}, 8).peak == 7
     with pytest.raises(BudgetError):
         choice.choose([], {Instant(NONE, ()): 7}, 6)
-    assert "0.00 MiB at the peak; the budget" in table(choice.choose([], {}, 8), 0, 8, 1, 2)
+    assert "0.00 MiB at the peak; the budget" in choice.choose([], {}, 8).table(0, 8, 1, 2)
 
 
 def test_a_search_that_ends_without_an_answer_leaves_what_takes_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
     options, moments = [memory_options.layer_options(record(), PARTS)] * 3, {Instant(NONE, (1, 1, 1)): 4}
     found = choice.choose(options, moments, 420)
-    assert found.peak <= 420 and found.gap == float("inf") and "may not be the least" in table(found, 457, 420, 0, 1)
+    assert found.peak <= 420 and found.gap == float("inf") and "may not be the least" in found.table(457, 420, 0, 1)
     with pytest.raises(BudgetError) as error:
         choice.choose(options, moments, found.peak - 1)
     assert error.value.least == found.peak
@@ -269,7 +268,7 @@ def test_a_table_says_what_moves_and_why_nothing_does() -> None:
     lanes = Transfers((1, NONE), (1.0, 1.0), (1.0, 1.0), 2e9, 1e9)
     moments = {Instant(NONE, (1, 1)): 0}
     found = choice.choose([[move], [LayerOption(frozenset(), 1 << 20, 0, 0, 0, 0.0)]], moments, 4 << 20, lanes)
-    text = table(found, 8 << 20, 4 << 20, 0, 1, (2e9, 1e9))
+    text = found.table(8 << 20, 4 << 20, 0, 1, (2e9, 1e9))
     assert "3.00 MiB" in text and "activation; attention" in text
     assert "copies: 2.00 GB/s out, 1.00 GB/s back; 0.00 ms do not hide behind compute" in text
-    assert "nothing is moved to the host: cpu has one memory" in table(found, 0, 1, 0, 1, None, "cpu has one memory")
+    assert "nothing is moved to the host: cpu has one memory" in found.table(0, 1, 0, 1, None, "cpu has one memory")

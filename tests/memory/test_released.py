@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_lite.memory.released import ReleasedTensor
-from mindspeed_lite.memory.saved_tensors import Tracker
+from mindspeed_lite.memory.saved_tensors import ReleasedTensor, Tracker
 
 
 def product(x, w):

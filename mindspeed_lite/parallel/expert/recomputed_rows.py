@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from mindspeed_lite.memory.released import ReleasedTensor
+from mindspeed_lite.memory.saved_tensors import ReleasedTensor
 
 from .exchange import Collective, Messages
 
