@@ -7,13 +7,10 @@ number of ranks) and `chunks` (per rank).
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+import runpy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, pairwise
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from . import costs, orders
@@ -111,7 +108,7 @@ def load(name: str, shape: PipelineShape) -> Schedule:
     if not source or not attribute:
         raise ScheduleError(f"{name}: an order of your own is module:function or FILE.py:function")
     module = _result(f"{name}: {source} cannot be imported: it", lambda: _imported(source))
-    function = getattr(module, attribute, None)
+    function = module.get(attribute)
     if not callable(function):
         raise ScheduleError(f"{name}: {source} has no function {attribute}")
     return check(_result(f"{name}: it", lambda: _schedule(name, function, shape)))
@@ -136,14 +133,5 @@ def _result(subject: str, function: Callable[[], T]) -> T:
         raise ScheduleError(f"{subject} raises {type(error).__name__}: {error}") from error
 
 
-def _imported(source: str) -> ModuleType:
-    if not source.endswith(".py"):
-        return importlib.import_module(source)
-    path = Path(source)
-    spec = importlib.util.spec_from_file_location(f"_mindspeed_lite_order_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _imported(source: str) -> Mapping[str, Any]:
+    return runpy.run_path(source) if source.endswith(".py") else vars(importlib.import_module(source))

@@ -166,7 +166,7 @@ def test_an_order_of_a_users_own_is_loaded_from_a_file_or_a_module(file, monkeyp
         ("{}:nothing", ["no function nothing"]),
         ("{}:absent", ["no function absent"]),
         ("{}", ["module:function or FILE.py:function"]),
-        ("/nowhere/own.py:f", ["no file /nowhere/own.py"]),
+        ("/nowhere/own.py:f", ["cannot be imported", "No such file or directory: '/nowhere/own.py'"]),
         ("no.such.module:f", ["cannot be imported", "ModuleNotFoundError"]),
     ],
 )
