@@ -208,25 +208,17 @@ def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> list[di
 def _bubbles(schedule: Schedule, traces: Path) -> dict[str, float]:
     # The first step makes buffers, and the last one sleeps nowhere.
     steps = trace.training_steps(trace.read(traces), schedule)[1:-1]
-    typical = sorted(steps, key=trace.bubble)[len(steps) // 2]
-    executed = trace.as_executed(schedule, typical)
-    besides = trace.overheads([typical], executed)
+    typical = sorted(steps, key=lambda each: each.bubble)[len(steps) // 2]
+    overheads = trace.overheads([typical])
     return {
         # Each step as long as it was in this training step: nothing else, and what is besides steps in it.
-        "as long": simulate(executed, trace.recorded_costs(typical)).bubble,
-        "besides": simulate(executed, trace.recorded_costs(typical, besides)).bubble,
-        "simulated": simulate(executed, _costs(schedule, steps)).bubble,
-        "recorded": trace.bubble(typical),
-        "message": besides.message,
-        "between": statistics.fmean(besides.between.get(step.kind, 0.0) for step in executed.steps(0)),
+        "as long": simulate(typical.schedule, trace.recorded_costs(typical)).bubble,
+        "besides": simulate(typical.schedule, trace.recorded_costs(typical, overheads)).bubble,
+        "simulated": simulate(typical.schedule, trace.median_costs(steps)).bubble,
+        "recorded": typical.bubble,
+        "message": overheads.message,
+        "between": statistics.fmean(overheads.between.get(step.kind, 0.0) for step in typical.schedule.steps(0)),
     }
-
-
-def _costs(schedule: Schedule, steps: Sequence[Sequence[trace.ExecutedStep]]) -> costs.Costs:
-    """Median times of steps, and means of what is besides."""
-    seconds = trace.median_seconds([each for step in steps for each in step], schedule)
-    besides = trace.overheads(steps, trace.as_executed(schedule, steps[0]))
-    return costs.from_measured(seconds, schedule.num_stages, *besides)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,8 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         schedule = planned_schedule(flags, RANKS, chunks, options.micro_batches)
         steps = trace.training_steps(trace.read(folder / order), schedule)[1:-1]
         title = f"{order}, simulated with the median times of its kinds of steps"
-        executed = trace.as_executed(schedule, steps[0])
-        draw.png({title: simulate(executed, _costs(schedule, steps))}, options.page.with_suffix(".png"), "s", steps[-1])
+        simulated = simulate(steps[0].schedule, trace.median_costs(steps))
+        draw.png({title: simulated, "executed": steps[-1]}, options.page.with_suffix(".png"), "s")
     return 0
 
 

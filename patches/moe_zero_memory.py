@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
-from mindspeed_lite.memory.released import ReleasedTensor
+from mindspeed_lite.memory.saved_tensors import ReleasedTensor
 from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
-from mindspeed_lite.memory.copy_engine import StreamCopyEngine as StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
@@ -51,7 +51,7 @@ def _shared(session: Session, device: torch.device) -> Offload:
     def make() -> Offload:
         budget = session.settings.swap_attention_budget
         limit = None if budget is None else int(budget * 2**30)
-        return Offload(StreamCopyEngine(device), device.type, limit, session.fallback_of(FEATURE.name))
+        return Offload(CopyEngine(device), device.type, limit, session.fallback_of(FEATURE.name))
 
     return session.state(FEATURE.name, make)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
-from mindspeed_lite.memory.copy_engine import StreamCopyEngine
+from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
@@ -33,7 +33,7 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
 
     def make() -> SwappedOptimizerState:
         times = session.settings.swap_optimizer_times
-        return SwappedOptimizerState(StreamCopyEngine(parameters[0].device), times, session.fallback_of(FEATURE.name))
+        return SwappedOptimizerState(CopyEngine(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
     placement = session.state(FEATURE.name, make)
     inner.placement = placement

@@ -17,7 +17,6 @@ import torch
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session, Settings
 from mindspeed_lite.parallel.symmetric import Symmetric
 from mindspeed_lite.parallel.tp_linear import ChunkPolicy, TPCommConfig, fixed_chunks
-from mindspeed_lite.platform import cache
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 
 from ._shared import linear_layers
@@ -43,7 +42,7 @@ class _Choice:
         if self._number is not None:
             return fixed_chunks(self._number)
         if group not in self._trials:
-            self._trials[group] = ChunkAutotuner(group, lambda text: _log.warning("%s: %s", NAME, text), cache.folder)
+            self._trials[group] = ChunkAutotuner(group, lambda text: _log.warning("%s: %s", NAME, text))
         trials = self._trials[group]
         return trials if training else trials.known
 

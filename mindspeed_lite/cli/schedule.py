@@ -21,8 +21,8 @@ from typing import Any
 from mindspeed_lite.bench.wording import percent, significant, size
 from mindspeed_lite.bench.wording import seconds as in_seconds
 from mindspeed_lite.pipeline import costs, draw, orders, trace
-from mindspeed_lite.pipeline.simulate import simulate
-from mindspeed_lite.pipeline.steps import Schedule, steps_of
+from mindspeed_lite.pipeline.simulate import Simulation, simulate
+from mindspeed_lite.pipeline.steps import steps_of
 from mindspeed_lite.planner import order_candidates
 from mindspeed_lite.planner.order_candidates import OrderBuilder, OrderCandidate, OrderFlags
 from mindspeed_lite.planner.pipeline_costs import StepSeconds
@@ -64,50 +64,49 @@ def main(options: argparse.Namespace) -> int:
     training = training_command.read(options, flags.rest)
     builder = OrderBuilder(training, flags, options.times, options.overlap, options.memory)
     found, refused = builder.compare(options.order)
-    executed: list[trace.ExecutedStep] = []
+    executed: Simulation | None = None
     if options.trace:
-        own = found[0].simulation.schedule
         try:
-            executed = trace.training_steps(trace.read(options.trace), own)[-1]
+            executed = trace.training_steps(trace.read(options.trace), found[0].simulation.schedule)[-1]
         except trace.TraceError as error:
             raise CommandError(f"{options.trace}: {error}") from error
         if builder.seconds is None:
-            builder = replace(builder, seconds=_recorded_seconds(executed, own))
+            builder = replace(builder, seconds=_recorded_seconds(executed))
             found, refused = builder.compare(options.order)
     has_seconds = builder.seconds is not None
     _show_own(found[0], has_seconds)
     _show_orders(found, refused, options.memory, has_seconds)
-    if executed:
-        _show_executed(found[0], executed)
-    fastest = order_candidates.fastest(found)
-    report = {
-        "pipeline_ranks": training.pp,
-        "microbatches": training.microbatches,
-        "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
-        "memory_limit_gib": options.memory,
-        "fastest": fastest.name if fastest else None,
-        "orders": [_as_json(each, options.steps) for each in found],
-        "not_applicable": refused,
-    }
-    terminal.write_json(options.json, report)
+    if executed is not None:
+        _show_executed(executed)
+    if options.json:
+        fastest = order_candidates.fastest(found)
+        report = {
+            "pipeline_ranks": training.pp,
+            "microbatches": training.microbatches,
+            "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
+            "memory_limit_gib": options.memory,
+            "fastest": fastest.name if fastest else None,
+            "orders": [_as_json(each, options.steps) for each in found],
+            "not_applicable": refused,
+        }
+        terminal.write_json(options.json, report)
     if options.png:
         titles = {
             f"{each.name}: step {_time(each.simulation.makespan, has_seconds)}, idle {percent(each.simulation.bubble)},"
             f" at most {each.peak_live} chunk activations, {size(each.peak_bytes)}": each.simulation
             for each in found
-        }
+        } | ({} if executed is None else {"executed": executed})
         with terminal.writing("--png", options.png):
-            draw.png(titles, options.png, "s" if has_seconds else "forward passes", executed)
-    return 1 if options.memory is not None and fastest is None else 0
+            draw.png(titles, options.png, "s" if has_seconds else "forward passes")
+    return 1 if options.memory is not None and not any(each.fits for each in found) else 0
 
 
-def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule) -> StepSeconds:
-    found = costs.from_measured(trace.median_seconds(executed, schedule), schedule.num_stages)
-    message = trace.overheads([executed], trace.as_executed(schedule, executed)).message
+def _recorded_seconds(executed: Simulation) -> StepSeconds:
+    found, ranks = trace.median_costs([executed]), executed.schedule.num_ranks
     forward, input_grad, weight_grad = (
-        sum(each) / schedule.num_ranks for each in (found.forward, found.input_grad, found.weight_grad)
+        sum(each) / ranks for each in (found.forward, found.input_grad, found.weight_grad)
     )
-    return StepSeconds(forward, input_grad, weight_grad, message)
+    return StepSeconds(forward, input_grad, weight_grad, found.message)
 
 
 def _show_own(own: OrderCandidate, has_seconds: bool) -> None:
@@ -160,14 +159,13 @@ def _show_orders(
         say(f"\nfastest{under}: {fastest.name}", "green")
 
 
-def _show_executed(candidate: OrderCandidate, executed: Sequence[trace.ExecutedStep]) -> None:
-    schedule = trace.as_executed(candidate.simulation.schedule, executed)
-    besides = trace.overheads([executed], schedule)
-    alone, whole = (simulate(schedule, trace.recorded_costs(executed, *more)) for more in ((), (besides,)))
+def _show_executed(executed: Simulation) -> None:
+    overheads = trace.overheads([executed])
+    alone, whole = (simulate(executed.schedule, trace.recorded_costs(executed, each)) for each in (None, overheads))
     say(
-        f"\nexecuted in this order, last training step: {in_seconds(trace.makespan(executed))}, idle "
-        f"{percent(trace.bubble(executed))}; simulated with the times of its steps: {in_seconds(alone.makespan)}, idle "
-        f"{percent(alone.bubble)}; with those of its messages ({in_seconds(besides.message)}) and of what is between "
+        f"\nexecuted in this order, last training step: {in_seconds(executed.makespan)}, idle "
+        f"{percent(executed.bubble)}; simulated with the times of its steps: {in_seconds(alone.makespan)}, idle "
+        f"{percent(alone.bubble)}; with those of its messages ({in_seconds(overheads.message)}) and of what is between "
         f"steps as well: {in_seconds(whole.makespan)}, idle {percent(whole.bubble)}"
     )
 

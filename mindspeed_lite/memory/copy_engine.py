@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -20,40 +19,26 @@ class Buffer:
         self.last: Event | None = None
 
 
-class CopyEngine(Protocol):
-    """Copies ordered after compute issued before."""
+class CopyEngine:
+    """Copies on a stream for each direction, after compute issued before."""
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Pinned uint8 tensor. Raises MemoryError or RuntimeError."""
-        ...
-
-    def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
-        """Copies a contiguous uint8 tensor to the buffer's start."""
-        ...
-
-    def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
-        """Copies the buffer's start to a contiguous uint8 tensor."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Makes later compute wait for the copy."""
-        ...
-
-
-class StreamCopyEngine:
     def __init__(self, device: torch.device) -> None:
         self._d2h, self._h2d = DeviceStream(device), DeviceStream(device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Pinned uint8 tensor. Raises MemoryError or RuntimeError."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
+        """Copies a contiguous uint8 tensor to the buffer's start."""
         return _copy(self._d2h, source, buffer.tensor[: source.numel()], buffer)
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
+        """Copies the buffer's start to a contiguous uint8 tensor."""
         return _copy(self._h2d, buffer.tensor[: target.numel()], target, buffer)
 
     def wait(self, event: Event) -> None:
+        """Makes later compute wait for the copy."""
         self._d2h.wait(event)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_lite.memory import host
+
+StateOf = Callable[[torch.Tensor], dict[str, Any]]
 
 _NAMES = ("exp_avg", "exp_avg_sq")
 # Bytes; a mapping for less does not pay off.
@@ -72,10 +73,11 @@ class HostMappedMoments:
                 host.release(part)
                 start, part = place + 1, []
 
-    def materialized(
-        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
+    def fetch(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
+        """Nothing: the device addresses them."""
+
+    def offload(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
+        """Nothing: the next step places what was replaced."""
 
     def restore(self) -> None:
         for state, places in self._held.values():

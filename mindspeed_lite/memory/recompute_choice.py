@@ -5,6 +5,7 @@ An integer program for HiGHS (`scipy.optimize.milp`), solved to optimality or a 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,50 @@ class LayerChoice:
     seconds: float
     gap: float
     exposed: tuple[float, ...] = ()
+
+    def table(
+        self,
+        everything: int,
+        budget: int,
+        stage: int,
+        stages: int,
+        rates: tuple[float, float] | None = None,
+        why_kept: str = "",
+    ) -> str:
+        """Text of a stage's choice, by runs of equal layers; everything: peak if everything is kept.
+
+        rates: bytes per second to the host and back; None with the reason `why_kept`.
+        """
+        where = f" of pipeline stage {stage}" if stages > 1 else ""
+        share = ""
+        if everything:
+            share = f", {1 - self.peak / everything:.0%} less than the {gib(everything)} of keeping everything"
+        lines = [
+            f"activations{where}: {gib(self.peak)} at the peak{share}; the budget is {gib(budget)}",
+            f"{'layers':>9}  {'kept each':>11}  {'moved each':>11}  {'longer each':>11}  "
+            "computed again; moved to the host",
+        ]
+        for _, run in itertools.groupby(
+            enumerate(zip(self.options, self.exposed, strict=True), 1),
+            key=lambda each: (each[1][0].again, each[1][0].swapped, each[1][0].kept),
+        ):
+            members = list(run)
+            (first, (option, _)), (last, _) = members[0], members[-1]
+            longer = sum(each.seconds + exposed for _, (each, exposed) in members) / len(members) * 1e3
+            layers = f"{first}-{last}" if last > first else f"{first}"
+            again, moved = (", ".join(sorted(each)) for each in (option.again, option.swapped))
+            parts = (again or "nothing") + (f"; {moved}" if moved else "")
+            lines.append(f"{layers:>9}  {gib(option.kept):>11}  {gib(option.moved):>11}  {longer:>8.2f} ms  {parts}")
+        if rates:
+            out, back = (rate / 1e9 for rate in rates)
+            shown = sum(self.exposed) * 1e3
+            lines.append(f"copies: {out:.2f} GB/s out, {back:.2f} GB/s back; {shown:.2f} ms do not hide behind compute")
+        elif why_kept:
+            lines.append(f"nothing is moved to the host: {why_kept}")
+        proof = "proven to be the least" if self.gap <= 0 else f"at most {self.gap:.2%} above the least"
+        if math.isinf(self.gap):
+            proof = "which may not be the least"
+        return "\n".join([*lines, f"{self.seconds * 1e3:.2f} ms longer for each micro-batch, {proof}"])
 
 
 @dataclass

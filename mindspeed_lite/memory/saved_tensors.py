@@ -1,4 +1,4 @@
-"""Counts bytes that autograd saves for the backward pass.
+"""Counts bytes that autograd saves for the backward pass, and releases some until then.
 
 A storage counts once, with its current size. The peak is evaluated when a backward pass begins to read.
 """
@@ -136,3 +136,17 @@ def _by_place(storages: Iterable[_Storage]) -> list[SavedTensorStats]:
         sums[key] = (count + 1, size + each.storage.nbytes())
     kept = [SavedTensorStats(*key, count, size) for key, (count, size) in sums.items()]
     return sorted(kept, key=lambda each: -each.bytes)
+
+
+class ReleasedTensor:
+    """Tensor whose storage is empty until `fill`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # `.data` has its own version counter, so `fill` does not modify a saved tensor.
+        self._values = tensor.data
+        self._bytes = tensor.untyped_storage().nbytes()
+        tensor.untyped_storage().resize_(0)
+
+    def fill(self, values: torch.Tensor) -> None:
+        self._values.untyped_storage().resize_(self._bytes)
+        self._values.copy_(values)

@@ -1,14 +1,13 @@
 """Stores optimizer state in host memory and copies it to the device for the step, in groups.
 
 Three groups are on the device: one updated, one copied in, one out. Between steps tensors are placeholders: reads
-return NaN, writes raise. Use `materialized` to access values.
+return NaN, writes raise. `fetch` gives them values.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_lite.memory.copy_engine import Buffer, CopyEngine, PinnedBufferPool
 from mindspeed_lite.platform.side_stream import Event
+
+StateOf = Callable[[torch.Tensor], dict[str, Any]]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PARAMETER = "param"
@@ -59,8 +60,6 @@ class SwappedOptimizerState:
         self._leaving: deque[tuple[Event, torch.Tensor]] = deque()
         self._leaving_bytes = 0
         self._placeholders: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        self._asked: list[torch.Tensor] = []
-        self._depth = 0
         self._refused = False
 
     @property
@@ -76,9 +75,7 @@ class SwappedOptimizerState:
         self._settle()
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Offloads the parameter's state; not inside `materialized`."""
-        if self._depth:
-            return
+        """Offloads the parameter's state."""
         places = self._held.setdefault(parameter, {})
         self._forget(places, state)
         found = {name: state[name] for name in _MOMENTS if name in state}
@@ -114,30 +111,18 @@ class SwappedOptimizerState:
             self._settle(sum(place.nbytes for _, place in pairs))
         self._settle()
 
-    @contextmanager
-    def materialized(
-        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
-    ) -> Iterator[None]:
-        """Context with the parameters' state on the device, to read, write and replace."""
+    def fetch(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
+        """Copies the parameters' state to the device, to read, write and replace."""
         some = list(parameters)
-        self._depth += 1
-        try:
-            pairs = []
-            for parameter in some:
-                self._forget(self._held.get(parameter, {}), state_of(parameter))
-                pairs += self._on_host([parameter])
-            self._fetch(pairs)
-            self._ready(some)
-            yield
-        finally:
-            self._asked += some
-            self._depth -= 1
-            # The outermost context offloads for all.
-            if not self._depth:
-                asked, self._asked = self._asked, []
-                for parameter in asked:
-                    self.place(parameter, state_of(parameter))
-                self._settle()
+        for parameter in some:
+            self._forget(self._held.get(parameter, {}), state_of(parameter))
+        self._fetch(self._on_host(some))
+        self._ready(some)
+
+    def offload(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
+        for parameter in parameters:
+            self.place(parameter, state_of(parameter))
+        self._settle()
 
     def restore(self) -> None:
         self._settle()

@@ -23,6 +23,9 @@ _NOTHING: Mapping[torch.Tensor, Any] = MappingProxyType({})
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
+StateOf = Callable[[torch.Tensor], dict[str, Any]]
+
+
 class StatePlacement(Protocol):
     """Where optimizer state is stored: `HostMappedMoments` or `SwappedOptimizerState`."""
 
@@ -37,10 +40,12 @@ class StatePlacement(Protocol):
         """Yields parameters in parts, each updated when the next is requested."""
         ...
 
-    def materialized(
-        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context to read, write and replace parameters and state; not from a step."""
+    def fetch(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
+        """Makes parameters and state readable, writable and replaceable on the device."""
+        ...
+
+    def offload(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
+        """Ends `fetch`."""
         ...
 
     def restore(self) -> None:
@@ -81,6 +86,9 @@ class _Fused(torch.optim.Optimizer):
     quantized_moments: QuantizedMoments | None = None
     placement: StatePlacement | None = None
     decoupled: bool
+    # : Parameters of open `materialized` contexts, and their number.
+    _opened: tuple[torch.Tensor, ...] = ()
+    _depth: int = 0
     # : Called with the reasons if torch's own step runs.
     on_fallback: Callable[[list[str]], None] | None = None
     # : Called with this optimizer, the group and `adamw`'s arguments.
@@ -117,24 +125,37 @@ class _Fused(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # by the decorator; torch asks when the class is instantiated
 
     @contextlib.contextmanager
-    def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Context with fp32, writable parameters (default: all) and moments."""
-        some = None if parameters is None else list(parameters)
-        with contextlib.ExitStack() as stack:
+    def materialized(self, parameters: Iterable[torch.Tensor] | None = None, converts: bool = True) -> Iterator[None]:
+        """Context with fp32, writable parameters (default: all) and moments; the outermost one ends it for all.
+
+        converts: False for values in their storage's form.
+        """
+        if parameters is None:
+            parameters = [each for group in self.param_groups for each in group["params"]]
+        opened = list(parameters)
+        self._opened, self._depth = (*self._opened, *opened), self._depth + 1
+        try:
             if self.placement is not None:
-                every = [each for group in self.param_groups for each in group["params"]]
-                stack.enter_context(self.placement.materialized(every if some is None else some, self._state_of))
-            if self.quantized_moments is not None:
-                stack.enter_context(self.quantized_moments.materialized(some))
-            if self.split_params is not None:
-                stack.enter_context(self.split_params.materialized(some))
+                self.placement.fetch(opened, self._state_of)
+            for form in (self.quantized_moments, self.split_params) if converts else ():
+                if form is not None:
+                    form.widen(opened)
             yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                opened, self._opened = list(dict.fromkeys(self._opened)), ()
+                for form in (self.split_params, self.quantized_moments):
+                    if form is not None:
+                        form.narrow(opened)
+                if self.placement is not None:
+                    self.placement.offload(opened, self._state_of)
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """fp32 copies (`param`, `exp_avg`, `exp_avg_sq`) of tensors stored in another form."""
         if self.placement is None or self.placement.device_addressable:
             return self._converted(parameter)
-        with self.placement.materialized([parameter], self._state_of):
+        with self.materialized([parameter], converts=False):
             state = self.state.get(parameter, {})
             found = {"param": parameter, **{name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}}
             found |= self._converted(parameter)
@@ -191,7 +212,7 @@ class _Fused(torch.optim.Optimizer):
                 seen_steps.add(id(state["step"]))
                 state["step"] += 1
                 blocks = None if self.quantized_moments is None else self.quantized_moments.blocks(parameter)
-                if self.placement is not None:
+                if self.placement is not None and not self._depth:
                     self.placement.place(parameter, state)
                 first, last = halves.get(parameter, (parameter, data.cast_targets.get(parameter)))
                 row = _Row(first, grad, state["exp_avg"], state["exp_avg_sq"], last, blocks, parameter)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ class QuantizedMoments:
         self._optimizer = weakref.ref(optimizer)
         self._dtype = dtype
         self._blocks: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._asked: list[list[torch.Tensor] | None] = []
-        self._depth = 0
 
     @property
     def _state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
@@ -39,7 +36,7 @@ class QuantizedMoments:
 
     def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Quantizes; returns the exponents of both moments if fp8."""
-        self._narrow([parameter])
+        self.narrow([parameter])
         return self._blocks.get(parameter)
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -50,35 +47,19 @@ class QuantizedMoments:
         both = moments.unpack(found["exp_avg"], found["exp_avg_sq"], self._blocks.get(parameter))
         return dict(zip(_NAMES, both, strict=True))
 
-    @contextmanager
-    def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Context with fp32, writable moments (default: of all parameters)."""
-        some = None if parameters is None else list(parameters)
-        self._asked.append(some)
-        self._depth += 1
-        try:
-            self._widen(list(self._state) if some is None else some)
-            yield
-        finally:
-            self._depth -= 1
-            # The outermost context quantizes for all.
-            if not self._depth:
-                asked, self._asked = self._asked, []
-                everything = any(each is None for each in asked)
-                self._narrow(list(self._state) if everything else [each for some in asked for each in some or ()])
-
     def restore(self) -> None:
-        self._widen(list(self._state))
+        self.widen(list(self._state))
         self._dtype = lambda parameter: torch.float32
 
-    def _widen(self, parameters: Iterable[torch.Tensor]) -> None:
+    def widen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make moments fp32 and writable."""
         for parameter in parameters:
             plain = self.fp32_copy(parameter)
             if plain:
                 self._state[parameter].update(plain)
                 self._blocks.pop(parameter, None)
 
-    def _narrow(self, parameters: Iterable[torch.Tensor]) -> None:
+    def narrow(self, parameters: Iterable[torch.Tensor]) -> None:
         """Quantizes to nearest; dequantized values return to their codes."""
         for parameter in parameters:
             found, dtype = self._state.get(parameter, {}), self._dtype(parameter)

@@ -1,13 +1,12 @@
 """Stores fp32 main parameters as the model's bf16 weights plus int16 low halves.
 
-The optimizer's parameters are placeholders: reads return NaN, writes raise. Use `materialized()` to access values.
+The optimizer's parameters are placeholders: reads return NaN, writes raise. `widen` gives them values.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ class SplitFP32Params:
         self._optimizer = weakref.ref(optimizer)
         self._highs = highs
         self._lows: dict[torch.Tensor, torch.Tensor] = {}
+        # Low halves of parameters that are fp32 for now.
+        self._unused: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, high in highs().items():
             low = torch.empty(parameter.numel(), dtype=torch.int16, device=parameter.device)
             self._give_up(parameter, high, low)
@@ -49,31 +50,27 @@ class SplitFP32Params:
         word = halves.join(self._highs()[parameter], low, squares).view(parameter.shape)
         return {"param": word} if squares is None else {"param": word, "exp_avg_sq": squares.abs()}
 
-    @contextmanager
-    def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Context with fp32, writable parameters (default: all)."""
-        lows: dict[torch.Tensor, torch.Tensor] = {}
-        try:
-            for parameter in list(self._lows if parameters is None else parameters):
-                if parameter in self._lows:
-                    lows[parameter] = self._restore(parameter)
-            yield
-        finally:
-            highs = self._highs()
-            for parameter, low in lows.items():
-                self._give_up(parameter, highs[parameter], low)
+    def widen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make parameters fp32 and writable."""
+        for parameter in parameters:
+            if parameter not in self._lows:
+                continue
+            plain, squares = self.joined(parameter), self._squares(parameter)
+            if squares is not None:
+                squares.abs_()
+            parameter.data = plain["param"]
+            self._unused[parameter] = self._lows.pop(parameter)
+
+    def narrow(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Split what `widen` has joined."""
+        highs = self._highs()
+        for parameter in parameters:
+            if parameter in self._unused:
+                self._give_up(parameter, highs[parameter], self._unused.pop(parameter))
 
     def restore(self) -> None:
-        for parameter in list(self._lows):
-            self._restore(parameter)
-
-    def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Makes the parameter fp32; returns its low half."""
-        plain, squares = self.joined(parameter), self._squares(parameter)
-        if squares is not None:
-            squares.abs_()
-        parameter.data = plain["param"]
-        return self._lows.pop(parameter)
+        self.widen(list(self._lows))
+        self._unused.clear()
 
     def _give_up(self, parameter: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
         halves.split(parameter.data.contiguous(), high, low, self._squares(parameter))

@@ -134,25 +134,3 @@ def peak_live(schedule: Schedule, rank: int) -> int:
 
 def peak_bytes(schedule: Schedule, rank: int, costs: Costs) -> float:
     return max((each.bytes(costs, schedule.placement[rank]) for each in held(schedule, rank)), default=0.0)
-
-
-def from_measured(
-    seconds: Mapping[tuple[Kind, int], float],
-    stages: int,
-    message: float = 0.0,
-    between: Mapping[Kind, float] | None = None,
-) -> Costs:
-    """Costs from seconds by kind and stage (`trace.median_seconds`); full backwards split in half."""
-
-    def of(kind: Kind, stage: int) -> float:
-        return seconds.get((kind, stage), 0.0)
-
-    half = [of(Kind.BACKWARD, stage) / 2 for stage in range(stages)]
-    return Costs(
-        forward=[of(Kind.FORWARD, stage) for stage in range(stages)],
-        input_grad=[of(Kind.INPUT_GRAD, stage) or half[stage] for stage in range(stages)],
-        weight_grad=[of(Kind.WEIGHT_GRAD, stage) or half[stage] for stage in range(stages)],
-        recompute=[of(Kind.RECOMPUTE, stage) for stage in range(stages)],
-        message=message,
-        between=between or {},
-    )

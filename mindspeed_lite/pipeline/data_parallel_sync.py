@@ -7,7 +7,6 @@ A chunk's gradients are complete after its last contributing step; parameters ar
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +18,16 @@ from .steps import BACKWARDS, Kind, Step
 class SyncPlan:
     """Steps of a rank that start communication.
 
-    last_backward: of each chunk.
-    complete: step that completes each chunk's gradients.
+    last_backward, complete: chunk -> its last backward, and the step that completes its gradients.
     reduced: step -> chunk to reduce after it.
     gathered: forward step -> chunk to gather before it.
-    places: index in the order -> step of any of these.
     """
 
     chunks: int
-    last_backward: frozenset[Step]
-    complete: frozenset[Step]
+    last_backward: Mapping[int, Step]
+    complete: Mapping[int, Step]
     reduced: Mapping[Step, int]
     gathered: Mapping[Step, int]
-    places: Mapping[int, Step]
-
-    @functools.cached_property
-    def last_of_chunks(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Micro-batch by chunk: last backward, and completing step."""
-        found = [{step.chunk: step.microbatch for step in steps} for steps in (self.last_backward, self.complete)]
-        return found[0], found[1]
 
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
@@ -47,22 +37,22 @@ def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
     then start together.
     """
     adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
-    complete = {step.chunk: index for index, step in enumerate(adding)}
+    complete = {step.chunk: step for step in adding}
     forwards = [step for step in steps if step.kind is Kind.FORWARD]
     gathered = {
         forwards[index - rank]: step.chunk + 1
         for index, step in enumerate(forwards)
         if step.microbatch == 0 and 1 < step.chunk + 1 < chunks and index >= rank
     }
-    last_backward = frozenset({step.chunk: step for step in steps if step.kind in BACKWARDS}.values())
-    completing = frozenset(adding[index] for index in complete.values())
-    reduced = {adding[index + rank]: chunk for chunk, index in complete.items() if index + rank < len(adding)}
-    due = {*last_backward, *completing, *reduced, *gathered}
-    places = {place: step for place, step in enumerate(steps) if step in due}
-    return SyncPlan(chunks, last_backward, completing, reduced, gathered, places)
+    last_backward = {step.chunk: step for step in steps if step.kind in BACKWARDS}
+    later = zip(adding, adding[rank:], strict=False)
+    reduced = {after: step.chunk for step, after in later if complete[step.chunk] == step}
+    return SyncPlan(chunks, last_backward, complete, reduced, gathered)
 
 
 class DataParallelSync:
+    """Starts communication before and after the steps of a plan."""
+
     def __init__(self, config: Any, models: Sequence[Any], plan: SyncPlan, is_first_stage: bool) -> None:
         self._models, self._plan = models, plan
         self._no_sync = _listed(config.no_sync_func, 1)
@@ -71,21 +61,13 @@ class DataParallelSync:
         # Gradients reduce themselves without a function, and on the first rank with one chunk: it has no final
         # bubble.
         self._starts_itself = not self._reduce or (plan.chunks == 1 and is_first_stage)
-        self._closing = plan.last_backward | plan.complete
+        self._closing = {*plan.last_backward.values(), *plan.complete.values()} if self._starts_itself else set()
         self._reduced: set[int] = set()
         self._held_back = contextlib.ExitStack()
 
     @staticmethod
     def is_asked_for(config: Any) -> bool:
         return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
-
-    def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
-        """Hooks before and after steps, by index."""
-        places = self._plan.places.items()
-        return (
-            {place: functools.partial(self.before, step) for place, step in places},
-            {place: functools.partial(self.after, step) for place, step in places},
-        )
 
     def begin(self) -> None:
         """Hold back reductions, and gather for the first forwards."""
@@ -94,18 +76,16 @@ class DataParallelSync:
             self._gather[chunk](self._models[chunk].parameters())
 
     def before(self, step: Step) -> None:
-        if step.kind is Kind.FORWARD:
-            chunk = self._plan.gathered.get(step)
-            if chunk is not None and self._gather:
-                self._gather[chunk](self._models[chunk].parameters())
-        elif self._starts_itself and step in self._closing:
+        if self._gather and step in self._plan.gathered:
+            chunk = self._plan.gathered[step]
+            self._gather[chunk](self._models[chunk].parameters())
+        elif step in self._closing:
             self._held_back.close()
 
     def after(self, step: Step) -> None:
-        if self._starts_itself:
-            if step in self._closing:
-                self._hold_back()
-        elif self._plan.chunks > 1 and step in self._plan.reduced:
+        if step in self._closing:
+            self._hold_back()
+        elif not self._starts_itself and self._plan.chunks > 1 and step in self._plan.reduced:
             self._held_back.close()
             self._start(self._plan.reduced[step])
             self._hold_back()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from .simulate import Simulation, TimedEntry
-from .steps import Entry, Kind, OverlappedPair, Step, steps_of
-from .trace import ExecutedStep
+from .simulate import Simulation
+from .steps import Entry, Kind, OverlappedPair, steps_of
 
 
 class _Look(NamedTuple):
@@ -36,54 +35,34 @@ def text(simulation: Simulation, columns: int, color: bool = False) -> list[str]
     """A line of at most `columns` characters per rank, and a legend."""
     head, schedule = f"rank {len(simulation.ranks) - 1} ", simulation.schedule
     width, has_chunks = columns - len(head), schedule.num_chunks > 1
-    middles = [(column + 0.5) * simulation.makespan / width for column in range(width)]
+
+    def cell(entry: Entry | None, size: int) -> str:
+        if entry is None:
+            return (" " if color else _IDLE) * size
+        look = _PAIR if isinstance(entry, OverlappedPair) else _LOOKS[entry.kind]
+        chunks = [f"{step.chunk}:" * has_chunks for step in steps_of(entry)]
+        steps = zip(steps_of(entry), chunks, strict=True)
+        label = "+".join(f"{_LOOKS[step.kind].letter}{chunk}{step.microbatch}" for step, chunk in steps)
+        label = label if len(label) <= size else look.letter
+        return f"\x1b[48;5;{look.background}m\x1b[38;5;16m{label:{size}}\x1b[0m" if color else f"{label:-<{size}}"
+
     lines = []
     for rank, entries in enumerate(simulation.ranks):
-        begins = [timed.begin for timed in entries]
-        shown = [_entry_at(now, entries, begins) for now in middles]
-        cells = "".join(_cell(entry, len([*run]), color, has_chunks) for entry, run in groupby(shown))
+        shown: list[Entry | None] = []
+        for column in range(width):
+            now = (column + 0.5) * simulation.makespan / width
+            place = bisect_right(entries, now, key=lambda timed: timed.begin) - 1
+            shown.append(entries[place].entry if place >= 0 and now < entries[place].end else None)
+        cells = "".join(cell(entry, len([*run])) for entry, run in groupby(shown))
         lines.append(f"rank {rank}".ljust(len(head)) + cells)
-    kinds = {step.kind for rank in range(len(simulation.ranks)) for step in schedule.steps(rank)}
-    looks = [_LOOKS[kind] for kind in _LOOKS if kind in kinds]
+    looks = [_LOOKS[kind] for kind in Kind if schedule.units[kind]]
     looks += [_PAIR] if any(isinstance(entry, OverlappedPair) for run in schedule.ranks for entry in run) else []
     legend = ", ".join(f"{look.letter} {look.word}" for look in looks)
     return [*lines, f"{legend}, {_IDLE} idle; numbers are {'chunk:' * has_chunks}micro-batch"]
 
 
-def _entry_at(now: float, entries: Sequence[TimedEntry], begins: Sequence[float]) -> Entry | None:
-    place = bisect_right(begins, now) - 1
-    return entries[place].entry if place >= 0 and now < entries[place].end else None
-
-
-def _cell(entry: Entry | None, size: int, color: bool, has_chunks: bool) -> str:
-    if entry is None:
-        return " " * size if color else _IDLE * size
-    look = _PAIR if isinstance(entry, OverlappedPair) else _LOOKS[entry.kind]
-    label = "+".join(
-        f"{_LOOKS[step.kind].letter}{f'{step.chunk}:' * has_chunks}{step.microbatch}" for step in steps_of(entry)
-    )
-    label = label if len(label) <= size else look.letter
-    if not color:
-        return label.ljust(size, "-")
-    return f"\x1b[48;5;{look.background}m\x1b[38;5;16m{label.ljust(size)}\x1b[0m"
-
-
-class _Bar(NamedTuple):
-    rank: int
-    step: Step
-    begin: float
-    seconds: float
-    part: int = 0
-    parts: int = 1
-
-
-def png(
-    simulations: Mapping[str, Simulation],
-    file: str | Path,
-    unit: str = "",
-    executed: Sequence[ExecutedStep] = (),
-) -> None:
-    """Write schedules and recorded steps on one time axis in `unit`.
+def png(simulations: Mapping[str, Simulation], file: str | Path, unit: str = "") -> None:
+    """Write simulated and recorded training steps on one time axis in `unit`, by title.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -92,33 +71,24 @@ def png(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    drawn = {
-        title: [
-            _Bar(rank, step, timed.begin, timed.end - timed.begin, part, len(steps_of(timed.entry)))
-            for rank, entries in enumerate(simulation.ranks)
-            for timed in entries
-            for part, step in enumerate(steps_of(timed.entry))
-        ]
-        for title, simulation in simulations.items()
-    }
-    if executed:
-        first = min(each.begin for each in executed)
-        drawn["executed"] = [_Bar(e.rank, e.step, e.begin - first, e.end - e.begin) for e in executed]
-    rows = [1 + max(bar.rank for bar in bars) for bars in drawn.values()]
+    rows = [len(each.ranks) for each in simulations.values()]
     figure = Figure(figsize=(14, 1.0 + sum(0.9 + 0.34 * number for number in rows)), layout="constrained")
     axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=[2.0 + each for each in rows])[:, 0]
-    for (title, bars), number, each in zip(drawn.items(), rows, axes, strict=True):
-        longest = max(bar.begin + bar.seconds for bar in bars)
+    for (title, simulation), number, each in zip(simulations.items(), rows, axes, strict=True):
         # One artist per row and colour.
         spans: dict[tuple[str, float, float, float], list[tuple[float, float]]] = {}
-        for bar in bars:
-            height = 0.84 / bar.parts
-            low, opacity = bar.rank - 0.42 + height * bar.part, 1.0 - 0.45 * min(bar.step.chunk, 1)
-            look = _LOOKS[bar.step.kind].color, opacity, low, height
-            spans.setdefault(look, []).append((bar.begin, bar.seconds))
-            if bar.seconds / longest > 0.007:
-                middle, size = (bar.begin + bar.seconds / 2, low + height / 2), 6 if bar.parts == 1 else 4
-                each.text(*middle, str(bar.step.microbatch), ha="center", va="center", fontsize=size, clip_on=True)
+        for rank, entries in enumerate(simulation.ranks):
+            for timed in entries:
+                steps, seconds = steps_of(timed.entry), timed.end - timed.begin
+                height = 0.84 / len(steps)
+                for part, step in enumerate(steps):
+                    low, opacity = rank - 0.42 + height * part, 1.0 - 0.45 * min(step.chunk, 1)
+                    look = _LOOKS[step.kind].color, opacity, low, height
+                    spans.setdefault(look, []).append((timed.begin, seconds))
+                    if seconds / simulation.makespan > 0.007:
+                        middle = timed.begin + seconds / 2, low + height / 2
+                        label, size = str(step.microbatch), 6 if len(steps) == 1 else 4
+                        each.text(*middle, label, ha="center", va="center", fontsize=size, clip_on=True)
         for (color, opacity, low, height), found in spans.items():
             each.broken_barh(found, (low, height), facecolor=color, alpha=opacity, edgecolor="white", linewidth=0.4)
         each.set_title(title, loc="left", fontsize=9)
@@ -127,7 +97,7 @@ def png(
         each.tick_params(axis="x", labelsize=7)
         each.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlabel(f"time{f' ({unit})' if unit else ''}")
-    kinds = {bar.step.kind for bars in drawn.values() for bar in bars}
-    handles = [Patch(facecolor=look.color, label=look.word) for kind, look in _LOOKS.items() if kind in kinds]
+    looks = [_LOOKS[kind] for kind in Kind if any(each.schedule.units[kind] for each in simulations.values())]
+    handles = [Patch(facecolor=look.color, label=look.word) for look in looks]
     figure.legend(handles=handles, ncols=5, loc="outside upper right", fontsize=7, frameon=False)
     figure.savefig(file, dpi=110)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -158,8 +158,7 @@ def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 def _passes(shape: PipelineShape) -> tuple[list[Step], list[Step]]:
     order = table(shape)
-    forwards = [forward(chunk, microbatch) for chunk, microbatch in order]
-    return forwards, [backward(shape.chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
+    return [forward(*unit) for unit in order], [backward(shape.chunks - 1 - chunk, batch) for chunk, batch in order]
 
 
 def _interleaved_warmup(rank: int, shape: PipelineShape) -> int:
@@ -204,30 +203,23 @@ def _why_not_dualpipev(shape: PipelineShape) -> str | None:
 class NamedOrder:
     """Published order; chunks: per rank, 0 for the shape's."""
 
-    summary: str
     order: Order
     chunks: int = 1
     placement: Callable[[int], Placement] | None = None
     why_not: Callable[[PipelineShape], str | None] = lambda shape: None
 
 
-_V = steps.v_placement
+_DUALPIPEV = NamedOrder(dualpipev, 2, steps.v_placement, _why_not_dualpipev)
 ORDERS = {
-    "1f1b": NamedOrder("one forward, one backward", one_forward_one_backward),
-    "interleaved": NamedOrder("1F1B with model chunks in turns", interleaved, 0, None, _why_not_interleaved),
-    "interleaved-overlap": NamedOrder(
-        "interleaved, forward and backward overlapped", interleaved_overlap, 0, None, _why_not_interleaved
-    ),
-    "zb-h1": NamedOrder("1F1B with weight gradients in the bubble, at its memory", zb_h1),
-    "dualpipev": NamedOrder("V placement, forward and backward overlapped", dualpipev, 2, _V, _why_not_dualpipev),
-    "dualpipev-dw-detach": NamedOrder(
-        "DualPipeV with weight gradients in the bubble", partial(dualpipev, dw_detach=True), 2, _V, _why_not_dualpipev
-    ),
-    "dualpipev-whole": NamedOrder(
-        "DualPipeV without weight gradients apart", partial(dualpipev, is_whole=True), 2, _V, _why_not_dualpipev
-    ),
-    "forward-only": NamedOrder("an evaluation", forward_only, 0, None),
-    "forward-only-v": NamedOrder("an evaluation on the V placement", forward_only_v, 2, _V),
+    "1f1b": NamedOrder(one_forward_one_backward),
+    "interleaved": NamedOrder(interleaved, 0, None, _why_not_interleaved),
+    "interleaved-overlap": NamedOrder(interleaved_overlap, 0, None, _why_not_interleaved),
+    "zb-h1": NamedOrder(zb_h1),
+    "dualpipev": _DUALPIPEV,
+    "dualpipev-dw-detach": replace(_DUALPIPEV, order=partial(dualpipev, dw_detach=True)),
+    "dualpipev-whole": replace(_DUALPIPEV, order=partial(dualpipev, is_whole=True)),
+    "forward-only": NamedOrder(forward_only, 0),
+    "forward-only-v": NamedOrder(forward_only_v, 2, steps.v_placement),
 }
 TRAINING_ORDERS = tuple(name for name in ORDERS if not name.startswith("forward-only"))
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from .costs import uniform
 from .simulate import simulate
-from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, input_message, output_message, steps_of
+from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, steps_of
 
 # All neighbours' messages, one ring direction's, or a single one.
 Joining = Literal["all", "one way", "none"]
@@ -67,10 +67,10 @@ def compile_program(
         ValueError: a deadlock, or a message to a rank that is no ring neighbour.
     """
     works = tuple(
-        BoundStep(step, input_message(schedule, rank, step), output_message(schedule, rank, step))
-        for step in schedule.steps(rank)
+        BoundStep(step, schedule.input(rank, step), schedule.output(rank, step)) for step in schedule.steps(rank)
     )
-    order = [each for each in _global_order(schedule) if rank in (each.source, each.target)]
+    messages = simulate(schedule, uniform(schedule.num_stages)).messages()
+    order = [each for each in messages if rank in (each.source, each.target)]
     paired = frozenset(_pairs(schedule.ranks[rank]) if pairs else ())
     calls: list[list[Message]] = [[] for _ in range(len(works) + 1)]
     for message, place in zip(order, _places(works, order, rank, lookahead, paired), strict=True):
@@ -85,19 +85,6 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
         if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
             yield place
         place += len(steps_of(entry))
-
-
-def _global_order(schedule: Schedule) -> list[Message]:
-    """All messages, by the end of their sender's step."""
-    found: list[tuple[float, int, Message]] = []
-    for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
-        for timed in entries:
-            for step in steps_of(timed.entry):
-                message = output_message(schedule, rank, step)
-                if message is not None and not message.is_local:
-                    found.append((timed.end, rank, message))
-    # Stable sort: a pair's steps end together.
-    return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
 
 
 def _places(
@@ -122,10 +109,12 @@ def _places(
 
 
 def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) -> Iterator[Transfer]:
+    onward, back = {"to_next", "from_prev"}, {"to_prev", "from_next"}
     call: dict[str, Message] = {}
     for message in messages:
         slot = _slot(message, rank, ranks)
-        fits = {"all": True, "one way": call.keys() <= _SAME_WAY[slot], "none": False}[joining]
+        same_way = call.keys() <= (onward if slot in onward else back)
+        fits = {"all": True, "one way": same_way, "none": False}[joining]
         if call and (slot in call or not fits):
             yield Transfer(**call)
             call = {}
@@ -134,15 +123,15 @@ def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) 
         yield Transfer(**call)
 
 
-_ONWARD, _BACKWARD = frozenset(("to_next", "from_prev")), frozenset(("to_prev", "from_next"))
-_SAME_WAY = {slot: way for way in (_ONWARD, _BACKWARD) for slot in way}
-
-
 def _slot(message: Message, rank: int, ranks: int) -> str:
-    ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
     # With two ranks, all sends share one slot and all receives the other.
-    if message.source == rank and message.target in (ahead, behind):
-        return "to_next" if message.target == ahead else "to_prev"
-    if message.target == rank and message.source in (ahead, behind):
-        return "from_prev" if message.source == behind else "from_next"
-    raise ValueError(f"message {message}: only neighbours in the ring of ranks exchange tensors")
+    is_sent = message.source == rank
+    other = message.target if is_sent else message.source
+    if other == (rank + (1 if is_sent else -1)) % ranks:
+        return "to_next" if is_sent else "from_prev"
+    if other == (rank + (-1 if is_sent else 1)) % ranks:
+        return "to_prev" if is_sent else "from_next"
+    raise ValueError(
+        f"{message.step} of rank {message.source} is sent to rank {message.target}: only neighbours in the ring of "
+        "ranks exchange tensors"
+    )

@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from .data_parallel_sync import DataParallelSync
 from .program import RankProgram, Transfer
-from .steps import BACKWARDS, Kind, Message, Payload, Step
-
-Hook = Callable[[], object]
-
-_METHODS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-    Kind.RECOMPUTE: "recompute",
-}
+from .steps import BACKWARDS, Kind, Message, Step
 
 
 class Passes(Protocol):
-    """Computations of a rank: each method returns a function for one model chunk.
+    """Computations of a rank: the method of a `Kind`'s name returns a function for one model chunk.
 
     Tensors are whatever `Transport` carries, or None.
 
@@ -98,15 +89,15 @@ def run(
     transport: Transport,
     keep: bool = True,
     trace: Trace | None = None,
-    before: Mapping[int, Hook] = {},
-    after: Mapping[int, Hook] = {},
+    sync: DataParallelSync | None = None,
 ) -> None:
     """Execute a program.
 
     keep: hold inputs and outputs for backward passes, and release sent outputs.
-    before, after: hooks by index in the program.
     """
-    executor = _Executor(program, passes, transport, keep, trace, before, after)
+    executor = _Executor(program, passes, transport, keep, trace, sync)
+    if sync is not None:
+        sync.begin()
     for place, transfers in enumerate(program.transfers):
         for transfer in transfers:
             executor.exchange(transfer)
@@ -115,6 +106,10 @@ def run(
         elif place < len(program.works) and place - 1 not in program.paired:
             executor.run_step(place)
     executor.finish_sending()
+    if sync is not None:
+        sync.end()
+    if trace is not None:
+        trace.write()
 
 
 class _Executor:
@@ -132,14 +127,13 @@ class _Executor:
         transport: Transport,
         keep: bool,
         trace: Trace | None,
-        before: Mapping[int, Hook],
-        after: Mapping[int, Hook],
+        sync: DataParallelSync | None,
     ) -> None:
         self.works, self.passes, self.transport = program.works, passes, transport
         self.keep, self.releases = keep, keep and passes.releases
-        self.trace, self.before, self.after = trace, before, after
+        self.trace, self.sync = trace, sync
         self.pass_of = {
-            (kind, chunk): getattr(passes, _METHODS[kind])(chunk)
+            (kind, chunk): getattr(passes, kind.name.lower())(chunk)
             for kind, chunk in dict.fromkeys(step[:2] for step in program.steps)
         }
         pairs = dict.fromkeys((program.steps[i].chunk, program.steps[i + 1].chunk) for i in sorted(program.paired))
@@ -174,7 +168,7 @@ class _Executor:
         """Outputs needed by a backward are released, keeping their graph."""
         for message in sent:
             tensor = self.tensors.pop(message)
-            if self.releases and message.payload is Payload.ACTIVATION:
+            if self.releases and message.step.kind is Kind.FORWARD:
                 self.passes.release(tensor)
 
     def run_step(self, place: int) -> None:
@@ -207,8 +201,8 @@ class _Executor:
         self._end(place + 1, gradient)
 
     def _begin(self, place: int) -> None:
-        if place in self.before:
-            self.before[place]()
+        if self.sync is not None:
+            self.sync.before(self.works[place].step)
         wait = self.waits.pop(self.works[place].takes, None)
         if wait is not None:
             wait()
@@ -232,12 +226,12 @@ class _Executor:
         return made
 
     def _end(self, place: int, made: Any) -> None:
-        if place in self.after:
-            self.after[place]()
+        if self.sync is not None:
+            self.sync.after(self.works[place].step)
         message = self.works[place].gives
         if message is None:
             return
-        if message.is_local and message.payload is Payload.ACTIVATION:
+        if message.is_local and message.step.kind is Kind.FORWARD:
             self.tensors[message] = self.passes.hand_over(made)
             if self.releases:
                 self.passes.release(made)

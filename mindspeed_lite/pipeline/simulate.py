@@ -8,12 +8,12 @@ with issue order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from .costs import Costs
-from .steps import Entry, Schedule, Step, output_message, steps_of
+from .steps import Entry, Message, Schedule, steps_of
 
 
 class DeadlockError(ValueError):
@@ -32,8 +32,9 @@ class TimedEntry:
 
 @dataclass(frozen=True)
 class Simulation:
+    """Times of a simulated or recorded training step."""
+
     schedule: Schedule
-    costs: Costs
     ranks: tuple[tuple[TimedEntry, ...], ...]
 
     @cached_property
@@ -53,13 +54,25 @@ class Simulation:
     def bubble(self) -> float:
         """Idle share, including waits for messages."""
         whole = self.makespan * len(self.ranks)
-        return sum(self.idle(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
+        return sum(map(self.idle, range(len(self.ranks)))) / whole if whole else 0.0
 
     @property
     def exposed_share(self) -> float:
         """Share of time spent waiting for messages in flight."""
         whole = self.makespan * len(self.ranks)
-        return sum(self.exposed(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
+        return sum(map(self.exposed, range(len(self.ranks)))) / whole if whole else 0.0
+
+    def messages(self) -> list[Message]:
+        """All messages between ranks, by the end of their step."""
+        found: list[tuple[float, int, Message]] = []
+        for rank, entries in enumerate(self.ranks):
+            for timed in entries:
+                for step in steps_of(timed.entry):
+                    message = self.schedule.output(rank, step)
+                    if message is not None and not message.is_local:
+                        found.append((timed.end, rank, message))
+        # Stable sort: a pair's steps end together.
+        return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
@@ -67,41 +80,30 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     found = _simulate(schedule, costs, _Links(costs.message))
     if not costs.one_queue:
         return found
-    # Both ranks issue their messages in the order in which their steps end.
-    ends = [
-        (timed.end, rank, step)
-        for rank, entries in enumerate(found.ranks)
-        for timed in entries
-        for step in steps_of(timed.entry)
-    ]
-    queues: dict[frozenset[int], deque[tuple[int, Step]]] = {}
-    for _, rank, step in sorted(ends, key=lambda each: each[:2]):
-        message = output_message(schedule, rank, step)
-        if message is not None and not message.is_local:
-            queues.setdefault(frozenset((rank, message.target)), deque()).append((rank, step))
+    queues: dict[frozenset[int], deque[Message]] = {}
+    for message in found.messages():
+        queues.setdefault(frozenset(message[:2]), deque()).append(message)
     return _simulate(schedule, costs, _Links(costs.message, queues))
 
 
 class _Links:
-    """queues: by pair of ranks, the (rank, step) with messages in sequence."""
+    """queues: by pair of ranks, the messages in issue order; None: each direction is a link."""
 
-    def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[tuple[int, Step]]] | None = None) -> None:
+    def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[Message]] | None = None) -> None:
         self._seconds, self._queues = seconds, queues
         self._free: dict[object, float] = {}
-        self._sent: dict[tuple[int, Step], tuple[float, int]] = {}
+        self._sent: dict[Message, float] = {}
 
-    def send(
-        self, rank: int, step: Step, target: int, now: float
-    ) -> Iterator[tuple[tuple[int, int, Step], float, float]]:
+    def send(self, message: Message, now: float) -> Iterator[tuple[Message, float, float]]:
+        """Messages that can now travel, with the times of their send and arrival."""
         if self._queues is None:
-            yield (target, rank, step), now, self._carry((rank, target), now)
+            yield message, now, self._carry(message[:2], now)
             return
-        link = frozenset((rank, target))
-        queue, self._sent[rank, step] = self._queues[link], (now, target)
+        link = frozenset(message[:2])
+        queue, self._sent[message] = self._queues[link], now
         while queue and queue[0] in self._sent:
-            source, ahead = queue[0]
-            sent, receiver = self._sent[queue.popleft()]
-            yield (receiver, source, ahead), sent, self._carry(link, sent)
+            ahead = queue.popleft()
+            yield ahead, self._sent[ahead], self._carry(link, self._sent[ahead])
 
     def _carry(self, link: object, now: float) -> float:
         self._free[link] = max(now, self._free.get(link, 0.0)) + self._seconds
@@ -111,16 +113,16 @@ class _Links:
 def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
     ranks = range(schedule.num_ranks)
     timed: list[list[TimedEntry]] = [[] for _ in ranks]
-    # (reading rank, rank, step) -> send and arrival times of its output.
-    ready: dict[tuple[int, int, Step], tuple[float, float]] = {}
-    waiting: dict[tuple[int, int, Step], int] = {}
+    # Send and arrival times of each output; a rank's own ones count as messages to itself.
+    ready: dict[Message, tuple[float, float]] = {}
+    waiting: dict[Message, int] = {}
     clock = [0.0] * schedule.num_ranks
     runnable = deque(ranks)
     while runnable:
         rank = runnable.popleft()
         while len(timed[rank]) < len(schedule.ranks[rank]):
             entry = schedule.ranks[rank][len(timed[rank])]
-            inputs = [(rank, *each) for step in steps_of(entry) for each in schedule.predecessors(rank, step)]
+            inputs = [each for step in steps_of(entry) for each in schedule.predecessors(rank, step)]
             missing = next((each for each in inputs if each not in ready), None)
             if missing is not None:
                 waiting[missing] = rank
@@ -132,27 +134,21 @@ def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
             clock[rank] = end = begin + costs.seconds(schedule, rank, entry)
             timed[rank].append(TimedEntry(entry, begin, end, exposed))
             for step in steps_of(entry):
-                ready[rank, rank, step] = (end, end)
-                message = output_message(schedule, rank, step)
+                ready[Message(rank, rank, step)] = (end, end)
+                message = schedule.output(rank, step)
                 if message is not None and not message.is_local:
-                    for key, sent, there in links.send(rank, step, message.target, end):
-                        ready[key] = (sent, there)
-                        if key in waiting:
-                            runnable.append(waiting.pop(key))
+                    for arrived, sent, there in links.send(message, end):
+                        ready[arrived] = (sent, there)
+                        if arrived in waiting:
+                            runnable.append(waiting.pop(arrived))
     for rank in ranks:
         if len(timed[rank]) < len(schedule.ranks[rank]):
             raise DeadlockError(_deadlock(schedule, rank, len(timed[rank]), ready))
-    return Simulation(schedule, costs, tuple(map(tuple, timed)))
+    return Simulation(schedule, tuple(map(tuple, timed)))
 
 
-def _deadlock(
-    schedule: Schedule, rank: int, place: int, ready: dict[tuple[int, int, Step], tuple[float, float]]
-) -> str:
+def _deadlock(schedule: Schedule, rank: int, place: int, ready: Collection[Message]) -> str:
     entry = schedule.ranks[rank][place]
-    missing = [
-        f"{step} of rank {source}"
-        for each in steps_of(entry)
-        for source, step in schedule.predecessors(rank, each)
-        if (rank, source, step) not in ready
-    ]
-    return f"{schedule.name}: deadlock: rank {rank} waits at entry {place} ({entry}) for {' and '.join(missing)}"
+    needed = [each for step in steps_of(entry) for each in schedule.predecessors(rank, step)]
+    missing = " and ".join(f"{each.step} of rank {each.source}" for each in needed if each not in ready)
+    return f"{schedule.name}: deadlock: rank {rank} waits at entry {place} ({entry}) for {missing}"

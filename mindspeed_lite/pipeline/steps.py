@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ class Kind(str, enum.Enum):
 
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+# Stages from a step to the one that needs its output; other kinds send nothing.
+_ONWARD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRAD: -1}
 
 
 class Step(NamedTuple):
@@ -64,27 +66,12 @@ class OverlappedPair:
 Entry = Step | OverlappedPair
 
 
-def forward(chunk: int, microbatch: int) -> Step:
-    return Step(Kind.FORWARD, chunk, microbatch)
-
-
-def backward(chunk: int, microbatch: int) -> Step:
-    """Backward pass with weight gradients."""
-    return Step(Kind.BACKWARD, chunk, microbatch)
-
-
-def input_grad(chunk: int, microbatch: int) -> Step:
-    """Backward pass that queues its weight gradients."""
-    return Step(Kind.INPUT_GRAD, chunk, microbatch)
-
-
-def weight_grad(chunk: int, microbatch: int) -> Step:
-    """Weight gradients queued by `input_grad`."""
-    return Step(Kind.WEIGHT_GRAD, chunk, microbatch)
-
-
-def recompute(chunk: int, microbatch: int) -> Step:
-    return Step(Kind.RECOMPUTE, chunk, microbatch)
+# Step constructors: (chunk, micro-batch) -> Step.
+forward = partial(Step, Kind.FORWARD)
+backward = partial(Step, Kind.BACKWARD)
+input_grad = partial(Step, Kind.INPUT_GRAD)
+weight_grad = partial(Step, Kind.WEIGHT_GRAD)
+recompute = partial(Step, Kind.RECOMPUTE)
 
 
 def steps_of(entry: Entry) -> tuple[Step, ...]:
@@ -101,31 +88,16 @@ def v_placement(ranks: int) -> Placement:
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
-class Payload(str, enum.Enum):
-    ACTIVATION = "activation"
-    GRADIENT = "gradient"
-
-    __str__ = str.__str__
-    __hash__ = str.__hash__
-
-
 class Message(NamedTuple):
-    """Tensor sent for a step of `stage`."""
+    """Output of a step on rank `source`: a forward's activation or a backward's input gradient."""
 
     source: int
     target: int
-    payload: Payload
-    stage: int
-    microbatch: int
+    step: Step
 
     @property
     def is_local(self) -> bool:
         return self.source == self.target
-
-    def __str__(self) -> str:
-        return (
-            f"{self.payload.value} of stage {self.stage}, micro-batch {self.microbatch}, {self.source}->{self.target}"
-        )
 
 
 @dataclass(frozen=True)
@@ -189,56 +161,31 @@ class Schedule:
         """(stage, micro-batch) whose forward keeps only its input."""
         return self.units[Kind.RECOMPUTE]
 
-    def input_source(self, rank: int, step: Step) -> tuple[int, Step] | None:
-        stage = self.stage(rank, step.chunk)
-        if step.kind is Kind.FORWARD and stage > 0:
-            source, chunk = self.locations[stage - 1]
-            return source, Step(Kind.FORWARD, chunk, step.microbatch)
-        if step.kind in BACKWARDS and stage < self.num_stages - 1:
-            source, chunk = self.locations[stage + 1]
-            is_split = (stage + 1, step.microbatch) in self.units[Kind.INPUT_GRAD]
+    def input(self, rank: int, step: Step) -> Message | None:
+        """Message that a step needs, maybe from the rank itself."""
+        stage = self.stage(rank, step.chunk) - _ONWARD.get(step.kind, self.num_stages)
+        if stage not in self.locations:
+            return None
+        source, chunk = self.locations[stage]
+        kind = Kind.FORWARD
+        if step.kind in BACKWARDS:
+            is_split = (stage, step.microbatch) in self.units[Kind.INPUT_GRAD]
             kind = Kind.INPUT_GRAD if is_split else Kind.BACKWARD
-            return source, Step(kind, chunk, step.microbatch)
-        return None
+        return Message(source, rank, Step(kind, chunk, step.microbatch))
 
-    def output_target(self, rank: int, step: Step) -> int | None:
-        stage = self.stage(rank, step.chunk)
-        if step.kind is Kind.FORWARD and stage < self.num_stages - 1:
-            return self.locations[stage + 1][0]
-        if step.kind in BACKWARDS and stage > 0:
-            return self.locations[stage - 1][0]
-        return None
+    def output(self, rank: int, step: Step) -> Message | None:
+        """Message that a step makes, maybe to the rank itself."""
+        stage = self.stage(rank, step.chunk) + _ONWARD.get(step.kind, self.num_stages)
+        return Message(rank, self.locations[stage][0], step) if stage in self.locations else None
 
-    def predecessors(self, rank: int, step: Step) -> tuple[tuple[int, Step], ...]:
-        chunk, microbatch = step.chunk, step.microbatch
-        before: list[tuple[int, Step]] = []
-        source = self.input_source(rank, step)
-        if source is not None:
-            before.append(source)
-        if step.kind is Kind.RECOMPUTE:
-            before.append((rank, Step(Kind.FORWARD, chunk, microbatch)))
-        elif step.kind is Kind.WEIGHT_GRAD:
-            before.append((rank, Step(Kind.INPUT_GRAD, chunk, microbatch)))
-        elif step.kind in BACKWARDS:
-            is_recomputed = (self.stage(rank, chunk), microbatch) in self.recomputed
-            kept_by = Kind.RECOMPUTE if is_recomputed else Kind.FORWARD
-            before.append((rank, Step(kept_by, chunk, microbatch)))
-        return tuple(before)
-
-
-def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """Output message, maybe to the rank itself; None if no stage takes it."""
-    target = schedule.output_target(rank, step)
-    stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
-    return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
-
-
-def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """Input message, maybe from the rank itself; None if there is none."""
-    source = schedule.input_source(rank, step)
-    stage = schedule.stage(rank, step.chunk)
-    return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)
-
-
-def _payload(step: Step) -> Payload:
-    return Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
+    def predecessors(self, rank: int, step: Step) -> list[Message]:
+        """Messages that a step needs, with the rank's own earlier step."""
+        received = self.input(rank, step)
+        before = [] if received is None else [received]
+        kind = {Kind.RECOMPUTE: Kind.FORWARD, Kind.WEIGHT_GRAD: Kind.INPUT_GRAD}.get(step.kind)
+        if step.kind in BACKWARDS:
+            is_recomputed = (self.stage(rank, step.chunk), step.microbatch) in self.recomputed
+            kind = Kind.RECOMPUTE if is_recomputed else Kind.FORWARD
+        if kind is not None:
+            before.append(Message(rank, rank, step._replace(kind=kind)))
+        return before

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,15 +17,15 @@ from typing import NamedTuple
 from mindspeed_lite import json_file
 
 from .costs import Costs
-from .steps import Entry, Kind, Schedule, Step, steps_of
+from .simulate import Simulation, TimedEntry
+from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
     """Trace of another schedule."""
 
 
-@dataclass(frozen=True)
-class ExecutedStep:
+class ExecutedStep(NamedTuple):
     """Executed step; times in seconds."""
 
     rank: int
@@ -74,8 +74,11 @@ _RECORD = json_file.fields(
 )
 
 
-def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
-    """Group records by training step. Raises TraceError if they do not match the schedule."""
+def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[Simulation]:
+    """Times of each recorded training step. Raises TraceError if they do not match the schedule.
+
+    Pairs are in sequence, unless recorded as overlapped.
+    """
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):
@@ -90,48 +93,35 @@ def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[
                 raise TraceError(
                     f"rank {rank} ran {record.step} as step {place % len(plan)} where {schedule.name} has {wanted}"
                 )
-    if rounds == 0:
-        short = next(rank for rank, (run, plan) in enumerate(zip(ranks, planned, strict=True)) if len(run) < len(plan))
-        raise TraceError(
-            f"the trace holds no whole training step: {len(ranks[short])} of rank {short}'s {len(planned[short])} steps"
-        )
+        if rounds == 0 and len(run) < len(plan):
+            raise TraceError(f"the trace holds no whole training step: {len(run)} of rank {rank}'s {len(plan)} steps")
     return [
-        [
-            record
-            for run, plan in zip(ranks, planned, strict=True)
-            for record in run[n * len(plan) : (n + 1) * len(plan)]
-        ]
+        _execution(
+            schedule, [run[n * len(plan) : (n + 1) * len(plan)] for run, plan in zip(ranks, planned, strict=True)]
+        )
         for n in range(rounds)
     ]
 
 
-def makespan(records: Sequence[ExecutedStep]) -> float:
-    return max(each.end for each in records) - min(each.begin for each in records)
+def _execution(schedule: Schedule, ranks: Sequence[Sequence[ExecutedStep]]) -> Simulation:
+    start = min(each.begin for run in ranks for each in run)
+    times = [{each.step: (each.begin - start, each.end - start) for each in run} for run in ranks]
 
+    def overlaps(rank: int, entry: Entry) -> bool:
+        return isinstance(entry, OverlappedPair) and times[rank][entry.backward][0] < times[rank][entry.forward][1]
 
-def bubble(records: Sequence[ExecutedStep]) -> float:
-    ranks = {each.rank for each in records}
-    covered = sum(_covered([each for each in records if each.rank == rank]) for rank in ranks)
-    return 1 - covered / (makespan(records) * len(ranks))
-
-
-def _covered(records: Sequence[ExecutedStep]) -> float:
-    total, until = 0.0, float("-inf")
-    for each in sorted(records, key=lambda record: record.begin):
-        total += max(0.0, each.end - max(each.begin, until))
-        until = max(until, each.end)
-    return total
-
-
-def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule:
-    """The schedule with pairs in sequence, unless recorded as overlapped."""
-    run = {(each.rank, each.step): each for each in records}
-    for rank, entries in enumerate(schedule.ranks):
-        for entry in entries:
-            ahead, *back = (run[rank, step] for step in steps_of(entry))
-            if back and back[0].begin < ahead.end:
-                return schedule
-    return schedule.one_by_one()
+    if not any(overlaps(rank, entry) for rank, entries in enumerate(schedule.ranks) for entry in entries):
+        schedule = schedule.one_by_one()
+    return Simulation(
+        schedule,
+        tuple(
+            tuple(
+                TimedEntry(entry, times[rank][steps_of(entry)[0]][0], times[rank][steps_of(entry)[-1]][1])
+                for entry in entries
+            )
+            for rank, entries in enumerate(schedule.ranks)
+        ),
+    )
 
 
 class Overheads(NamedTuple):
@@ -141,61 +131,81 @@ class Overheads(NamedTuple):
     between: Mapping[Kind, float]
 
 
-def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
+def overheads(executions: Iterable[Simulation]) -> Overheads:
     """Means over recorded training steps.
 
     Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step: the
         gap to the next one if that waited neither for its input nor for the receivers of the last two messages.
     """
-    messages: list[float] = []
-    after: dict[Kind, list[float]] = {}
-    for records in training:
-        run = {(each.rank, each.step): each for each in records}
-        ready = _receivers_ready(run, schedule)
-        for rank in range(schedule.num_ranks):
+    waits: list[float] = []
+    gaps: dict[Kind, list[float]] = {}
+    for execution in executions:
+        schedule = execution.schedule
+        sent: dict[Message, float] = {}
+        # Begin of the entry before the one that receives.
+        ready: dict[Message, float] = {}
+        for rank, entries in enumerate(execution.ranks):
+            for before, timed in pairwise([None, *entries]):
+                assert timed is not None
+                sent |= dict.fromkeys(_messages(schedule.output, rank, timed), timed.end)
+                begin = -math.inf if before is None else before.begin
+                ready |= dict.fromkeys(_messages(schedule.input, rank, timed), begin)
+        for rank, entries in enumerate(execution.ranks):
             sending = deque([-math.inf], maxlen=2)
-            for last, following in pairwise(schedule.steps(rank)):
-                before, now = run[rank, last], run[rank, following]
-                if (rank, last) in ready:
-                    sending.append(ready[rank, last])
-                source = schedule.input_source(rank, following)
-                sent = run[source].end if source is not None and source[0] != rank else before.begin
-                if sent > before.end:
-                    messages.append(now.begin - sent)
-                elif sent <= before.begin and max(sending) <= before.end:
-                    after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
+            for last, timed in pairwise(entries):
+                sending.extend(ready[each] for each in _messages(schedule.output, rank, last))
+                arrived = max((sent[each] for each in _messages(schedule.input, rank, timed)), default=last.begin)
+                if arrived > last.end:
+                    waits.append(timed.begin - arrived)
+                elif arrived <= last.begin and max(sending) <= last.end:
+                    gaps.setdefault(steps_of(last.entry)[-1].kind, []).append(max(0.0, timed.begin - last.end))
     # Clock skew may give a negative time.
-    message = max(0.0, statistics.fmean(messages)) if messages else 0.0
-    return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
+    message = max(0.0, statistics.fmean(waits)) if waits else 0.0
+    return Overheads(message, {kind: statistics.fmean(each) for kind, each in gaps.items()})
 
 
-def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Schedule) -> dict[tuple[int, Step], float]:
-    found: dict[tuple[int, Step], float] = {}
-    for rank in range(schedule.num_ranks):
-        for before, step in pairwise([None, *schedule.steps(rank)]):
-            source = None if step is None else schedule.input_source(rank, step)
-            if source is not None and source[0] != rank:
-                found[source] = -math.inf if before is None else run[rank, before].begin
-    return found
+def _messages(of: Callable[[int, Step], Message | None], rank: int, timed: TimedEntry) -> list[Message]:
+    found = [of(rank, step) for step in steps_of(timed.entry)]
+    return [each for each in found if each is not None and not each.is_local]
 
 
 @dataclass(frozen=True)
-class RecordedCosts(Costs):
-    recorded: Mapping[tuple[int, Step], ExecutedStep] = field(default_factory=dict)
+class _RecordedCosts(Costs):
+    recorded: Mapping[tuple[int, Entry], float] = field(default_factory=dict)
 
     def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
-        return _covered([self.recorded[rank, step] for step in steps_of(entry)])
+        return self.recorded[rank, entry]
 
 
-def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = None) -> RecordedCosts:
-    recorded = {(each.rank, each.step): each for each in records}
-    return RecordedCosts([], [], [], **(besides or Overheads(0.0, {}))._asdict(), recorded=recorded)
+def recorded_costs(execution: Simulation, overheads: Overheads | None = None) -> Costs:
+    """Costs of each entry as recorded."""
+    recorded = {
+        (rank, timed.entry): timed.end - timed.begin
+        for rank, entries in enumerate(execution.ranks)
+        for timed in entries
+    }
+    return _RecordedCosts([], [], [], **(overheads or Overheads(0.0, {}))._asdict(), recorded=recorded)
 
 
-def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """Median seconds by (kind, stage), for `costs.from_measured`."""
+def median_costs(executions: Sequence[Simulation]) -> Costs:
+    """Median seconds by kind and stage, and mean overheads; full backwards split in half."""
     found: dict[tuple[Kind, int], list[float]] = {}
-    for each in records:
-        stage = schedule.stage(each.rank, each.step.chunk)
-        found.setdefault((each.step.kind, stage), []).append(each.end - each.begin)
-    return {key: sorted(values)[len(values) // 2] for key, values in found.items()}
+    for execution in executions:
+        for rank, entries in enumerate(execution.ranks):
+            for timed in entries:
+                for step in steps_of(timed.entry):
+                    stage = execution.schedule.stage(rank, step.chunk)
+                    found.setdefault((step.kind, stage), []).append(timed.end - timed.begin)
+
+    def of(kind: Kind) -> list[float]:
+        stages = range(executions[0].schedule.num_stages)
+        return [statistics.median_high(found.get((kind, stage), [0.0])) for stage in stages]
+
+    half = [each / 2 for each in of(Kind.BACKWARD)]
+    return Costs(
+        forward=of(Kind.FORWARD),
+        input_grad=[a or b for a, b in zip(of(Kind.INPUT_GRAD), half, strict=True)],
+        weight_grad=[a or b for a, b in zip(of(Kind.WEIGHT_GRAD), half, strict=True)],
+        recompute=of(Kind.RECOMPUTE),
+        **overheads(executions)._asdict(),
+    )

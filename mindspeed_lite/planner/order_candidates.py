@@ -173,8 +173,7 @@ class OrderBuilder:
             if is_full:
                 raise OrderError(f"{name}: with --recompute-granularity full all is recomputed already")
             schedule = self._schedule(name.removesuffix(_IN_BUBBLE))
-            # As in training: equal times of stages and steps.
-            return recompute_plan.in_bubble(schedule, self.max_live, costs.uniform(schedule.num_stages))
+            return recompute_plan.in_bubble(schedule, self.max_live)
         if name in ("zb-auto", "zbv-auto"):
             return self._automatic(name, chunks if name == "zb-auto" else 2)
         if ":" in name:
@@ -193,10 +192,9 @@ class OrderBuilder:
         """Automatic order bounded by `max_live`, or the largest bound within the limit."""
         shape, ranks = self._shape(chunks), self.training.pp
         placement = steps.v_placement(ranks) if name == "zbv-auto" else steps.interleaved_placement(ranks, chunks)
-        alike = costs.uniform(ranks * chunks)
 
         def at(bound: int | None) -> Schedule:
-            return replace(zero_bubble.automatic(shape, alike, bound, placement), name=name)
+            return replace(zero_bubble.automatic(shape, bound, placement), name=name)
 
         if self.max_live is not None or self.limit is None:
             return at(self.max_live)

@@ -9,9 +9,8 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import cast
+from typing import Protocol, cast
 
-from .base import Device, DeviceError
 from .redirect import Redirects
 
 __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate", "device_names"]
@@ -21,6 +20,25 @@ DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _log = logging.getLogger("mindspeed_lite")
+
+
+class DeviceError(RuntimeError):
+    """The requested device cannot be used; the text says why and what to do."""
+
+
+class Device(Protocol):
+    """A device kind, implemented by modules `cpu`, `cuda` and `npu`."""
+
+    name: str
+    distributed_backend: str
+
+    def available(self) -> list[str]:
+        """Reasons why it cannot be used."""
+
+    def describe(self) -> str: ...
+
+    def install(self, redirects: Redirects) -> None: ...
+
 
 _active: tuple[Device, Redirects] | None = None
 
@@ -37,26 +55,20 @@ def choose(requested: str | None = None) -> Device:
     """Return `requested`, else `MINDSPEED_LITE_DEVICE`, else the first device. Raises DeviceError."""
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
     asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
-    passed_over: list[str] = []
-    if wanted == "auto":
-        for name in device_names():
-            if name == "npu" and importlib.util.find_spec("torch_npu") is None:
-                continue
-            candidate = device(name)
-            reasons = candidate.available()
-            if not reasons:
-                if passed_over:
-                    _log.warning("%s is used, because %s", name, "; ".join(passed_over))
-                return candidate
-            if name == "npu":
-                passed_over += reasons
-    if wanted not in device_names():
-        known = ", ".join(("auto", *device_names()))
-        raise DeviceError(f"{asked} does not name a device; choose one of {known}")
-    chosen = device(wanted)
-    reasons = chosen.available()
+    if wanted not in ("auto", *device_names()):
+        raise DeviceError(f"{asked} does not name a device; choose one of {', '.join(('auto', *device_names()))}")
+    if wanted != "auto":
+        chosen = device(wanted)
+        if reasons := chosen.available():
+            raise DeviceError(f"{asked} cannot be used: {'; '.join(reasons)}")
+        return chosen
+    if importlib.util.find_spec("torch_npu") is None:
+        reasons = []
+    elif not (reasons := device("npu").available()):
+        return device("npu")
+    chosen = device("cpu") if device("cuda").available() else device("cuda")
     if reasons:
-        raise DeviceError(f"{asked} cannot be used: {'; '.join(reasons)}")
+        _log.warning("%s is used, because %s", chosen.name, "; ".join(reasons))
     return chosen
 
 

@@ -12,7 +12,7 @@ import functools
 import os
 import platform as machine
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch.utils.data
 from torch.utils._device import DeviceContext, _device_constructors
 
 from . import cpu_matmul, gloo, process_memory, streams
-from .random_state import DeviceGenerators, HostRandom
 from .redirect import NO_CUDA_EXTENSION, Redirects, for_the_host
 
 name = "cpu"
@@ -29,12 +28,8 @@ distributed_backend = "gloo"
 
 CPU = torch.device("cpu")
 
-_FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace "
-    "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
-    "sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like "
-    "bartlett_window blackman_window hamming_window hann_window kaiser_window"
-).split()
+# Functions with a `device` besides torch's own constructors.
+_FACTORIES = "normal empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
 _TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 
 _TYPES = "Half BFloat16 Float Double Byte Char Short Int Long Bool".split()
@@ -111,7 +106,9 @@ def _redirect_device(redirects: Redirects) -> None:
             ("memory_allocated", "memory_reserved", "device_memory_used"), _of_process(process_memory.resident)
         ),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _of_process(process_memory.peak_resident)),
-        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _reset_peak),
+        **dict.fromkeys(
+            ("reset_peak_memory_stats", "reset_max_memory_allocated"), _of_process(process_memory.reset_peak)
+        ),
         "memory_stats": _memory_stats,
         "mem_get_info": lambda device=None: (process_memory.available(), process_memory.total()),
         "memory_summary": lambda *_, **__: f"resident {process_memory.resident()} bytes",
@@ -205,12 +202,49 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
     redirects.set(torch.utils.data.DataLoader, "__iter__", iterate)
 
 
+class HostRandom:
+    """Host random state; torch's default generator is the device's.
+
+    Megatron saves both and warns if device operations move the host's.
+    """
+
+    def __init__(self) -> None:
+        self._state: torch.Tensor = torch.default_generator.get_state()
+
+    def get_state(self) -> torch.Tensor:
+        return self._state.clone()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._state = state.clone()
+
+    def manual_seed(self, seed: int) -> None:
+        self._state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Make torch's default generator the host's within the block."""
+        device_state = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = torch.default_generator.get_state()
+            torch.default_generator.set_state(device_state)
+
+
+class DeviceGenerators(tuple[torch.Generator, ...]):
+    """`torch.cuda.default_generators` in which every index is the CPU generator."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.default_generator
+
+
 def _redirect_tensors(redirects: Redirects) -> None:
-    for function in _FACTORIES:
-        if hasattr(torch, function):
-            redirects.set(torch, function, _factory(getattr(torch, function)))
-    for function in ("fftfreq", "rfftfreq"):
-        redirects.set(torch.fft, function, _factory(getattr(torch.fft, function)))
+    for function in {*_FACTORIES, *(each.__name__ for each in _device_constructors())}:
+        owner: Any = torch.fft if function.startswith("fft_") else torch
+        name = function.removeprefix("fft_")
+        if hasattr(owner, name):
+            redirects.set(owner, name, _factory(getattr(owner, name)))
     own_context = DeviceContext.__init__
 
     @functools.wraps(own_context)
@@ -306,11 +340,7 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return stats
 
 
-def _reset_peak(device: Any = None) -> None:
-    process_memory.reset_peak()
-
-
-def _of_process(read: Callable[[], int]) -> Callable[..., int]:
+def _of_process(read: Callable[[], Any]) -> Callable[..., Any]:
     return lambda device=None: read()
 
 

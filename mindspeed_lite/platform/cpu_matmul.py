@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .base import DeviceError
+from . import DeviceError
 
 CPU_MATMUL_VARIABLE = "MINDSPEED_LITE_CPU_MATMUL"
 FP32 = "fp32"

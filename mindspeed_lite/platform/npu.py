@@ -6,8 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from . import npu_trouble
-from .base import DeviceError
+from . import DeviceError, npu_trouble
 from .npu_trouble import NpuDiagnosis
 from .redirect import Redirects
 

@@ -111,23 +111,8 @@ def series(version: str) -> tuple[int, ...]:
 
 
 def torch_npu_version() -> str:
-    found = _metadata_version("torch_npu")
-    if found:
-        return found
-    module = sys.modules.get("torch_npu")
-    if module is not None:
-        return str(getattr(module, "__version__", ""))
-    spec = importlib.util.find_spec("torch_npu")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for name in ("version.py", "__init__.py"):
-            try:
-                text = Path(folder, name).read_text(encoding="utf-8")
-            except OSError:
-                continue
-            match = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-            if match is not None:
-                return match[1]
-    return ""
+    """Version by its metadata, else of the imported module; empty if unknown."""
+    return _metadata_version("torch_npu") or str(getattr(sys.modules.get("torch_npu"), "__version__", ""))
 
 
 def torch_version() -> str:

@@ -2,5 +2,4 @@
 
 ab_test            a feature off and on in alternate steps
 chunk_autotuner    chunk count of each pass of a layer
-cache              results of earlier runs
 """

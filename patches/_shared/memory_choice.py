@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from mindspeed_lite import _version
 from mindspeed_lite.engine import Function, OptionError, Session
+from mindspeed_lite.memory import kept_choices
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
-from mindspeed_lite.memory.kept_choices import Choice, KeptChoices
 from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.recompute_choice import (
@@ -32,7 +32,6 @@ from mindspeed_lite.memory.recompute_choice import (
     leanest,
     merged,
 )
-from mindspeed_lite.memory.recompute_table import changes, table
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.platform import cache
 
@@ -51,9 +50,7 @@ class MemoryChoice:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
         self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
-        self._kept: KeptChoices | None = None
-        #: The previous choice's name and its parts by stage.
-        self._before: tuple[str, Choice] = ("", {})
+        self._file = ""
         self._records: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
@@ -65,7 +62,7 @@ class MemoryChoice:
     def add(self, layer: Any) -> None:
         if self._offload is None and not self._why_kept:
             device = torch.device(self._session.context.device)
-            self._engine = swap_attention.StreamCopyEngine(device)
+            self._engine = swap_attention.CopyEngine(device)
             on_refusal = self._session.fallback_of(self._session.feature)
             self._offload = Offload(self._engine, device.type, None, on_refusal)
         self._layers.append(RecomputedLayer(len(self._layers), layer, self._session, self._offload))
@@ -153,11 +150,8 @@ class MemoryChoice:
         for stage, choice in answer[0].items():
             record = self._records[stage]
             why_kept = self._why_kept or NOTHING_MOVES
-            text = table(choice, record.everything(), self._budget, stage, len(answer[0]), record.rates, why_kept)
+            text = choice.table(record.everything(), self._budget, stage, len(answer[0]), record.rates, why_kept)
             self._session.log_decision(text)
-            what, before = self._before
-            if choice.options and len(before.get(stage, ())) == len(choice.options):
-                self._session.log_decision(changes(before[stage], choice, what, stage))
 
     def _chosen(self, stage: int) -> LayerChoice:
         record = self._records[stage]
@@ -187,13 +181,11 @@ class MemoryChoice:
         if above and not self._records:
             # The kept choice no longer fits: record again.
             self._steps, self._is_done, self._reads_kept, self._checks = 0, False, False, MAX_CHECKS - 1
-            self._before = "the choice that was kept", self._now()
             for layer in self._layers:
                 layer.run_again(frozenset({LAYER}))
         elif above and not self._is_done:
             for stage, size in above.items():
                 self._budgets[stage] -= size
-            self._before = "the choice that took more", self._now()
             self._solve(given)
         elif not above:
             self._keep()
@@ -201,14 +193,12 @@ class MemoryChoice:
     def _take_kept(self, given: dict[str, Any]) -> bool:
         # Once: training loops may change the configuration after the first step.
         name = self._session.feature
-        files = self._kept = KeptChoices(
-            f"memory-{self._key(given)}", self._budget, lambda text: self._session.log_decision(f"{name}: {text}")
-        )
-        found: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            found = [None if self._explains else files.read(), files.read_other()]
+        self._file = f"memory-{self._key(given)}-{self._budget}.json"
+        found: list[Any] = [None]
+        if dist.get_rank() == 0 and not self._explains:
+            found = [kept_choices.read(self._file, lambda text: self._session.log_decision(f"{name}: {text}"))]
         dist.broadcast_object_list(found, 0)
-        kept, self._before = found[0] or {}, found[1]
+        kept = found[0] or {}
         mine = kept.get(_stage(), [])
         fits = len(mine) == len(self._layers) and all(
             again <= layer.can and swapped <= layer.can_swap
@@ -216,24 +206,18 @@ class MemoryChoice:
         )
         if not all(all(each) for each in _by_stage(fits).values()):
             if kept:
-                self._session.log_decision(f"{name}: {files.name} is of other layers: recorded again")
+                self._session.log_decision(f"{name}: {self._file} is of other layers: recorded again")
             return False
         for layer, (again, swapped) in zip(self._layers, mine, strict=True):
             layer.run_again(again, swapped)
-        self._session.log_decision(f"{name}: runs as an earlier run chose ({files.name})")
+        self._session.log_decision(f"{name}: runs as an earlier run chose ({self._file})")
         return True
 
-    def _now(self) -> Choice:
-        return {
-            stage: each[0]
-            for stage, each in _by_stage([(layer.again, layer.swapped) for layer in self._layers]).items()
-        }
-
     def _keep(self) -> None:
-        choice = self._now()
-        if dist.get_rank() == 0 and self._records and self._kept is not None:
+        chosen = _by_stage([(layer.again, layer.swapped) for layer in self._layers])
+        if dist.get_rank() == 0 and self._records and self._file:
             try:
-                self._kept.write(choice)
+                kept_choices.write(self._file, {stage: each[0] for stage, each in chosen.items()})
             except (OSError, cache.NoCache) as error:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
 

@@ -148,14 +148,7 @@ def execute(
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     folder = settings.get("pipeline_schedule_trace")
     trace = None if forward_only or folder is None else _trace(folder, rank)
-    before, after = ({}, {}) if sync is None else sync.hooks()
-    if sync is not None:
-        sync.begin()
-    run(planned.program, passes, transport, not forward_only, trace, before, after)
-    if sync is not None:
-        sync.end()
-    if trace is not None:
-        trace.write()
+    run(planned.program, passes, transport, not forward_only, trace, sync)
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, OptionError, Session, Settings
-from mindspeed_lite.pipeline import check, costs, orders, recompute_plan, zero_bubble
+from mindspeed_lite.pipeline import check, orders, recompute_plan, zero_bubble
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Schedule, interleaved_placement, v_placement
 
@@ -89,8 +89,7 @@ def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only:
     if found.recomputed:
         return found
     if settings.get(IN_BUBBLE):
-        uniform = costs.uniform(shape.ranks * shape.chunks)
-        return recompute_plan.in_bubble(found, settings.get("pipeline_schedule_max_live"), uniform)
+        return recompute_plan.in_bubble(found, settings.get("pipeline_schedule_max_live"))
     return recompute_plan.in_advance(found) if settings.get(IN_ADVANCE) else found
 
 
@@ -100,8 +99,7 @@ def _base(settings: Mapping[str, Any], shape: PipelineShape) -> Schedule:
     if name == _MEGATRONS:
         name = "interleaved" if shape.chunks > 1 else "1f1b"
     if name == AUTOMATIC:
-        stages = costs.uniform(shape.ranks * shape.chunks)
-        return zero_bubble.automatic(shape, stages, settings["pipeline_schedule_max_live"])
+        return zero_bubble.automatic(shape, settings["pipeline_schedule_max_live"])
     if settings.get(METHOD) or name in NAMES:
         return orders.build(name, shape)
     schedule = check.load(name, shape)

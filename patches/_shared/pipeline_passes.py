@@ -96,7 +96,7 @@ class MegatronPasses:
         recomputed: RecomputedUnits | None = None,
     ) -> None:
         self._schedules, self._this = schedules, this
-        self._last_backward, self._complete = plan.last_of_chunks
+        self._last_backward, self._complete = plan.last_backward, plan.complete
         self._delayed, self._recomputed = delayed, recomputed
         self.releases = bool(this.config.deallocate_pipeline_outputs)
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
@@ -160,7 +160,7 @@ class MegatronPasses:
         step, more = self._in_stage(chunk, self._schedules.backward_step), self._more
         if not self._delayed:
             return lambda microbatch, received, output, gradient: step(received, output, gradient, *more)
-        delayed, last = self._delayed[chunk], self._last_backward[chunk]
+        delayed, last = self._delayed[chunk], self._last_backward[chunk].microbatch
 
         def input_grad(microbatch: int, received: Any, output: Any, gradient: Any) -> Any:
             found = step(received, output, gradient, *more)
@@ -170,7 +170,7 @@ class MegatronPasses:
         return input_grad
 
     def weight_grad(self, chunk: int) -> Callable[[int], None]:
-        delayed, last = self._delayed[chunk], self._complete[chunk]
+        delayed, last = self._delayed[chunk], self._complete[chunk].microbatch
 
         def weight_grad(microbatch: int) -> None:
             delayed.run(microbatch == last)
@@ -211,7 +211,8 @@ class CombinedPasses(MegatronPasses):
         return lambda *of_backward: run(None, None, *of_backward)[1]
 
     def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
-        run, delayed, last = self._run(None, chunk), self._delayed[chunk], self._last_backward[chunk]
+        run, delayed = self._run(None, chunk), self._delayed[chunk]
+        last = self._last_backward[chunk].microbatch
 
         def input_grad(microbatch: int, received: Any, output: Any, gradient: Any) -> Any:
             with delayed.kept():

@@ -18,7 +18,6 @@ from mindspeed_lite.pipeline.orders import PipelineShape, build
 from mindspeed_lite.pipeline.simulate import simulate
 from mindspeed_lite.planner import ArgumentError, calibrated
 from mindspeed_lite.planner.work import CollectiveCall, Group, Product, Scores, Vector
-from mindspeed_lite.tuning import cache, chunk_autotuner
 
 MUTATIONS = 120
 # Texts that take the place of a value.
@@ -143,12 +142,6 @@ def judged(file):
     ]
 
 
-def trials(file):
-    found = json_file.read(file, cache._FILE)
-    read = [chunk_autotuner.Trial.of("p", (8, 8, 8), each) for each in found["trials"].values()]
-    return [found["message_seconds"], *(each.best for each in read if each is not None)]
-
-
 def kept(file):
     from mindspeed_lite.memory import kept_choices
 
@@ -190,8 +183,6 @@ REPORT = json.dumps(
         ],
     }
 )  # fmt: skip
-TRIALS = json.dumps({"place": {"ranks": [2]}, "message_seconds": 1e-3, "trials": {
-    "p 8 8 8": {"1": [1e-3] * chunk_autotuner.ROUNDS, "2": [5e-4] * chunk_autotuner.ROUNDS}}})  # fmt: skip
 
 
 def load_lines():
@@ -223,7 +214,6 @@ KINDS = {
         "schedule", "--trace", "{file}", "--json", "{out}", "--", *PIPELINE, *SMALL, "--vocab-size", "512")),
     "calibration": (mutated, CALIBRATION, function(prices)),
     "report": (mutated, REPORT, function(judged)),
-    "trials": (mutated, TRIALS, function(trials)),
     "choice": (mutated, json.dumps({"layers": {"0": [[["mlp"], []]], "1": [[[], ["attention"]]]}}), function(kept)),
     "index": (mutated_bytes, index(), command("balance", "{file}", "--json", "{out}", "--seq-length", "16",
         "--ranks", "2", "--global-batch-size", "4", "--steps", "2")),

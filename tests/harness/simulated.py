@@ -26,7 +26,7 @@ def swap_optimizer(bandwidth: float = 1e9) -> None:
 
     swapped_optimizer_state._SMALLEST = 64
     patch._no_copy_engine = lambda device: []
-    patch.StreamCopyEngine = lambda device: _Said(bandwidth)
+    patch.CopyEngine = lambda device: _Said(bandwidth)
 
 
 def swap_attention(bandwidth: float = 2e9) -> None:
@@ -35,7 +35,7 @@ def swap_attention(bandwidth: float = 2e9) -> None:
     from mindspeed_lite.patches import swap_attention as patch
 
     patch._why_not_here = lambda device: []
-    patch.StreamCopyEngine = lambda device: _Said(bandwidth)
+    patch.CopyEngine = lambda device: _Said(bandwidth)
     offload.SMALLEST = 1
 
 

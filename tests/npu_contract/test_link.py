@@ -6,10 +6,10 @@ from tests.npu_contract.environment import Environment
 
 COPIED = """
 import torch
-from mindspeed_lite.memory.copy_engine import PinnedBufferPool, StreamCopyEngine, as_bytes
+from mindspeed_lite.memory.copy_engine import CopyEngine, PinnedBufferPool, as_bytes
 
 device = torch.device("npu", 0)
-engine = StreamCopyEngine(device)
+engine = CopyEngine(device)
 pool = PinnedBufferPool(engine)
 numbers = torch.arange(5000, dtype=torch.int32)
 there = numbers.to(device)

@@ -170,17 +170,9 @@ def test_what_only_torch_knows_is_torchs_step(reason: str) -> None:
     assert said == [[reason]] and not ours.step_data.casts_done
     for a, b in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         assert torch.equal(a, b)
-
-
-def test_other_dtypes_are_torchs_step() -> None:
-    said: list[list[str]] = []
     param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
-    ours = FusedAdamW([param], **RULE)
-    ours.on_fallback = said.append
-    ours.step()
-    assert said == [["a parameter is torch.bfloat16, its gradient torch.strided"]]
-    assert param[0] < 1
+    assert FusedAdamW([param]).reasons() == ["a parameter is torch.bfloat16, its gradient torch.strided"]
 
 
 def test_one_count_shared_by_all_is_counted_once() -> None:

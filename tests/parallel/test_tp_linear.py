@@ -211,14 +211,14 @@ def test_noise_does_not_choose():
 
     def trial(**factors):
         rounds = {1: whole, **{int(name[1:]): [each * factor for each in whole] for name, factor in factors.items()}}
-        return Trial("p", (8, 8, 8), rounds)
+        return Trial(rounds)
 
     assert trial(n2=0.98, n4=1.2).best == 1
     assert trial(n2=0.8, n4=0.79).best == 4
-    assert "1 chunk, because more are not clearly faster" in trial(n2=1.1).to_text()
+    assert "1 chunk, because more are not clearly faster" in str(trial(n2=1.1))
     # Faster in the middle, but not in enough of the rounds.
-    assert Trial("p", (8, 8, 8), {1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 1.4, 1.1]}).best == 1
-    assert Trial("p", (8, 8, 8), {1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1.1]}).best == 2
+    assert Trial({1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 1.4, 1.1]}).best == 1
+    assert Trial({1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1.1]}).best == 2
 
 
 @once_of(8)

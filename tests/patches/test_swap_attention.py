@@ -24,7 +24,7 @@ def swapping(smallest=1, bandwidth=1e7, **flags):
     """The feature on the CPU; gives its lanes."""
     lanes = Lanes(bandwidth)
     with (
-        mock.patch.object(swap_attention, "StreamCopyEngine", lambda device: lanes),
+        mock.patch.object(swap_attention, "CopyEngine", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
         mock.patch("mindspeed_lite.memory.offload.SMALLEST", smallest),
         mindspeed_lite.enabled(swap_attention=True, strict=True, **flags),
@@ -107,7 +107,7 @@ def test_too_little_room_is_a_fallback_that_names_the_budget():
     off = step(model_of())
     lanes = Lanes()
     with (
-        mock.patch.object(swap_attention, "StreamCopyEngine", lambda device: lanes),
+        mock.patch.object(swap_attention, "CopyEngine", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
         mock.patch("mindspeed_lite.memory.offload.SMALLEST", 1),
         mindspeed_lite.enabled(swap_attention=True, swap_attention_budget=ONE * 2.5 / 2**30),

@@ -152,7 +152,7 @@ def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: P
 @forked("megatron")
 def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
     begin(groups)
-    patch.StreamCopyEngine = lambda device: Lanes(fail_at=2)
+    patch.CopyEngine = lambda device: Lanes(fail_at=2)
     with mindspeed_lite.enabled(**OFF):
         off = train(KINDS["bf16"])
     with mindspeed_lite.enabled(**{**ON, "strict": False}):

@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_lite.pipeline import orders
 from mindspeed_lite.pipeline.orders import OrderError, PipelineShape, build
-from mindspeed_lite.pipeline.steps import BACKWARDS, Kind, OverlappedPair, v_placement
+from mindspeed_lite.pipeline.steps import Kind, v_placement
 from tests.harness.processes import forked
 
 
@@ -16,64 +16,54 @@ def written(schedule, rank):
     return " ".join(map(str, schedule.ranks[rank]))
 
 
-ONE_CHUNK = {
-    ("1f1b", 4, 8): (
+PUBLISHED = {
+    ("1f1b", 4, 8, 1): (
         "F0:0 F0:1 F0:2 F0:3 B0:0 F0:4 B0:1 F0:5 B0:2 F0:6 B0:3 F0:7 B0:4 B0:5 B0:6 B0:7",
         "F0:0 F0:1 F0:2 B0:0 F0:3 B0:1 F0:4 B0:2 F0:5 B0:3 F0:6 B0:4 F0:7 B0:5 B0:6 B0:7",
         "F0:0 F0:1 B0:0 F0:2 B0:1 F0:3 B0:2 F0:4 B0:3 F0:5 B0:4 F0:6 B0:5 F0:7 B0:6 B0:7",
         "F0:0 B0:0 F0:1 B0:1 F0:2 B0:2 F0:3 B0:3 F0:4 B0:4 F0:5 B0:5 F0:6 B0:6 F0:7 B0:7",
     ),
     # Fewer micro-batches than ranks.
-    ("1f1b", 3, 1): ("F0:0 B0:0",) * 3,
+    ("1f1b", 3, 1, 1): ("F0:0 B0:0",) * 3,
     # Weight gradients lag by the rank.
-    ("zb-h1", 3, 4): (
+    ("zb-h1", 3, 4, 1): (
         "F0:0 F0:1 F0:2 BI0:0 W0:0 F0:3 BI0:1 W0:1 BI0:2 W0:2 BI0:3 W0:3",
         "F0:0 F0:1 BI0:0 F0:2 BI0:1 W0:0 F0:3 BI0:2 W0:1 BI0:3 W0:2 W0:3",
         "F0:0 BI0:0 F0:1 BI0:1 F0:2 BI0:2 W0:0 F0:3 BI0:3 W0:1 W0:2 W0:3",
     ),
-    ("zb-h1", 2, 1): ("F0:0 BI0:0 W0:0",) * 2,
+    ("zb-h1", 2, 1, 1): ("F0:0 BI0:0 W0:0",) * 2,
+    # Figure 4 of Narayanan et al. 2021, for two ranks.
+    ("interleaved", 2, 4, 2): (
+        "F0:0 F0:1 F1:0 F1:1 F0:2 B1:0 F0:3 B1:1 F1:2 B0:0 F1:3 B0:1 B1:2 B1:3 B0:2 B0:3",
+        "F0:0 F0:1 F1:0 B1:0 F1:1 B1:1 F0:2 B0:0 F0:3 B0:1 F1:2 B1:2 F1:3 B1:3 B0:2 B0:3",
+    ),
+    ("dualpipev", 2, 4, 2): (
+        "F0:0 F0:1 F0:2 F1:0 BI1:0 W1:0 F1:1 F0:3+B1:1 F1:2+B0:0 B1:2 F1:3+B0:1 B1:3 B0:2 B0:3",
+        "F0:0 F1:0 F0:1 F1:1 F0:2 B1:0 F1:2+B0:0 F0:3+B1:1 F1:3+B0:1 B1:2 B0:2 B1:3 B0:3",
+    ),
+    ("dualpipev-dw-detach", 2, 4, 2): (
+        "F0:0 F0:1 F0:2 F1:0 BI1:0 W1:0 F1:1 F0:3+B1:1 F1:2+B0:0 B1:2 F1:3+B0:1 B1:3 BI0:2 W0:2 BI0:3 W0:3",
+        "F0:0 F1:0 F0:1 F1:1 F0:2 B1:0 F1:2+B0:0 F0:3+B1:1 F1:3+B0:1 B1:2 B0:2 BI1:3 BI0:3 W1:3 W0:3",
+    ),
 }
-# Figure 4 of Narayanan et al. 2021, for two ranks.
-INTERLEAVED_2_4 = (
-    "F0:0 F0:1 F1:0 F1:1 F0:2 B1:0 F0:3 B1:1 F1:2 B0:0 F1:3 B0:1 B1:2 B1:3 B0:2 B0:3",
-    "F0:0 F0:1 F1:0 B1:0 F1:1 B1:1 F0:2 B0:0 F0:3 B0:1 F1:2 B1:2 F1:3 B1:3 B0:2 B0:3",
-)
-DUALPIPEV_2_4 = (
-    "F0:0 F0:1 F0:2 F1:0 BI1:0 W1:0 F1:1 F0:3+B1:1 F1:2+B0:0 B1:2 F1:3+B0:1 B1:3 B0:2 B0:3",
-    "F0:0 F1:0 F0:1 F1:1 F0:2 B1:0 F1:2+B0:0 F0:3+B1:1 F1:3+B0:1 B1:2 B0:2 B1:3 B0:3",
-)
-DUALPIPEV_2_4_DETACHED = (
-    "F0:0 F0:1 F0:2 F1:0 BI1:0 W1:0 F1:1 F0:3+B1:1 F1:2+B0:0 B1:2 F1:3+B0:1 B1:3 BI0:2 W0:2 BI0:3 W0:3",
-    "F0:0 F1:0 F0:1 F1:1 F0:2 B1:0 F1:2+B0:0 F0:3+B1:1 F1:3+B0:1 B1:2 B0:2 BI1:3 BI0:3 W1:3 W0:3",
-)
 
 
-@pytest.mark.parametrize("case", ONE_CHUNK, ids=str)
-def test_orders_of_one_chunk_are_the_published_ones(case):
-    name, ranks, microbatches = case
-    schedule = build(name, PipelineShape(ranks, microbatches))
-    assert tuple(written(schedule, rank) for rank in range(ranks)) == ONE_CHUNK[case]
+@pytest.mark.parametrize("case", PUBLISHED, ids=str)
+def test_orders_are_the_published_ones(case):
+    name, ranks, microbatches, chunks = case
+    schedule = build(name, PipelineShape(ranks, microbatches, chunks))
+    assert tuple(written(schedule, rank) for rank in range(ranks)) == PUBLISHED[case]
 
 
-def test_interleaved_is_the_published_one():
-    schedule = build("interleaved", PipelineShape(2, 4, 2))
-    assert tuple(written(schedule, rank) for rank in range(2)) == INTERLEAVED_2_4
-    assert schedule.placement == ((0, 2), (1, 3))
+def test_chunks_are_placed_one_after_the_other_or_in_a_v():
+    assert build("interleaved", PipelineShape(2, 4, 2)).placement == ((0, 2), (1, 3))
+    assert build("dualpipev", PipelineShape(2, 4, 2)).placement == v_placement(2) == ((0, 3), (1, 2))
 
 
 def test_overlapped_interleaved_runs_one_more_forward_ahead():
     schedule = build("interleaved-overlap", PipelineShape(2, 4, 2))
     assert written(schedule, 1) == ("F0:0 F0:1 F1:0 F1:1+B1:0 F0:2+B1:1 F0:3+B0:0 F1:2+B0:1 F1:3+B1:2 B1:3 B0:2 B0:3")
     assert written(build("interleaved-overlap", PipelineShape(1, 3)), 0) == "F0:0 F0:1+B0:0 F0:2+B0:1 B0:2"
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("dualpipev", DUALPIPEV_2_4), ("dualpipev-dw-detach", DUALPIPEV_2_4_DETACHED)]
-)
-def test_dualpipev_is_the_published_one(name, expected):
-    schedule = build(name, PipelineShape(2, 4, 2))
-    assert tuple(written(schedule, rank) for rank in range(2)) == expected
-    assert schedule.placement == v_placement(2) == ((0, 3), (1, 2))
 
 
 def test_dualpipev_without_weight_gradients_apart_is_the_same_order():
@@ -83,27 +73,6 @@ def test_dualpipev_without_weight_gradients_apart_is_the_same_order():
     for rank in range(shape.ranks):
         kept = [step for step in published.steps(rank) if step.kind is not Kind.WEIGHT_GRAD]
         assert [step[1:] for step in whole.steps(rank)] == [step[1:] for step in kept]
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 7), (4, 10), (8, 20)])
-@pytest.mark.parametrize("detach", [False, True])
-def test_dualpipev_has_as_many_of_each_as_mindspeeds_table(ranks, microbatches, detach):
-    """MindSpeed counts the phases of one rank for 2P stages and twice the micro-batches."""
-    schedule = build("dualpipev-dw-detach" if detach else "dualpipev", PipelineShape(ranks, microbatches, 2))
-    stages, halves = 2 * ranks, 2 * microbatches
-    for rank, entries in enumerate(schedule.ranks):
-        kinds = [each if isinstance(each, OverlappedPair) else each.kind for each in entries]
-        warmup, behind = stages - 2 - 2 * rank, ranks - rank - 1
-        forwards = warmup + 2 * (rank + 1)
-        assert kinds[:forwards] == [Kind.FORWARD] * forwards
-        middle = [Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.FORWARD] * behind
-        assert kinds[forwards : forwards + 3 * behind] == middle
-        pairs = sum(isinstance(each, OverlappedPair) for each in kinds)
-        assert pairs + (rank == ranks - 1) == halves - 2 * stages + 2 * rank + 2 + behind
-        tail = kinds[max(place for place, each in enumerate(kinds) if isinstance(each, OverlappedPair)) + 1 :]
-        backwards = [each for each in tail if each in BACKWARDS]
-        assert len(backwards) == 2 * (rank + 1) + stages - 2 * rank - 2 - behind
-        assert tail.count(Kind.WEIGHT_GRAD) == (ranks if detach else 0)
 
 
 def test_an_evaluation_has_forwards_alone():

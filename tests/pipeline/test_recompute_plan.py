@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.pipeline.check import problems
+from mindspeed_lite.pipeline.check import check
 from mindspeed_lite.pipeline.costs import peak_live, uniform
 from mindspeed_lite.pipeline.orders import OrderError, PipelineShape, build
-from mindspeed_lite.pipeline.recompute_plan import in_advance, in_bubble, to_recompute
+from mindspeed_lite.pipeline.recompute_plan import in_advance, in_bubble
 from mindspeed_lite.pipeline.simulate import simulate
 from mindspeed_lite.pipeline.steps import BACKWARDS, Kind
 
@@ -29,8 +29,7 @@ def recomputed(schedule, rank):
 @given(SHAPES)
 def test_in_advance_a_recomputation_stands_right_before_each_backward_but_those_of_the_last_stage(shape):
     plain = build("interleaved", shape)
-    schedule = in_advance(plain)
-    assert not list(problems(schedule))
+    schedule = check(in_advance(plain))
     for rank, entries in enumerate(schedule.ranks):
         assert tuple(each for each in entries if each.kind is not Kind.RECOMPUTE) == plain.ranks[rank]
         for place, each in enumerate(entries):
@@ -54,23 +53,18 @@ def test_in_advance_recomputation_runs_while_gradients_are_waited_for():
 def test_with_warm_up_alone_as_many_are_recomputed_as_ripipe_says(ranks, excess):
     """Ranks times chunks are held: 2(P - r - 1) + (V - 1)P + 1 would be, where one group follows the first."""
     schedule = build("interleaved", PipelineShape(ranks, 2 * ranks, 2))
-    found = [to_recompute(schedule, rank, 2 * ranks) for rank in range(ranks)]
+    found = [recomputed(in_bubble(schedule), rank) for rank in range(ranks)]
     assert tuple(map(len, found)) == excess
-    assert {chunk for units in found for chunk, _ in units} <= {0}
+    assert {step.chunk for steps in found for step in steps} <= {0}
 
 
 @settings(max_examples=30)
 @given(SHAPES, st.data())
 def test_in_the_bubble_every_rank_stays_within_the_bound(shape, data):
     plain = build("interleaved", shape)
-    stages = plain.num_stages
-    bound = data.draw(st.integers(1, stages + 3))
-    times = st.lists(st.floats(0.1, 4.0), min_size=stages, max_size=stages)
-    costs = data.draw(
-        st.none() | st.builds(lambda f, b: replace(uniform(stages), forward=f, input_grad=b), times, times)
-    )
-    schedule = in_bubble(plain, bound, costs)
-    assert not list(problems(schedule, bound))
+    bound = data.draw(st.integers(1, plain.num_stages + 3))
+    schedule = check(in_bubble(plain, bound))
+    assert max(peak_live(schedule, rank) for rank in range(shape.ranks)) <= bound
     for rank, entries in enumerate(schedule.ranks):
         assert tuple(each for each in entries if each.kind is not Kind.RECOMPUTE) == plain.ranks[rank]
 
@@ -78,7 +72,7 @@ def test_in_the_bubble_every_rank_stays_within_the_bound(shape, data):
 def test_in_the_bubble_recomputation_costs_less_than_its_time():
     shape = PipelineShape(4, 8, 2)
     costs, plain = uniform(8), build("interleaved", shape)
-    schedule = in_bubble(plain, costs=costs)
+    schedule = in_bubble(plain)
     before, after = simulate(plain, costs), simulate(schedule, costs)
     assert max(peak_live(schedule, rank) for rank in range(4)) == 8 < peak_live(plain, 0) == 11
     assert len(recomputed(schedule, 0)) == 3

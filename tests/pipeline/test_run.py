@@ -34,49 +34,43 @@ class Passes:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
         self.log: list[tuple[str, Step | Any]] = []
-        self.recomputed: set[tuple[int, int]] = set()
         self.pairs = 0
 
+    def _note(self, kind: Kind, chunk: int) -> Callable[[int], None]:
+        return lambda microbatch: self.log.append(("step", Step(kind, chunk, microbatch)))
+
     def forward(self, chunk: int) -> Callable[[int, Value | None], Value]:
-        stage = self.schedule.stage(self.rank, chunk)
+        stage, note = self.schedule.stage(self.rank, chunk), self._note(Kind.FORWARD, chunk)
 
         def forward(microbatch: int, received: Value | None) -> Value:
-            assert (received is None) == (stage == 0)
-            assert received is None or received.content == ("activation", stage - 1, microbatch)
-            self.log.append(("forward", Step(Kind.FORWARD, chunk, microbatch)))
-            return Value(("activation", stage, microbatch))
+            assert (received.content if received else None) == (("F", stage - 1, microbatch) if stage else None)
+            note(microbatch)
+            return Value(("F", stage, microbatch))
 
         return forward
 
-    def recompute(self, chunk: int) -> Callable[[int], None]:
-        def recompute(microbatch: int) -> None:
-            self.log.append(("recompute", Step(Kind.RECOMPUTE, chunk, microbatch)))
-            self.recomputed.add((chunk, microbatch))
-
-        return recompute
-
-    def _backward(self, kind: Kind, chunk: int) -> Callable[[int, Value | None, Value, Value | None], Value]:
-        stage = self.schedule.stage(self.rank, chunk)
+    def backward(self, chunk: int, kind: Kind = Kind.BACKWARD) -> Callable[..., Value]:
+        stage, note = self.schedule.stage(self.rank, chunk), self._note(kind, chunk)
         is_last = stage == self.schedule.num_stages - 1
 
         def backward(microbatch: int, received: Value | None, output: Value, gradient: Value | None) -> Value:
-            assert (gradient is None) == is_last
-            assert gradient is None or gradient.content == ("gradient", stage + 1, microbatch)
-            assert output.content == (None if not is_last else ("activation", stage, microbatch))
-            assert ((stage, microbatch) in self.schedule.recomputed) == ((chunk, microbatch) in self.recomputed)
-            self.log.append(("backward", Step(kind, chunk, microbatch)))
-            return Value(("gradient", stage, microbatch))
+            assert (gradient.content if gradient else None) == (None if is_last else ("B", stage + 1, microbatch))
+            assert output.content == (("F", stage, microbatch) if is_last else None)
+            is_recomputed = ("step", Step(Kind.RECOMPUTE, chunk, microbatch)) in self.log
+            assert ((stage, microbatch) in self.schedule.recomputed) == is_recomputed
+            note(microbatch)
+            return Value(("B", stage, microbatch))
 
         return backward
 
-    def backward(self, chunk: int) -> Callable[..., Value]:
-        return self._backward(Kind.BACKWARD, chunk)
-
     def input_grad(self, chunk: int) -> Callable[..., Value]:
-        return self._backward(Kind.INPUT_GRAD, chunk)
+        return self.backward(chunk, Kind.INPUT_GRAD)
+
+    def recompute(self, chunk: int) -> Callable[[int], None]:
+        return self._note(Kind.RECOMPUTE, chunk)
 
     def weight_grad(self, chunk: int) -> Callable[[int], None]:
-        return lambda microbatch: self.log.append(("weight_grad", Step(Kind.WEIGHT_GRAD, chunk, microbatch)))
+        return self._note(Kind.WEIGHT_GRAD, chunk)
 
     def pair(self, ahead: int, back: int) -> Callable[..., tuple[Value, Value]]:
         forward, backward = self.forward(ahead), self.backward(back)
@@ -139,32 +133,25 @@ class Transport:
     ) -> tuple[Any, ...]:
         self._send(to_next, self.ahead)
         self._send(to_prev, self.behind)
-        found = {
-            source: (Value(None), self.links[source, self.rank].receive())
-            for source, wanted in ((self.behind, from_prev), (self.ahead, from_next))
-            if wanted
-        }
+        got = [Value(None) if wanted else None for wanted in (from_prev, from_next)]
+        links = [self.links[source, self.rank] for source in (self.behind, self.ahead)]
+        waits = [(value, link.receive()) for value, link in zip(got, links, strict=True) if value is not None]
+        sent = [each for each in (to_next, to_prev) if each is not None]
 
         def receive() -> None:
-            for value, wait in found.values():
+            for value, wait in waits:
                 value.content = wait()
-
-        sent = [each for each in (to_next, to_prev) if each is not None]
 
         def finish() -> None:
             for each in sent:
                 assert each.content is not None, "released before the call that sends it has ended"
                 self.unfinished.remove(each)
 
-        got = tuple(
-            found[source][0] if wanted else None
-            for source, wanted in ((self.behind, from_prev), (self.ahead, from_next))
-        )
         if not self.is_async:
             receive()
-            return got
+            return tuple(got)
         self.unfinished += sent
-        return (*got, receive if found else None, finish if sent else None)
+        return (*got, receive if waits else None, finish if sent else None)
 
 
 def executed(
@@ -183,8 +170,6 @@ def executed(
             record = Trace(rank, traces / f"rank{rank}.jsonl") if traces is not None else None
             run(compiled, found[rank], transport, keep, record)
             assert not transport.unfinished
-            if record is not None:
-                record.write()
         except BaseException as error:
             errors.append(error)
 
@@ -220,15 +205,14 @@ def test_each_step_is_given_what_its_neighbour_made(
     for rank, passes in enumerate(ranks):
         overlapped = sum(isinstance(entry, OverlappedPair) for entry in schedule.ranks[rank])
         assert passes.pairs == (overlapped if pairs else 0)
-        steps = [step for name, step in passes.log if name != "release"]
+        steps = [step for name, step in passes.log if name == "step"]
         assert steps == list(schedule.steps(rank))
         released = [content for name, content in passes.log if name == "release"]
         outputs = [step for step in steps if step.kind is Kind.FORWARD]
         last = schedule.num_stages - 1
         assert len(released) == sum(schedule.stage(rank, step.chunk) != last for step in outputs)
-    records = [each for path in sorted(tmp_path.glob("*")) for each in trace.read(path)]
-    assert len(trace.training_steps(records, schedule)) == 1
-    assert all(0 <= each.begin <= each.end for each in records)
+    (recorded,) = trace.training_steps(trace.read(tmp_path), schedule)
+    assert recorded.makespan > 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.pipeline import recompute_plan, trace
-from mindspeed_lite.pipeline.costs import Costs, from_measured, uniform
+from mindspeed_lite.pipeline.costs import Costs, uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
-from mindspeed_lite.pipeline.simulate import simulate
-from mindspeed_lite.pipeline.steps import Kind, Step, forward, recompute, steps_of
+from mindspeed_lite.pipeline.simulate import Simulation, TimedEntry, simulate
+from mindspeed_lite.pipeline.steps import Kind, forward, recompute, steps_of
 from mindspeed_lite.pipeline.trace import TraceError
 
 SCHEDULE = build("zb-h1", PipelineShape(2, 3))
@@ -37,51 +38,44 @@ def file(tmp_path):
     return tmp_path / "trace.jsonl"
 
 
+def executed(schedule, file, **costs):
+    """A simulated training step, written as a record and read again."""
+    file.write_text("\n".join(lines(schedule, 100.0, **costs)))
+    (step,) = trace.training_steps(trace.read(file), schedule)
+    return step
+
+
 def test_whole_training_steps_are_told_apart(file):
     file.write_text("\n".join([*lines(), *lines(begin=20.0), *lines(begin=40.0)[:3]]) + "\n\n")
     found = trace.training_steps(trace.read(file), SCHEDULE)
-    assert [len(each) for each in found] == [18, 18]
-    assert [min(record.begin for record in each) for each in found] == [0.0, 20.0]
-    assert trace.makespan(found[1]) == simulate(SCHEDULE, uniform(2)).makespan
-    assert trace.bubble(found[1]) == pytest.approx(simulate(SCHEDULE, uniform(2)).bubble)
+    wanted = simulate(SCHEDULE, uniform(2))
+    assert [each.makespan for each in found] == [wanted.makespan] * 2
+    assert found[1].bubble == pytest.approx(wanted.bubble)
 
 
 def test_of_a_folder_one_file_for_each_pipeline_rank_counts(tmp_path):
     for number, rank in enumerate((0, 0, 1, 1)):
         mine = [line for line in lines() if json.loads(line)["rank"] == rank]
         (tmp_path / f"rank{number}.jsonl").write_text("\n".join(mine))
-    assert len(trace.training_steps(trace.read(tmp_path), SCHEDULE)[0]) == 18
+    assert len(trace.read(tmp_path)) == 18
 
 
 def test_steps_that_take_as_long_as_they_did_explain_what_has_run(file):
     """The messages that took half a second each are what is missing."""
-    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], message=0.5)
-    file.write_text("\n".join(lines(costs=costs)))
-    (step,) = trace.training_steps(trace.read(file), SCHEDULE)
-    found = simulate(SCHEDULE, trace.recorded_costs(step))
-    assert found.makespan == pytest.approx(simulate(SCHEDULE, Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0])).makespan)
-    schedule = build("dualpipev", PipelineShape(2, 4, 2))
-    file.write_text("\n".join(lines(schedule, costs=uniform(4, pair=0.75))))
-    (step,) = trace.training_steps(trace.read(file), schedule)
-    assert simulate(schedule, trace.recorded_costs(step)).makespan == pytest.approx(trace.makespan(step))
+    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0])
+    found = simulate(SCHEDULE, trace.recorded_costs(executed(SCHEDULE, file, costs=replace(costs, message=0.5))))
+    assert found.makespan == pytest.approx(simulate(SCHEDULE, costs).makespan)
 
 
-def test_what_a_rank_spends_besides_steps_is_found_again():
+def test_what_a_rank_spends_besides_steps_is_found_again(file):
     besides = trace.Overheads(0.5, {Kind.FORWARD: 0.125, Kind.INPUT_GRAD: 0.25, Kind.WEIGHT_GRAD: 0.0625})
     costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], **besides._asdict())
-    run = simulate(SCHEDULE, costs)
-    records = [
-        trace.ExecutedStep(rank, timed.entry, timed.begin, timed.end)
-        for rank, entries in enumerate(run.ranks)
-        for timed in entries
-    ]
-    assert trace.overheads([records], SCHEDULE) == besides
-    found = simulate(SCHEDULE, trace.recorded_costs(records, besides))
+    step, run = executed(SCHEDULE, file, costs=costs), simulate(SCHEDULE, costs)
+    assert trace.overheads([step]) == besides
+    found = simulate(SCHEDULE, trace.recorded_costs(step, besides))
     assert found.makespan == pytest.approx(run.makespan) and found.bubble == pytest.approx(run.bubble)
-    alone = simulate(SCHEDULE, trace.recorded_costs(records))
-    assert alone.makespan < found.makespan - 1
-    measured = from_measured(trace.median_seconds(records, SCHEDULE), 2, **besides._asdict())
-    assert simulate(SCHEDULE, measured).makespan == pytest.approx(run.makespan)
+    assert simulate(SCHEDULE, trace.recorded_costs(step)).makespan < found.makespan - 1
+    assert simulate(SCHEDULE, trace.median_costs([step])).makespan == pytest.approx(run.makespan)
 
 
 def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():
@@ -89,38 +83,38 @@ def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():
     schedule = recompute_plan.in_advance(build("interleaved", PipelineShape(2, 6, 2)))
     besides = {Kind.FORWARD: 0.125, Kind.BACKWARD: 0.125, Kind.RECOMPUTE: 0.25}
     run = simulate(schedule, Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, between=besides))
-    records = {
-        (rank, timed.entry): trace.ExecutedStep(rank, timed.entry, timed.begin, timed.end)
-        for rank, entries in enumerate(run.ranks)
-        for timed in entries
-    }
-    assert trace.overheads([[*records.values()]], schedule).between == besides
-    ahead, again = forward(0, 4), recompute(0, 2)
-    places = [*schedule.steps(1)]
-    assert places.index(again) == places.index(ahead) + 1
-    until = trace._receivers_ready(records, schedule)[1, ahead]
-    assert until > records[1, ahead].end + besides[Kind.FORWARD]
-    records[1, again] = trace.ExecutedStep(1, again, until, until + 0.5)
-    assert trace.overheads([[*records.values()]], schedule).between[Kind.FORWARD] == besides[Kind.FORWARD]
+    assert trace.overheads([run]).between == besides
+    entries = [each.entry for each in run.ranks[1]]
+    place = entries.index(recompute(0, 2))
+    assert entries[place - 1] == forward(0, 4)
+    # As if the rank had waited until the receiver of that forward, or of the one before, is ready.
+    late = [*run.ranks[1]]
+    receiver = schedule.output(1, forward(0, 4))
+    taken = next(n for n, each in enumerate(run.ranks[0]) if schedule.input(0, each.entry) == receiver)
+    until = run.ranks[0][taken - 1].begin
+    assert until > late[place - 1].end + besides[Kind.FORWARD]
+    late[place] = TimedEntry(entries[place], until, until + 0.5)
+    assert trace.overheads([Simulation(schedule, (run.ranks[0], tuple(late)))]).between[Kind.FORWARD] == 0.125
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_pairs_that_ran_one_after_the_other_are_simulated_so(share):
+def test_pairs_that_ran_one_after_the_other_are_simulated_so(share, file):
     schedule = build("dualpipev", PipelineShape(2, 4, 2))
     planned = schedule if share < 1 else schedule.one_by_one()
-    run = simulate(planned, uniform(4, pair=share))
     records = [
         trace.ExecutedStep(rank, step, timed.begin, timed.end)
-        for rank, entries in enumerate(run.ranks)
+        for rank, entries in enumerate(simulate(planned, uniform(4, pair=share)).ranks)
         for timed in entries
         for step in steps_of(timed.entry)
     ]
-    assert trace.as_executed(schedule, records) == planned
-    assert all(isinstance(entry, Step) for entries in schedule.one_by_one().ranks for entry in entries)
+    (step,) = trace.training_steps(records, schedule)
+    assert step.schedule == planned
+    assert simulate(planned, trace.recorded_costs(step)).makespan == pytest.approx(step.makespan)
 
 
 def test_a_backward_measured_as_a_whole_is_halved():
-    found = from_measured({(kind, 0): 3.0 for kind in ("F", "B")}, 1)  # a Kind is equal to its value
+    schedule = build("1f1b", PipelineShape(1, 2))
+    found = trace.median_costs([simulate(schedule, uniform(1, 3.0, 1.0, 2.0))])
     assert (found.forward[0], found.input_grad[0], found.weight_grad[0]) == (3.0, 1.5, 1.5)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import types
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,47 +45,8 @@ def test_what_a_job_reads_is_kept_until_it_is_waited_for_and_no_longer() -> None
     assert torch.equal(total, torch.full((4,), float(sum(range(MAX_IN_FLIGHT + 1)))))
 
 
-class Recorder:
-    """A device's module that writes down who waits for which event, and on which stream work is issued."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.events = 0
-        self.streams = {"compute": self._stream("compute")}
-        self._current = "compute"
-
-    def Stream(self, device: Any) -> Any:
-        return self._stream("side")
-
-    def current_stream(self, device: Any) -> Any:
-        return self.streams[self._current]
-
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self._current = self._current, stream.name
-        yield
-        self._current = before
-
-    def synchronize(self, device: Any) -> None:
-        self.log.append("synchronize")
-
-    def work(self, name: str) -> None:
-        self.log.append(f"{name} on {self._current}")
-
-    def _stream(self, name: str) -> Any:
-        def record() -> int:
-            self.events += 1
-            self.log.append(f"event {self.events} of {name}")
-            return self.events
-
-        return types.SimpleNamespace(
-            name=name, record_event=record, wait_event=lambda event: self.log.append(f"{name} waits for {event}")
-        )
-
-
 def test_a_stream_waits_for_what_was_computed_and_compute_for_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Recorder()
-    device.streams["side"] = device._stream("side")
+    device = mock.MagicMock()
     monkeypatch.setattr(module.torch, "get_device_module", lambda _: device)
     lane = DeviceStream(torch.device("cuda"))
     side = SideStream(lane)
@@ -98,14 +56,19 @@ def test_a_stream_waits_for_what_was_computed_and_compute_for_the_stream(monkeyp
     side.wait_all()
     device.work("reduction")
     lane.synchronize()
-    assert device.log == [
-        "dx on compute",
-        "event 1 of compute",
-        "side waits for 1",
-        "dw on side",
-        "event 2 of side",
-        "activation on compute",
-        "compute waits for 2",
-        "reduction on compute",
-        "synchronize",
+    computed = device.current_stream.return_value.record_event.return_value
+    done = device.Stream.return_value.record_event.return_value
+    calls = [(name, args) for name, args, _ in device.mock_calls if name not in ("current_stream", "Stream", "stream")]
+    assert calls == [
+        ("work", ("dx",)),
+        ("current_stream().record_event", ()),
+        ("Stream().wait_event", (computed,)),
+        ("stream().__enter__", ()),
+        ("work", ("dw",)),
+        ("stream().__exit__", (None, None, None)),
+        ("Stream().record_event", ()),
+        ("work", ("activation",)),
+        ("current_stream().wait_event", (done,)),
+        ("work", ("reduction",)),
+        ("synchronize", (torch.device("cuda"),)),
     ]

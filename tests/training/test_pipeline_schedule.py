@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mindspeed_lite.pipeline import orders, trace, zero_bubble
-from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Schedule
 from tests.harness import checkouts, matrix
@@ -134,7 +133,7 @@ SPLIT: dict[str, tuple[int, dict[str, Any]]] = {
 
 def planned(order: str, shape: PipelineShape) -> Schedule:
     if order == "zb-auto":
-        return zero_bubble.automatic(shape, uniform(shape.ranks * shape.chunks))
+        return zero_bubble.automatic(shape)
     return orders.build(order, shape)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mindspeed_lite.pipeline import orders, recompute_plan, trace
-from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape
 from tests.harness import checkouts, matrix
 from tests.harness.training import Result, Trainer
@@ -86,7 +85,7 @@ def test_in_the_bubble_it_has_the_bits_of_no_recomputation(
     assert histories(result) == histories(off)
     chunks, microbatches = options.get("vpp", 1), options.get("micro_batches", 4)
     base = orders.build("interleaved" if chunks > 1 else "1f1b", PipelineShape(2, microbatches, chunks))
-    planned = recompute_plan.in_bubble(base, flags.get("pipeline_schedule_max_live"), uniform(2 * chunks))
+    planned = recompute_plan.in_bubble(base, flags.get("pipeline_schedule_max_live"))
     assert planned.recomputed and executed(tmp_path, planned) == 2
 
 

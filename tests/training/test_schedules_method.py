@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_lite.pipeline import orders, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.steps import OverlappedPair
+from mindspeed_lite.pipeline.steps import OverlappedPair, Step
 from tests.harness import matrix
 from tests.harness.core_trainings import DRIFT, fault, losses
 from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
@@ -86,11 +86,13 @@ def test_the_two_passes_of_a_pair_run_through_megatrons_combined_plan(
     assert [on.history(rank) for rank in range(4)] == [off.history(rank) for rank in range(4)]
     order = orders.build("dualpipev-dw-detach" if detach else "dualpipev", PipelineShape(2, 5, 2))
     records = trace.read(tmp_path)
-    for step in trace.training_steps(records, order):
-        times = {(each.rank, each.step): (each.begin, each.end) for each in step}
-        for rank, entries in enumerate(order.ranks):
-            for pair in (entry for entry in entries if isinstance(entry, OverlappedPair)):
-                assert times[rank, pair.forward] == times[rank, pair.backward]
+    assert all(step.schedule == order for step in trace.training_steps(records, order))
+    times: dict[tuple[int, Step], list[tuple[float, float]]] = {}
+    for each in records:
+        times.setdefault((each.rank, each.step), []).append((each.begin, each.end))
+    for rank, entries in enumerate(order.ranks):
+        for pair in (entry for entry in entries if isinstance(entry, OverlappedPair)):
+            assert times[rank, pair.forward] == times[rank, pair.backward]
     for rank in range(4):
         assert "a message travels beside" in on.log(rank)
 

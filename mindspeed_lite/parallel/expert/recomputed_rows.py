@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mindspeed_lite.memory.released import ReleasedTensor
+from mindspeed_lite.memory.saved_tensors import ReleasedTensor
 
 from .exchange import Collective, Messages
 

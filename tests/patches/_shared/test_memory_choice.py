@@ -101,10 +101,6 @@ def test_a_training_within_the_budget_is_the_same(folder):
     other = on(0.7)
     assert losses(other) == off and len(files()) == 2
     assert not said("as an earlier run chose")
-    # It says what it does otherwise than within the budget before, of which more is computed again.
-    (changed,) = [each for each in mindspeed_lite.report().notices if "what changes from" in each]
-    assert changed.startswith("what changes from the choice within 0.50 MiB, stage 0: parts that run again")
-    assert re.search(r"\n +\S+  .*\(before: .*\)", changed)
     mindspeed_lite.disable()
     # Another configuration is another training, in what is no number either.
     from megatron.core.transformer.enums import AttnBackend
@@ -137,7 +133,6 @@ def test_a_choice_that_takes_more_than_predicted_is_made_again_with_less(folder)
     measure_more(200_000)
     found = losses(trained)
     assert len(measured()) == 2 and measured()[0] > LOW >= measured()[1] + 0.15
-    assert said("what changes from the choice that took more, stage 0") == 1
     mindspeed_lite.disable()
     # A choice of an earlier run that takes more than it did is made again, once.
     measure_more(5_000_000)
@@ -268,7 +263,7 @@ def test_a_host_without_room_moves_nothing(folder):
 
     files = kept_in(folder)
     simulated.swap_attention()
-    swap_attention.StreamCopyEngine = lambda device: Lanes(fail_at=0)
+    swap_attention.CopyEngine = lambda device: Lanes(fail_at=0)
     off = losses(training())
     mindspeed_lite.disable()
     assert losses(on(LOW)) == off and said("no copy to the host was made: no more pinned memory")
@@ -277,7 +272,7 @@ def test_a_host_without_room_moves_nothing(folder):
     for file in files():
         file.unlink()
     # Room for the copies that are timed and for nothing else.
-    swap_attention.StreamCopyEngine = lambda device: Lanes(fail_at=1)
+    swap_attention.CopyEngine = lambda device: Lanes(fail_at=1)
     assert losses(on(LOW)) == off
     (found,) = mindspeed_lite.report().fallbacks
     assert "no more pinned memory" in found.reason
