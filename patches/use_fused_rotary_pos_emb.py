@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, Session, matches
-from mindspeed_lite.ops.rope import Pairs, reference, rope
+from mindspeed_lite.ops.rope import Pairs, RotationSpec, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
@@ -98,7 +98,8 @@ def _turn(
 
         def definition(t: torch.Tensor) -> torch.Tensor:
             whole = t if t.dim() == 4 else t.unsqueeze(1)
-            return reference.rope(whole, *tables, **how).view(t.shape)
+            spec = RotationSpec(**{name: value for name, value in how.items() if name != "positions"})
+            return reference.rope(whole, *tables, how.get("positions"), spec).view(t.shape)
 
         session.verifier.check(
             FEATURE.name,

@@ -1,4 +1,4 @@
-"""moe_router: its reference against the formulas, and every other path against the reference, choice by choice."""
+"""moe_router: its reference against the formulas, and every other path against the reference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import REFERENCE, force
@@ -18,10 +16,10 @@ from mindspeed_lite.ops.moe_router import (
     SCORE_FUNCTIONS,
     Case,
     aux_loss_scores,
-    cpu,
     load_balancing_loss,
     topk_routing,
 )
+from mindspeed_lite.ops.moe_router.reference import Form
 from mindspeed_lite.ops.row_kernels import launch
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
@@ -30,11 +28,8 @@ from tests.harness.triton_compile import compile_sm90
 from . import twin
 
 why_not = why_not_of(topk_routing)
-why_not_aux = why_not_of(aux_loss_scores)
 
 cuda = pytest.importorskip("mindspeed_lite.ops.moe_router.cuda", reason="Triton is not installed")
-compiled = pytest.mark.skipif(cpu._unusable() is not None, reason=str(cpu._unusable()))
-kernels = pytest.mark.parametrize("backend", [pytest.param("cpu", marks=compiled), "triton"])
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,7 +39,7 @@ def on(backend: str, function: Callable[..., Tensors]) -> Callable[..., Tensors]
     def run(*arguments: Any, **options: Any) -> Tensors:
         if backend == "triton":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(OPERATOR, "choose", lambda case: cuda.moe_router)
+                patch.setattr(OPERATOR, "_backend", lambda case, tensors: cuda)
                 return function(*arguments, **options)
         with force("moe_router", backend):
             return function(*arguments, **options)
@@ -87,7 +82,8 @@ def test_the_reference_is_the_formula() -> None:
     assert indices.tolist() == [[1]] and indices.dtype == torch.int64
 
     for function, scores in (("softmax", e), ("sigmoid", s), ("sqrtsoftplus", r)):
-        chosen, found = on(REFERENCE, aux_loss_scores)(x, 2, function)
+        chosen, found = aux_loss_scores(x, 2, function)
+        assert gradcheck(lambda x, by=function: aux_loss_scores(x, 2, by)[1], x.clone().requires_grad_())
         torch.testing.assert_close(found, torch.tensor([scores], dtype=torch.float64) / sum(scores))
         assert chosen.tolist() == [[False, True, True, False]]
 
@@ -108,159 +104,41 @@ def test_the_loss_is_the_formula() -> None:
     assert gradcheck(lambda p: load_balancing_loss(p, torch.tensor([1, 3]), 4, 1, 2, 0.1), [wide])
 
 
-# ---- the choice ----
+# ---- kernels and torch_npu's operators against the reference ----
 
 
-def megatron_choice(scores: torch.Tensor, topk: int, groups: tuple[int, int] | None) -> torch.Tensor:
-    """The experts, by the operators that Megatron's group_limited_topk and topk_routing call."""
-    if groups is None:
-        return torch.topk(scores, k=topk, dim=1).indices
-    number, chosen = groups
-    tokens, experts = scores.shape
-    worth = scores.view(tokens, number, -1).topk(topk // chosen, dim=-1)[0].sum(dim=-1)
-    mask = torch.zeros_like(worth).scatter_(1, torch.topk(worth, k=chosen, dim=-1, sorted=False)[1], 1)
-    wide = mask.unsqueeze(-1).expand(tokens, number, experts // number).reshape(tokens, -1)
-    return torch.topk(scores.masked_fill(~wide.bool(), float("-inf")), k=topk, dim=-1)[1]
-
-
-@st.composite
-def choices(draw: Any) -> tuple[torch.Tensor, int, tuple[int, int] | None]:
-    """Logits of which many are equal, how many to take, and groups."""
-    groups = None
-    if draw(st.booleans()):
-        number, size = draw(st.integers(1, 12)), draw(st.integers(2, 40))
-        experts, taken, best = number * size, draw(st.integers(1, number)), draw(st.integers(1, 2))
-        topk = min(taken * best + draw(st.integers(0, taken - 1)), taken * size)
-        groups = (number, taken)
-    else:
-        experts = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 128, 256, 300, 512, 1024])))
-        topk = draw(st.integers(1, min(experts, draw(st.sampled_from([1, 4, 8, 16, 40, 200])))))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
-    tokens = draw(st.integers(1, 20))
-    kind = draw(st.sampled_from(["few", "one", "many", "continuous", "saturated", "infinite", "nan"]))
-    if kind in ("few", "one", "many"):
-        highest = {"few": 3, "one": 1, "many": 60}[kind]
-        x = torch.randint(0, highest, (tokens, experts), generator=generator).float() / 7 - 2
-    else:
-        x = torch.randn(tokens, experts, generator=generator) * (40 if kind == "saturated" else 1)
-        hit = torch.rand(tokens, experts, generator=generator)
-        if kind == "infinite":
-            x = x.masked_fill(hit < 0.1, -torch.inf).masked_fill(hit > 0.95, torch.inf)
-        if kind == "nan":
-            x = x.masked_fill(hit < 0.05, torch.nan)
-    return x, topk, groups
-
-
-@compiled
-@settings(max_examples=400)
-@given(
-    choice=choices(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    scores=st.sampled_from([*SCORE_FUNCTIONS, "pre_softmax"]),
-    bias=st.sampled_from([None, "zero", "few", "continuous"]),
-)
-def test_the_cpu_kernel_chooses_as_torch_does(
-    choice: tuple[torch.Tensor, int, tuple[int, int] | None], dtype: torch.dtype, scores: str, bias: str | None
-) -> None:
-    x, topk, groups = choice
-    x = x.to(dtype)
-    experts = x.shape[1]
-    options: dict[str, Any] = {"score_function": "softmax" if scores == "pre_softmax" else scores}
-    options["use_pre_softmax"] = scores == "pre_softmax"
-    if groups is not None:
-        options["num_groups"], options["group_topk"] = groups
-    by = {
-        "softmax": lambda: x,
-        "pre_softmax": lambda: torch.softmax(x, dim=-1, dtype=torch.float32),
-        "sigmoid": lambda: torch.sigmoid(x.float()),
-        "sqrtsoftplus": lambda: torch.nn.functional.softplus(x.float()).sqrt(),
-    }[scores]()
-    if bias is not None:
-        generator = torch.Generator().manual_seed(topk)
-        options["expert_bias"] = {
-            "zero": torch.zeros(experts),
-            "few": torch.randint(0, 3, (experts,), generator=generator) / 4,
-            "continuous": torch.randn(experts, generator=generator),
-        }[bias]
-        if scores in ("sigmoid", "sqrtsoftplus"):
-            by = by + options["expert_bias"].float()
-    expected = megatron_choice(by, topk, groups)
-    run = on("cpu", topk_routing)
-    _, indices = run(x, topk, dense_output=True, **options)
-    assert torch.equal(indices, expected)
-    _, chosen = run(x, topk, **options)
-    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, expected, True))
-    _, plain = on(REFERENCE, topk_routing)(x, topk, dense_output=True, **options)
-    assert torch.equal(indices, plain)
-
-
-@compiled
-@pytest.mark.parametrize("experts", [1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 96, 128, 160, 256, 384, 512, 1024, 2048])
-def test_every_size_chooses_as_torch_does(experts: int) -> None:
-    generator = torch.Generator().manual_seed(experts)
-    run = on("cpu", topk_routing)
-    for topk in sorted({1, 2, 4, 6, 7, 8, 9, 15, 16, 30, 31, 32, 64, experts - 1, experts}):
-        if not 1 <= topk <= experts:
-            continue
-        for highest in (2, 5, 300, 1 << 24):
-            x = torch.randint(0, highest, (12, experts), generator=generator).float()
-            assert torch.equal(run(x, topk, dense_output=True)[1], torch.topk(x, topk, dim=1).indices), (topk, highest)
-
-
-@compiled
-def test_groups_of_16_bit_logits_are_judged_by_rounded_sums() -> None:
-    """As torch.sum rounds: sums that differ in fp32 are equal then, and another group may be taken."""
-    x = make(4096, 64, torch.bfloat16)
-    options = {"num_groups": 8, "group_topk": 2, "dense_output": True}
-    ours = on("cpu", topk_routing)(x, 4, **options)[1]
-    assert torch.equal(ours, megatron_choice(x, 4, (8, 2)))
-    assert not torch.equal(ours, megatron_choice(x.float(), 4, (8, 2)))
-
-
-@compiled
-@pytest.mark.parametrize("function", SCORE_FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auxiliary_scores_are_those_of_torch_bit_by_bit_and_so_is_the_choice(function: str, dtype: torch.dtype) -> None:
-    for x in (make(200, 64, dtype), make(50, 8, dtype, size=30.0), torch.zeros(3, 16, dtype=dtype)):
-        ours, theirs = (on(backend, aux_loss_scores)(x, 5, function) for backend in ("cpu", REFERENCE))
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-        assert ours[0].dtype == torch.bool and ours[1].dtype == torch.float32
-        assert torch.equal(ours[0], torch.zeros_like(ours[0]).scatter(1, torch.topk(ours[1], 5, dim=1).indices, True))
-
-
-def test_a_library_that_chooses_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu._refusal.cache_clear()
-    real = torch.topk
-    monkeypatch.setattr(torch, "topk", lambda x, k, dim: real(x + torch.linspace(0, 0.1, x.shape[1]), k, dim=dim))
-    try:
-        if cpu._lib.unusable() is None:
-            assert "otherwise than torch.topk" in str(cpu._unusable())
-    finally:
-        cpu._refusal.cache_clear()
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "group_topk": 2}])
+@pytest.mark.parametrize("scores", [*SCORE_FUNCTIONS, "pre_softmax"])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.usefixtures("triton_runs")
+def test_triton_chooses_and_differentiates_as_the_reference(scores: str, groups: dict[str, int], dense: bool) -> None:
+    pre = scores == "pre_softmax"
+    options: dict[str, Any] = {"score_function": "softmax" if pre else scores, "use_pre_softmax": pre, **groups}
+    bias = torch.linspace(-1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
+    results = []
+    for backend in ("triton", REFERENCE):
+        x = make(20, 64, torch.float32).requires_grad_()
+        given = {"expert_bias": bias, "scaling_factor": 2.5, "dense_output": dense}
+        probs, chosen = on(backend, topk_routing)(x, 4, **options, **given)
+        results.append((chosen, probs, *torch.autograd.grad(probs.cos().sum(), x)))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1:], results[1][1:])
 
 
 # ---- how exact it is ----
 
 
-@kernels
 @pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])
-def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str, backend: str) -> None:
+@pytest.mark.usefixtures("triton_runs")
+def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str) -> None:
     x = torch.tensor([[-200.0, -60.0, -12.0, -3.0, 0.0, 4.0, 19.9, 20.1]])
     x = torch.cat([x, x.flip(1)]).requires_grad_()
-    probs, _ = on(backend, topk_routing)(x, 8, score_function=function)
+    probs, _ = on("triton", topk_routing)(x, 8, score_function=function)
     (found,) = torch.autograd.grad(probs, x, torch.arange(16.0).view(2, 8))
     wide = x.detach().double().requires_grad_()
     probs, _ = on(REFERENCE, topk_routing)(wide, 8, score_function=function)
     (exact,) = torch.autograd.grad(probs, wide, torch.arange(16.0).view(2, 8))
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-7)
-    _, scores = on(backend, aux_loss_scores)(x, 2, function)
-    (found,) = torch.autograd.grad(scores, x, torch.arange(16.0).view(2, 8))
-    _, scores = on(REFERENCE, aux_loss_scores)(wide, 2, function)
-    (exact,) = torch.autograd.grad(scores, wide, torch.arange(16.0).view(2, 8))
-    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-7)
-
-
-# ---- shapes, strides, what is kept ----
 
 
 def test_the_gradient_of_the_loss_is_one_row() -> None:
@@ -296,8 +174,6 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_tw
         for words, (topk, options) in refused.items():
             (reason,) = why_not(x, topk, **options)
             assert words in reason
-        (reason,) = why_not_aux(x, 2, "softmax")
-        assert "not normalised" in reason
         assert "2048" in why_not(torch.zeros(2, 2080), 2, score_function="sigmoid")[0]
         assert "1024" in why_not(torch.zeros(2, 2080), 1025, use_pre_softmax=True)[0]
         assert "float64" in why_not(x.double(), 2, use_pre_softmax=True)[0]
@@ -312,11 +188,9 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_tw
 @pytest.mark.parametrize(("experts", "topk"), [(64, 6), (256, 8)])
 def test_triton_kernels_keep_everything_in_registers_of_an_h100(experts: int, topk: int) -> None:
     tile = launch(experts)
-    shape = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block}
-    chosen = {**shape, "TOPK": topk, "KBLOCK": 8, "DENSE": False}
+    chosen = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk, "KBLOCK": 8, "DENSE": False}
     module = "mindspeed_lite.ops.moe_router.kernels"
-    numbers = {"rows": "i32", "stride": "i32"}
-    with_scale = {**numbers, "scale": "fp32", "indices": "*i64"}
+    with_scale = {"rows": "i32", "stride": "i32", "scale": "fp32", "indices": "*i64"}
     found = [
         compile_sm90(
             f"{module}:forward_kernel",
@@ -336,21 +210,16 @@ def test_triton_kernels_keep_everything_in_registers_of_an_h100(experts: int, to
             chosen,
             num_warps=tile.warps,
         ),
-        compile_sm90(
-            f"{module}:backward_scores_kernel",
-            {**numbers, "dscores": "*fp32", "scores": "*fp32", "sums": "*fp32", "dlogits": "*bf16"},
-            {**shape, "SCORES": "sqrtsoftplus"},
-            num_warps=tile.warps,
-        ),
     ]
     # 65536 registers: at 128 for each of a program's 128 threads, four such programs share a multiprocessor.
     assert all(each.spills == 0 and each.registers <= 128 for each in found), found
 
 
 def test_what_the_triton_kernels_do_not_take_has_a_reason() -> None:
-    assert "float64" in cuda.supported(Case("cuda", torch.float64, "aux_loss_scores", 8))[0]
-    assert "20000 experts" in cuda.supported(Case("cuda", torch.bfloat16, "aux_loss_scores", 20000))[0]
-    assert cuda.supported(Case("cuda", torch.float16, "aux_loss_scores", 8)) == []
+    form = Form("sigmoid", 2)
+    assert "float64" in cuda.supported(Case("cuda", torch.float64, 8, form))[0]
+    assert "20000 experts" in cuda.supported(Case("cuda", torch.bfloat16, 20000, form))[0]
+    assert cuda.supported(Case("cuda", torch.float16, 8, form)) == []
 
 
 # ---- which backend, and what is refused ----
@@ -376,8 +245,6 @@ def test_what_does_not_fit_is_one_clear_error(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         topk_routing(torch.zeros(shape), topk, **options)
-    with pytest.raises(ValueError, match=words):
-        why_not(torch.zeros(shape), topk, **options)
 
 
 def test_integers_are_no_logits_and_counts_are_for_experts() -> None:
