@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
-from mindspeed_lite.memory.copy_engine import CopyEngine
+from mindspeed_lite.memory.copy_engine import CopyEngine as CopyEngine
 from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Provide, Session, matches
-from mindspeed_lite.ops.rope import reference, rope
+from mindspeed_lite.ops.rope import RotationSpec, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
@@ -88,7 +88,8 @@ def _turn(session: Session, t: Any, tables: tuple[Any, Any], how: dict[str, Any]
 
     def definition(t: Any) -> Any:
         whole = t if t.dim() == 4 else t.unsqueeze(1)
-        return reference.rope(whole, *tables, **how).view(t.shape)
+        spec = RotationSpec(**{name: value for name, value in how.items() if name != "positions"})
+        return reference.rope(whole, *tables, how.get("positions"), spec).view(t.shape)
 
     against = "Megatron's unfused rotary embedding" if original else "the plain definition"
     variant = how["pairs"] + (" packed" if how.get("positions") is not None else "")

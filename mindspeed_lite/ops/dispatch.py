@@ -18,7 +18,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mindspeed_lite.ops.discovery import OPERATORS
+from mindspeed_lite.ops.traced import is_traced
 
 __all__ = [
     "OPERATORS", "REFERENCE", "Case", "Implementation", "Operator", "Selection", "backends", "device_unusable", "force",
@@ -67,16 +68,24 @@ class Operator:
         self.name = name
         self.reference = reference
         self.backends = _found_beside(reference) if backends is None else dict(backends)
-        self._chosen: dict[Case, Implementation] = {}
+        self._chosen: dict[Case, ModuleType | None] = {}
         self._forced: str | None = None
 
-    def choose(self, case: Case) -> Implementation:
-        chosen = self._chosen.get(case)
-        return self._resolve(case) if chosen is None else chosen
+    def choose(self, case: Case, *tensors: torch.Tensor | None) -> Implementation:
+        """The implementation for a call.
 
-    def module(self, case: Case) -> Any:
-        """Backend module for `case`, for operators of several functions."""
-        return sys.modules[self.choose(case).__module__]
+        tensors: what CPU and CUDA kernels read by address. If torch.compile traces or they have no memory, the
+        reference serves; torch_npu's operators trace like torch's.
+        """
+        module = self._backend(case, tensors)
+        if module is None:
+            return self.reference
+        implementation: Implementation = getattr(module, self.name)
+        return implementation
+
+    def module(self, case: Case, *tensors: torch.Tensor | None) -> Any:
+        """Like `choose`, for operators of several functions: the module of the backend or of the reference."""
+        return self._backend(case, tensors) or sys.modules[self.reference.__module__]
 
     def why_not(self, case: Case) -> list[str]:
         """Reasons why the device's backend refuses the case; empty without a backend."""
@@ -93,7 +102,12 @@ class Operator:
             reasons.append(module)
         return reasons
 
-    def _resolve(self, case: Case) -> Implementation:
+    def _backend(self, case: Case, tensors: Sequence[torch.Tensor | None]) -> ModuleType | None:
+        if case.device != "npu" and any(each is not None and is_traced(each) for each in tensors):
+            return None
+        return self._chosen[case] if case in self._chosen else self._resolve(case)
+
+    def _resolve(self, case: Case) -> ModuleType | None:
         backend = self._forced or case.device
         reasons = self._reasons(backend, case)
         if reasons and self._forced is not None:
@@ -102,8 +116,7 @@ class Operator:
             # Before caching, so that the next call reports again if a subscriber raises (strict mode).
             report_fallback(self.name, backend, tuple(reasons))
         module = None if reasons else self._module(backend)
-        chosen: Implementation = getattr(module, self.name) if isinstance(module, ModuleType) else self.reference
-        self._chosen[case] = chosen
+        chosen = self._chosen[case] = module if isinstance(module, ModuleType) else None
         return chosen
 
     def _reasons(self, backend: str, case: Case) -> list[str]:

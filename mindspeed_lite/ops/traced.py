@@ -33,11 +33,7 @@ class NoMemoryError(RuntimeError):
 
 def address(tensor: torch.Tensor) -> int:
     """The tensor's data pointer; NoMemoryError if its storage is released."""
-    return with_memory(tensor, tensor.data_ptr())
-
-
-def with_memory(tensor: torch.Tensor, found: int) -> int:
-    """Returns the tensor's address `found`; NoMemoryError if its storage is released."""
+    found = tensor.data_ptr()
     if found == tensor.storage_offset() * tensor.itemsize and tensor.numel():
         raise NoMemoryError(
             f"a kernel was given a tensor of shape {[*tensor.shape]} whose memory is released and not filled: two "

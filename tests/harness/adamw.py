@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_lite.ops import adamw as op
 from mindspeed_lite.ops.adamw import Rule, halves
 
 Lists = list[list[torch.Tensor]]
@@ -18,7 +19,7 @@ def through(implementation: Any) -> Callable[..., None]:
 
     def adamw(*lists: Any, outs: Any = None, lows: Any = None, blocks: Any = None, **rule: Any) -> None:
         with torch.no_grad():
-            implementation.adamw(*lists, Rule(**rule), outs, lows, blocks)
+            implementation.adamw(op.Lists(*lists, outs, lows, blocks), Rule(**rule))
 
     return adamw
 

@@ -22,7 +22,7 @@ from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.ops.layer_norm import layer_norm
 from mindspeed_lite.ops.linear_cross_entropy import linear_cross_entropy
 from mindspeed_lite.ops.masked_softmax import masked_softmax
-from mindspeed_lite.ops.moe_router import aux_loss_scores, topk_routing
+from mindspeed_lite.ops.moe_router import topk_routing
 from mindspeed_lite.ops.permute import permute, unpermute
 from mindspeed_lite.ops.rms_norm import rms_norm
 from mindspeed_lite.ops.rope import PAIRS, rope
@@ -178,11 +178,6 @@ def draw_moe_router(draw: Draw) -> Problem:
         return topk_routing(logits, topk, score_function=scores, use_pre_softmax=pre)[0]
 
     return Problem([logits], call, logits.shape[-1])
-
-
-def draw_aux_loss_scores(draw: Draw) -> Problem:
-    logits, topk, scores = distinct_logits(draw), draw.size(1, 4), draw.one_of(["softmax", "sigmoid"])
-    return Problem([logits], lambda logits: aux_loss_scores(logits, topk, scores)[1], logits.shape[-1])
 
 
 def draw_masked_softmax(draw: Draw) -> Problem:
@@ -388,7 +383,6 @@ PROBLEMS: dict[str, tuple[str, Callable[[Draw], Problem]]] = {
     "adamw_bf16": ("adamw", adamw_step("bf16")),
     "adamw_fp8": ("adamw", adamw_step("fp8")),
     "adamw_halves": ("adamw", adamw_step("halves")),
-    "aux_loss_scores": ("moe_router", draw_aux_loss_scores),
     "attention": ("attention", draw_attention),
     "attention_dropout": ("attention", draw_attention_dropout),
     "attention_sink": ("attention", draw_attention_sink),

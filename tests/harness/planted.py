@@ -16,8 +16,8 @@ def _around(change: Any) -> None:
     found = dispatch.operator("rms_norm")
     choose = found.choose
 
-    def chosen(case: Any) -> Any:
-        right = choose(case)
+    def chosen(case: Any, *tensors: Any) -> Any:
+        right = choose(case, *tensors)
         # The definition stays right.
         return right if found._forced == dispatch.REFERENCE else functools.partial(change, right)
 

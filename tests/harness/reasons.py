@@ -20,7 +20,7 @@ def why_not_of(call: Callable[..., Any]) -> Callable[..., list[str]]:
     def why_not(*args: Any, **kwargs: Any) -> list[str]:
         reasons: list[str] = []
 
-        def choose(self: Operator, case: Case) -> NoReturn:
+        def choose(self: Operator, case: Case, *tensors: Any) -> NoReturn:
             reasons.extend(self.why_not(case))
             raise _FirstChoice
 

@@ -3,7 +3,7 @@
 environment.py  installs the wheel into a folder of its own, builds stub CANN libraries (stubs.py, cann/), and
                 starts subprocesses in one of four modes
 operators/      one file per operator: its calls by table, what is documented of them, call sites broken on purpose
-                (each must be noticed), wrong calls made directly (by whom?)
+                (each must be noticed)
 definitions.py  what those files are written with
 attention_calls.py
                 the sizes of a recorded attention call, and what it shows to whom

@@ -47,7 +47,7 @@ def run(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> C
 
 @pytest.fixture(scope="session")
 def on_npu(run: Callable[..., Any]) -> dict[str, Any]:
-    """{"cases" or "probes": {"fake" or "content": {name: record}}}, from one process without memory."""
+    """{"cases" or "declared": {"fake" or "content": {name: record}}}, from one process without memory."""
     records: dict[str, Any] = run("fake", "records", "fake", "content")
     return records
 

@@ -1,8 +1,8 @@
-"""What the files of operators/ are written with: a case, a mutation, a probe, and the checks that contracts share."""
+"""What the files of operators/ are written with: a case, a mutation, and the checks that contracts share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,58 +89,6 @@ class Mutation:
                 f"changed, so change the mutation in tests/npu_contract/operators/{operator}.py with it"
             )
         return text.replace(self.old, self.new)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A wrong call of torch_npu, which `call(device)` makes directly.
-
-    noticed: who rejects it: "schema" (in both modes), "meta" (in both), "host" (the wheel's C++ code only), or
-    "nobody", which is where a contract is the only guard on this side of a device. contract: words of the
-    violation, for calls that reach the dispatcher. by_content: only the values of a list tell, which are seen in
-    pass `content` alone.
-    """
-
-    call: Callable[[str], Any]
-    noticed: str
-    contract: str = ""
-    by_content: bool = False
-
-
-class _LeftOut:
-    """An argument that is not passed."""
-
-
-LEFT_OUT = _LeftOut()
-
-
-def prober(function: str, *, by_name: Mapping[str, Any], **positional: Any) -> Callable[..., Probe]:
-    """probe(noticed, contract, by_content, **wrong): a right call of torch_npu.`function`, apart from `wrong`.
-
-    A tensor is given as (shape, dtype), several as a list of those, anything else that needs the device as a
-    function of it.
-    """
-
-    def probe(noticed: str, contract: str = "", by_content: bool = False, **wrong: Any) -> Probe:
-        def call(device: str) -> Any:
-            import torch_npu
-
-            given = {**positional, **by_name, **wrong}
-            made = {name: _made(value, device) for name, value in given.items() if value is not LEFT_OUT}
-            first = [made.pop(name) for name in positional]
-            return getattr(torch_npu, function)(*first, **made)
-
-        return Probe(call, noticed, contract, by_content)
-
-    return probe
-
-
-def _made(value: Any, device: str) -> Any:
-    if isinstance(value, list):
-        return [_made(item, device) for item in value]
-    if isinstance(value, tuple) and isinstance(value[-1], torch.dtype):
-        return torch.zeros(value[0], dtype=value[1], device=device)
-    return value(device) if callable(value) else value
 
 
 # ---- checks over a recorded call, for contracts ----

@@ -73,8 +73,8 @@ def _selections() -> Iterator[list[tuple[str, str]]]:
 
     own, chosen = Operator.choose, []
 
-    def choose(self: Any, case: Any) -> Any:
-        implementation = own(self, case)
+    def choose(self: Any, case: Any, *tensors: Any) -> Any:
+        implementation = own(self, case, *tensors)
         chosen.append((self.name, implementation.__module__.rpartition(".")[2]))
         return implementation
 

@@ -1,4 +1,4 @@
-"""What a subprocess does: runs cases, mutated call sites or probes, and writes what it recorded as JSON.
+"""What a subprocess does: runs cases or mutated call sites, and writes what it recorded as JSON.
 
     python -m tests.npu_contract.runner OUT records fake|content|host ...
     python -m tests.npu_contract.runner OUT mutations
@@ -32,7 +32,7 @@ from mindspeed_lite.ops.case import Problem
 from tests.harness.reasons import why_not_of
 from tests.npu_contract.checks import problems
 from tests.npu_contract.definitions import ContractCase, source
-from tests.npu_contract.operators import CASES, MUTATIONS, PROBES
+from tests.npu_contract.operators import CASES, MUTATIONS
 from tests.npu_contract.recorder import Recorder, describe, from_json, to_json
 
 DEVICES = {"fake": "npu", "content": "cpu", "host": "npu"}
@@ -168,31 +168,13 @@ def run_mutations() -> dict[str, list[str]]:
     return found
 
 
-def run_probes(which: str) -> dict[str, Any]:
-    """For each wrong call, the error of the wheel if it has one, and the call as far as it was recorded."""
-    found: dict[str, Any] = {}
-    for name, probe in PROBES.items():
-        with contextlib.ExitStack() as stack:
-            if which == "fake":
-                stack.enter_context(FakeTensorMode())
-            recorder = stack.enter_context(Recorder(on_meta=which == "content"))
-            record: dict[str, Any] = {"error": None}
-            try:
-                probe.call(DEVICES[which])
-            except Exception as error:
-                record["error"] = _said(error)
-            record["calls"] = recorder.calls
-        found[name] = to_json(record)
-    return found
-
-
 def main() -> None:
     out, what, *passes = sys.argv[1:]
     result: Any
     if what == "mutations":
         result = run_mutations()
     else:
-        runs = {"cases": run_cases, "declared": run_declared, "probes": run_probes}
+        runs = {"cases": run_cases, "declared": run_declared}
         result = {kind: {which: run(which) for which in passes} for kind, run in runs.items()}
     Path(out).write_text(json.dumps(result))
 

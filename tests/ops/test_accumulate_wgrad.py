@@ -85,7 +85,6 @@ def test_tensors_without_memory_take_the_plain_way(mode: str) -> None:
         with FakeTensorMode():
             main_grad, dy, x = torch.zeros(8, 4), *(torch.zeros(6, n, dtype=torch.bfloat16) for n in (8, 4))
             assert accumulate_wgrad(main_grad, dy, x) is main_grad
-            assert cuda.accumulate_wgrad(main_grad, dy, x) is main_grad
         return
     tensors = make(40, 30, 20, torch.bfloat16)
     step = torch.compile(accumulate_wgrad, backend="eager")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops.adamw import Case, adamw, cpu, reference, torch_fused
+from mindspeed_lite.ops.adamw import Case, adamw, cpu, reference
 from mindspeed_lite.ops.dispatch import force, selected
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
@@ -25,7 +25,7 @@ why_not = why_not_of(functools.partial(adamw, **RULE))
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 
 
-PATHS = {"cpu": through(cpu), "cuda, interpreted": through(cuda), "torch's fused": through(torch_fused)}
+PATHS = {"cpu": through(cpu), "cuda, interpreted": through(cuda)}
 
 
 def run(function: Callable[..., None], lists: Lists, outs: bool = True, **rule: Any) -> Lists:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import adamw, cpu, cuda, halves, pieces, reference, torch_fused
+from mindspeed_lite.ops.adamw import Lists, adamw, cpu, cuda, halves, pieces, reference
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
@@ -75,7 +75,6 @@ def test_without_a_second_moment_a_tie_moves_by_one_unit() -> None:
 PATHS: dict[str, Any] = {
     "cpu": through(cpu),
     "cuda, interpreted": through(cuda),
-    "torch's fused": through(torch_fused),
     "reference": through(reference),
     "dispatched": adamw,
 }
@@ -128,11 +127,11 @@ def test_pieces_are_put_together_one_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     seen: list[int] = []
 
     @pieces.piecewise
-    def step(words: list[torch.Tensor], *rest: Any) -> None:
-        seen.append(words[0].numel())
+    def step(lists: Lists, rule: Any) -> None:
+        seen.append(lists.params[0].numel())
 
     high, low, squares = taken_apart(torch.randn(2500))
-    step([high], [torch.zeros(2500)], [torch.zeros(2500)], [squares], None, None, [low])
+    step(Lists([high], [torch.zeros(2500)], [torch.zeros(2500)], [squares], lows=[low]), None)
     assert seen == [1000, 1000, 500]
 
 

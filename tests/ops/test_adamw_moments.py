@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference, torch_fused
+from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.optim.fused_adam import FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
@@ -144,7 +144,6 @@ def test_a_second_moment_follows_where_nearest_would_stand_still(form: str) -> N
 PATHS: dict[str, Any] = {
     "cpu": through(cpu),
     "cuda, interpreted": through(cuda),
-    "torch's fused": through(torch_fused),
     "reference": through(reference),
     "dispatched": adamw,
 }

@@ -8,22 +8,21 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.cross_entropy import cpu as passes
+from mindspeed_lite.ops.cross_entropy import cross_entropy
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.linear_cross_entropy import (
     Accumulate,
     Case,
     chunks,
-    cpu,
+    fused,
     linear_cross_entropy,
     reference,
 )
-from tests.harness.compare import Sizes, error, forward_backward
+from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
 from tests.harness.errors import bound
 from tests.harness.reasons import why_not_of
 
 why_not = why_not_of(linear_cross_entropy)
-
-cuda = pytest.importorskip("mindspeed_lite.ops.linear_cross_entropy.cuda")
 
 compiled = pytest.mark.skipif(passes.library.unusable() is not None, reason=str(passes.library.unusable()))
 
@@ -42,7 +41,7 @@ def make(rows: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) 
 @compiled
 def test_logits_exist_for_one_chunk_at_a_time_and_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "KEPT_BYTES", 0)
-    monkeypatch.setattr(cpu, "CHUNK", 64 * 512)
+    monkeypatch.setattr(chunks, "CHUNK", 64 * 512)
     h, w, target, dloss = make(64, 32, 2048, torch.bfloat16)
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
@@ -95,5 +94,68 @@ def test_what_does_not_fit_is_one_clear_error() -> None:
         linear_cross_entropy(h, w, target.float())
     with pytest.raises(ValueError, match="slice of 10"):
         linear_cross_entropy(h, w, target, 5, 30)
-    assert cuda.supported(Case("cuda", torch.float64))
+    assert fused.supported(Case("cuda", torch.float64))
     assert why_not(h.double(), w.double(), target) == []
+
+
+# Kept logits
+
+NAMES = ("loss", "dhidden", "dweight")
+ROWS, HIDDEN, WIDTH = 90, 48, 1000
+
+
+def separate(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The path it replaces: a linear layer, whose logits are rounded, and the loss of all of them."""
+    return cross_entropy(torch.nn.functional.linear(hidden, weight), target)
+
+
+@pytest.fixture(params=[0, 300, WIDTH], ids=["none kept", "some kept", "all kept"])
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many of the columns' logits the budget is enough for; the others come 64 at a time."""
+    monkeypatch.setattr(chunks, "_NARROWEST", 64)
+    monkeypatch.setattr(chunks, "CHUNK", 1)
+    found: int = request.param
+    monkeypatch.setattr(chunks, "KEPT_BYTES", ROWS * found * 2 + 63)
+    # Whole tiles, or all of them.
+    return found if found == WIDTH else found // 64 * 64
+
+
+def test_a_second_backward_pass_has_the_same_gradients(columns: int) -> None:
+    h, w, target, dloss = make(ROWS, HIDDEN, WIDTH, torch.bfloat16)
+    h.requires_grad_(), w.requires_grad_()
+    loss = linear_cross_entropy(h, w, target)
+    first = torch.autograd.grad(loss, [h, w], dloss, retain_graph=True)
+    exact = forward_backward(lambda h, w: reference.definition(h, w, target), [h, w], dloss, torch.float64)
+    replaced = forward_backward(lambda h, w: separate(h, w, target), [h, w], dloss)
+    for factor in (1.0, -3.0):
+        again = torch.autograd.grad(loss, [h, w], dloss * factor, retain_graph=True)
+        truth = [exact[0], *(each * factor for each in exact[1:])]
+        theirs = [replaced[0], *(each * factor for each in replaced[1:])]
+        assert_not_worse([replaced[0], *again], theirs, truth, 1e-4, NAMES)
+    assert_not_worse([replaced[0], *first], replaced, exact, 1e-4, NAMES)
+
+
+def test_the_budget_is_kept_and_nothing_without_gradients(columns: int) -> None:
+    h, w, target, _ = make(ROWS, 8, WIDTH, torch.bfloat16)
+    largest = {}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), Sizes() as sizes:
+            linear_cross_entropy(h, w.requires_grad_(), target)
+        largest[grad] = sizes.largest
+    statistics = 3 * 4 * ROWS * (WIDTH // 64 + 1)
+    assert largest[False] <= max(2 * 64 * ROWS, w.nbytes, statistics)
+    assert largest[True] == (columns * ROWS * 2 or largest[False])
+
+
+def test_every_part_of_the_weights_gradient_is_added_once(columns: int) -> None:
+    h, w, target, dloss = make(ROWS, HIDDEN, WIDTH, torch.bfloat16)
+    exact = forward_backward(lambda h, w: reference.definition(h, w, target), [h, w], dloss, torch.float64)
+    into, seen = torch.zeros(WIDTH, HIDDEN), torch.zeros(WIDTH, dtype=torch.int64)
+
+    def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+        into[rows] += dlogits.t().float() @ hidden.float()
+        seen[rows] += 1
+
+    linear_cross_entropy(h, w.requires_grad_(), target, accumulate=Accumulate(add, lambda: None)).backward(dloss)
+    assert w.grad is None and (seen == 1).all()
+    assert_not_worse([into], [exact[2].float()], [exact[2]], bound(torch.bfloat16, ROWS), ["dweight"])

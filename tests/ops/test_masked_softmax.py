@@ -4,21 +4,59 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.masked_softmax import cpu, masked_softmax, reference, why_not
 from tests.harness.compare import Sizes, forward_backward
-from tests.harness.masked_softmax import DTYPES, hidden, make, megatron
 
+from . import twin
+
+DTYPES = [torch.bfloat16, torch.float32]
 PATHS = {"cpu": cpu.masked_softmax, "reference": reference.masked_softmax}
 compiled = pytest.mark.skipif(cpu.library.unusable() is not None, reason=str(cpu.library.unusable()))
 if cpu.library.unusable() is not None:
     del PATHS["cpu"]
 
 Path = Callable[[torch.Tensor, torch.Tensor | None, bool, float], torch.Tensor]
+
+
+def hidden(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """Where something is hidden, [b, n, sq, sk]."""
+    found = torch.zeros(scores.shape, dtype=torch.bool) if mask is None else mask.expand(scores.shape).clone()
+    if causal and scores.shape[-2] > 1:
+        found |= torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return found
+
+
+def megatron(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+    """The steps of FusedScaleMaskSoftmax.forward_torch_softmax; of float64 scores, the truth."""
+    wide = (scores.float() if scores.dtype.itemsize == 2 else scores) * scale
+    return wide.masked_fill(hidden(scores, mask, causal), -10000.0).softmax(-1).to(scores.dtype)
+
+
+def make(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str = "none", seed: int = 0, size: float = 2.0
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Scores, a mask that hides about a quarter and some rows whole, and a gradient of the probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    b, n, q, k = shape
+    scores = (size * torch.randn(shape, generator=generator)).to(dtype)
+    dprobs = torch.randn(shape, generator=generator).to(dtype)
+    sizes = {
+        "bnqk": shape, "b1qk": (b, 1, q, k), "11qk": (1, 1, q, k), "b11k": (b, 1, 1, k), "qk": (q, k), "k": (k,),
+        "bnq1": (b, n, q, 1), "1": (), "expanded": (b, 1, q, 1),
+    }  # fmt: skip
+    if kind == "none":
+        return scores, None, dprobs
+    mask = torch.rand(sizes[kind], generator=generator) < 0.25
+    if kind in ("bnqk", "b1qk", "11qk", "qk"):
+        mask[..., q // 2 : q // 2 + 1, :] = True
+    return scores, mask.expand(shape) if kind == "expanded" else mask, dprobs
 
 
 def both(path: Path, given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], causal: bool, scale: float = 1.0):  # type: ignore[no-untyped-def]
@@ -46,7 +84,7 @@ def test_the_definition_is_the_formula(path: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("path", PATHS)
 def test_extreme_values_are_those_of_torch(path: str, dtype: torch.dtype, causal: bool) -> None:
-    big = 6e4 if dtype == torch.float16 else 3e38
+    big = 3e38
     rows = [
         [1e4, -1e4, 0.0, 1e4],
         [-2e4, -2e4, -2e4, -2e4],  # below what is hidden
@@ -146,3 +184,35 @@ def test_what_is_not_a_masked_softmax_is_one_clear_error() -> None:
     for shape in ((5, 4), (2, 2, 4, 5), (1, 1, 1, 4, 5), (4, 0)):
         with pytest.raises(ValueError, match="does not broadcast"):
             why_not(scores, torch.zeros(shape, dtype=torch.bool))
+
+
+# NPU, on the emulation of its documentation (see twin)
+
+
+def test_masks_that_are_not_given_are_made_once_and_few_are_kept(npu_twin: list[twin.Call]) -> None:
+    scores = torch.zeros(2, 3, 32, 32)
+    with force("masked_softmax", "npu"):
+        for _ in range(3):
+            masked_softmax(scores, causal=True)
+            masked_softmax(scores)
+            masked_softmax(torch.zeros(2, 3, 64, 64), causal=True)
+        masks = [call.args[1] for call in npu_twin]
+        assert masks[0].shape == (1, 1, 32, 32) and masks[0].sum() == 32 * 31 // 2 and not masks[1].any()
+        assert len({mask.data_ptr() for mask in masks}) == 3, "whatever comes between"
+        for size in range(96, 1024, 32):
+            masked_softmax(torch.zeros(1, 1, size, size), causal=True)
+    kept = sys.modules["mindspeed_lite.ops.masked_softmax.npu"]._masks
+    assert len(kept) == 4
+
+
+@pytest.mark.usefixtures("npu_twin")
+def test_other_lengths_and_dtypes_are_refused_by_name() -> None:
+    with force("masked_softmax", "npu"):
+        for queries, keys in ((33, 33), (1, 64), (64, 4128), (0, 0)):
+            (said,) = why_not(torch.zeros(1, 1, queries, keys))
+            assert "32, 64, 96" in said
+        (said,) = why_not(torch.zeros(1, 1, 32, 32, dtype=torch.float16), scale=2.0)
+        assert "overflow" in said and why_not(torch.zeros(1, 1, 32, 32, dtype=torch.float16)) == []
+        (said,) = why_not(torch.zeros(1, 1, 32, 32, dtype=torch.float64))
+        assert "float64" in said
+        assert why_not(torch.zeros(1, 1, 4096, 32)) == []

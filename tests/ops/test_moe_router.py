@@ -1,4 +1,4 @@
-"""moe_router: its reference against the formulas, and every other path against the reference, choice by choice."""
+"""moe_router: its reference against the formulas, and every other path against the reference."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from mindspeed_lite.ops.moe_router import (
     load_balancing_loss,
     topk_routing,
 )
+from mindspeed_lite.ops.moe_router.reference import Form
 from mindspeed_lite.ops.row_kernels import launch
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
@@ -30,11 +31,9 @@ from tests.harness.triton_compile import compile_sm90
 from . import twin
 
 why_not = why_not_of(topk_routing)
-why_not_aux = why_not_of(aux_loss_scores)
 
 cuda = pytest.importorskip("mindspeed_lite.ops.moe_router.cuda", reason="Triton is not installed")
 compiled = pytest.mark.skipif(cpu._unusable() is not None, reason=str(cpu._unusable()))
-kernels = pytest.mark.parametrize("backend", [pytest.param("cpu", marks=compiled), "triton"])
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,7 +43,7 @@ def on(backend: str, function: Callable[..., Tensors]) -> Callable[..., Tensors]
     def run(*arguments: Any, **options: Any) -> Tensors:
         if backend == "triton":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(OPERATOR, "choose", lambda case: cuda.moe_router)
+                patch.setattr(OPERATOR, "_backend", lambda case, tensors: cuda)
                 return function(*arguments, **options)
         with force("moe_router", backend):
             return function(*arguments, **options)
@@ -87,7 +86,8 @@ def test_the_reference_is_the_formula() -> None:
     assert indices.tolist() == [[1]] and indices.dtype == torch.int64
 
     for function, scores in (("softmax", e), ("sigmoid", s), ("sqrtsoftplus", r)):
-        chosen, found = on(REFERENCE, aux_loss_scores)(x, 2, function)
+        chosen, found = aux_loss_scores(x, 2, function)
+        assert gradcheck(lambda x, by=function: aux_loss_scores(x, 2, by)[1], x.clone().requires_grad_())
         torch.testing.assert_close(found, torch.tensor([scores], dtype=torch.float64) / sum(scores))
         assert chosen.tolist() == [[False, True, True, False]]
 
@@ -108,7 +108,7 @@ def test_the_loss_is_the_formula() -> None:
     assert gradcheck(lambda p: load_balancing_loss(p, torch.tensor([1, 3]), 4, 1, 2, 0.1), [wide])
 
 
-# ---- the choice ----
+# ---- kernels and torch_npu's operators against the reference ----
 
 
 def megatron_choice(scores: torch.Tensor, topk: int, groups: tuple[int, int] | None) -> torch.Tensor:
@@ -217,17 +217,6 @@ def test_groups_of_16_bit_logits_are_judged_by_rounded_sums() -> None:
     assert not torch.equal(ours, megatron_choice(x.float(), 4, (8, 2)))
 
 
-@compiled
-@pytest.mark.parametrize("function", SCORE_FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auxiliary_scores_are_those_of_torch_bit_by_bit_and_so_is_the_choice(function: str, dtype: torch.dtype) -> None:
-    for x in (make(200, 64, dtype), make(50, 8, dtype, size=30.0), torch.zeros(3, 16, dtype=dtype)):
-        ours, theirs = (on(backend, aux_loss_scores)(x, 5, function) for backend in ("cpu", REFERENCE))
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-        assert ours[0].dtype == torch.bool and ours[1].dtype == torch.float32
-        assert torch.equal(ours[0], torch.zeros_like(ours[0]).scatter(1, torch.topk(ours[1], 5, dim=1).indices, True))
-
-
 def test_a_library_that_chooses_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu._refusal.cache_clear()
     real = torch.topk
@@ -239,28 +228,38 @@ def test_a_library_that_chooses_otherwise_is_not_used(monkeypatch: pytest.Monkey
         cpu._refusal.cache_clear()
 
 
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "group_topk": 2}])
+@pytest.mark.parametrize("scores", [*SCORE_FUNCTIONS, "pre_softmax"])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.usefixtures("triton_runs")
+def test_triton_chooses_and_differentiates_as_the_reference(scores: str, groups: dict[str, int], dense: bool) -> None:
+    pre = scores == "pre_softmax"
+    options: dict[str, Any] = {"score_function": "softmax" if pre else scores, "use_pre_softmax": pre, **groups}
+    bias = torch.linspace(-1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
+    results = []
+    for backend in ("triton", REFERENCE):
+        x = make(20, 64, torch.float32).requires_grad_()
+        given = {"expert_bias": bias, "scaling_factor": 2.5, "dense_output": dense}
+        probs, chosen = on(backend, topk_routing)(x, 4, **options, **given)
+        results.append((chosen, probs, *torch.autograd.grad(probs.cos().sum(), x)))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1:], results[1][1:])
+
+
 # ---- how exact it is ----
 
 
-@kernels
 @pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])
-def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str, backend: str) -> None:
+@pytest.mark.usefixtures("triton_runs")
+def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str) -> None:
     x = torch.tensor([[-200.0, -60.0, -12.0, -3.0, 0.0, 4.0, 19.9, 20.1]])
     x = torch.cat([x, x.flip(1)]).requires_grad_()
-    probs, _ = on(backend, topk_routing)(x, 8, score_function=function)
+    probs, _ = on("triton", topk_routing)(x, 8, score_function=function)
     (found,) = torch.autograd.grad(probs, x, torch.arange(16.0).view(2, 8))
     wide = x.detach().double().requires_grad_()
     probs, _ = on(REFERENCE, topk_routing)(wide, 8, score_function=function)
     (exact,) = torch.autograd.grad(probs, wide, torch.arange(16.0).view(2, 8))
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-7)
-    _, scores = on(backend, aux_loss_scores)(x, 2, function)
-    (found,) = torch.autograd.grad(scores, x, torch.arange(16.0).view(2, 8))
-    _, scores = on(REFERENCE, aux_loss_scores)(wide, 2, function)
-    (exact,) = torch.autograd.grad(scores, wide, torch.arange(16.0).view(2, 8))
-    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-7)
-
-
-# ---- shapes, strides, what is kept ----
 
 
 def test_the_gradient_of_the_loss_is_one_row() -> None:
@@ -296,8 +295,6 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_tw
         for words, (topk, options) in refused.items():
             (reason,) = why_not(x, topk, **options)
             assert words in reason
-        (reason,) = why_not_aux(x, 2, "softmax")
-        assert "not normalised" in reason
         assert "2048" in why_not(torch.zeros(2, 2080), 2, score_function="sigmoid")[0]
         assert "1024" in why_not(torch.zeros(2, 2080), 1025, use_pre_softmax=True)[0]
         assert "float64" in why_not(x.double(), 2, use_pre_softmax=True)[0]
@@ -312,11 +309,9 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_tw
 @pytest.mark.parametrize(("experts", "topk"), [(64, 6), (256, 8)])
 def test_triton_kernels_keep_everything_in_registers_of_an_h100(experts: int, topk: int) -> None:
     tile = launch(experts)
-    shape = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block}
-    chosen = {**shape, "TOPK": topk, "KBLOCK": 8, "DENSE": False}
+    chosen = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk, "KBLOCK": 8, "DENSE": False}
     module = "mindspeed_lite.ops.moe_router.kernels"
-    numbers = {"rows": "i32", "stride": "i32"}
-    with_scale = {**numbers, "scale": "fp32", "indices": "*i64"}
+    with_scale = {"rows": "i32", "stride": "i32", "scale": "fp32", "indices": "*i64"}
     found = [
         compile_sm90(
             f"{module}:forward_kernel",
@@ -336,21 +331,16 @@ def test_triton_kernels_keep_everything_in_registers_of_an_h100(experts: int, to
             chosen,
             num_warps=tile.warps,
         ),
-        compile_sm90(
-            f"{module}:backward_scores_kernel",
-            {**numbers, "dscores": "*fp32", "scores": "*fp32", "sums": "*fp32", "dlogits": "*bf16"},
-            {**shape, "SCORES": "sqrtsoftplus"},
-            num_warps=tile.warps,
-        ),
     ]
     # 65536 registers: at 128 for each of a program's 128 threads, four such programs share a multiprocessor.
     assert all(each.spills == 0 and each.registers <= 128 for each in found), found
 
 
 def test_what_the_triton_kernels_do_not_take_has_a_reason() -> None:
-    assert "float64" in cuda.supported(Case("cuda", torch.float64, "aux_loss_scores", 8))[0]
-    assert "20000 experts" in cuda.supported(Case("cuda", torch.bfloat16, "aux_loss_scores", 20000))[0]
-    assert cuda.supported(Case("cuda", torch.float16, "aux_loss_scores", 8)) == []
+    form = Form("sigmoid", 2)
+    assert "float64" in cuda.supported(Case("cuda", torch.float64, 8, form))[0]
+    assert "20000 experts" in cuda.supported(Case("cuda", torch.bfloat16, 20000, form))[0]
+    assert cuda.supported(Case("cuda", torch.float16, 8, form)) == []
 
 
 # ---- which backend, and what is refused ----
@@ -376,8 +366,6 @@ def test_what_does_not_fit_is_one_clear_error(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         topk_routing(torch.zeros(shape), topk, **options)
-    with pytest.raises(ValueError, match=words):
-        why_not(torch.zeros(shape), topk, **options)
 
 
 def test_integers_are_no_logits_and_counts_are_for_experts() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_lite.bench.selftest import OK, numerics
 from mindspeed_lite.ops.attention import attention
-from mindspeed_lite.ops.dispatch import force
+from mindspeed_lite.ops.case import Problem
+from mindspeed_lite.ops.discovery import OPERATORS
+from mindspeed_lite.ops.dispatch import force, operator
 from mindspeed_lite.ops.rms_norm import rms_norm
 from tests.harness import attention_reference
 from tests.harness.compare import error
@@ -60,3 +63,18 @@ def test_attention_refuses_what_the_operator_does_not_take() -> None:
     with force("attention", "npu"):
         reasons = why_not_of(attention)(q, q, q, causal=True)
     assert [word in reason for word, reason in zip(("float64", "768", "256"), reasons, strict=True)] == [True] * 3
+
+
+# The self-test's cases
+
+CASES = [case for case in numerics.problems("cpu", False, "npu") if "npu" in operator(case.operator).backends]
+
+
+def test_every_operator_with_an_npu_backend_declares_some() -> None:
+    assert {case.operator for case in CASES} == {name for name in OPERATORS if "npu" in operator(name).backends}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.operator} {case.name}" for case in CASES])
+def test_the_npu_backend_takes_the_case_and_computes_it(npu_twin: list[twin.Call], case: Problem) -> None:
+    outcome = numerics.judge(case, "npu")
+    assert outcome.status == OK, outcome.text

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,9 @@ def test_it_has_its_files(name: str) -> None:
     folder, found = OPS / name, operator(name)
     assert found.name == CASES[name].operator == name
     assert all((folder / file).is_file() for file in ("__init__.py", "reference.py", "cases.py"))
-    backends = [each for each in ("cpu", "cuda", "npu") if (folder / f"{each}.py").is_file()]
-    assert list(found.backends) == backends
-    assert all(found.backends[each] == f"mindspeed_lite.ops.{name}.{each}" for each in backends)
+    files = {each for each in ("cpu", "cuda", "npu") if (folder / f"{each}.py").is_file()}
+    assert files <= set(found.backends) and all(find_spec(each) for each in found.backends.values())
+    assert all(found.backends[each] == f"mindspeed_lite.ops.{name}.{each}" for each in files)
     assert (ROOT / "tests" / "ops" / f"test_{name}.py").is_file()
 
 
@@ -263,7 +264,6 @@ KEPT = {
     "grouped_matmul": ("300x64x96x4", 0),
     "layer_norm": ("64x1024", 2 * 64 * 4),
     "masked_softmax": ("1x4x128x128", 2 * 4 * 128 * 4),
-    "moe_router": ("64x64x6,pre=1", 64 * 6 * 8),
     "permute": ("300x64x64x6", 1800 * 64 * 2 + (2 * 1800 + 301) * 4),  # the permuted rows, and row ids
     "rms_norm": ("64x1024", 64 * 4),
     "rope": ("s=128,n=4,d=64", 2 * 128 * 64 * 4),  # cos and sin
@@ -304,8 +304,7 @@ def test_without_a_compiler_each_says_so_once_and_computes() -> None:
     assert ran.returncode == 0, ran.stderr
     said = ran.stdout.strip().split(",")
     kernels = {name for name in OPERATORS if (OPS / name / "cpu.cpp").is_file()}
-    # Without l2norm's kernel PyTorch's is as good, and these shapes are too small for that of grouped_matmul.
-    assert len(said) == len(set(said)) and kernels - {"l2norm", "grouped_matmul"} <= set(said)
+    assert len(said) == len(set(said)) and kernels <= set(said)
 
 
 # Shapes

@@ -15,6 +15,7 @@ from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.rope import (
     OPERATOR,
     PAIRS,
+    RotationSpec,
     cpu,
     cuda,
     reference,
@@ -32,8 +33,16 @@ from . import twin
 why_not = why_not_of(rope)
 
 NAMES = ("y", "dx")
-BACKENDS = {"cpu": cpu.rope, "cuda": cuda.rope}
-EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+EVERY_BACKEND = pytest.mark.parametrize("backend", ["cpu", "cuda"])
+FUNCTIONS = (reference.rope, cpu.rope, cuda.rope)
+
+
+def on(backend: str, *given: Any, **options: Any) -> torch.Tensor:
+    """`rope` on a backend, on tensors of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = importlib.import_module(f"mindspeed_lite.ops.rope.{backend}")
+        patch.setattr(OPERATOR, "_backend", lambda case, tensors: module)
+        return rope(*given, **options)
 
 
 def table(rows: int, width: int, pairs: str = "half", batch: int = 1, seed: int = 0) -> torch.Tensor:
@@ -61,8 +70,8 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[tor
 def test_a_quarter_turn_swaps_the_elements_of_each_pair(pairs: Any, expected: list[float]) -> None:
     x = torch.tensor([9.0, 1, 2, 3, 4, 8]).view(1, 1, 1, 6)
     cos, sin = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4)
-    for function in (reference.rope, cpu.rope, cuda.rope):
-        got = function(x, cos, sin, pairs, 1, 2.0)
+    for function in FUNCTIONS:
+        got = function(x, cos, sin, None, RotationSpec(pairs, 1, 2.0))
         assert got.flatten().tolist() == [9, *(2 * each for each in expected), 8]
 
 
@@ -70,17 +79,17 @@ def test_each_half_of_the_factors_goes_to_its_half_of_the_result() -> None:
     x = torch.tensor([1.0, 10]).view(1, 1, 1, 2)
     cos, sin = torch.tensor([2.0, 3]).view(1, 1, 1, 2), torch.tensor([5.0, 7]).view(1, 1, 1, 2)
     for pairs in PAIRS:
-        for function in (reference.rope, cpu.rope, cuda.rope):
-            assert function(x, cos, sin, pairs).flatten().tolist() == [2 - 50, 30 + 7]
+        for function in FUNCTIONS:
+            assert function(x, cos, sin, None, RotationSpec(pairs)).flatten().tolist() == [2 - 50, 30 + 7]
 
 
 def test_rows_belong_to_positions_and_sequences_may_have_their_own() -> None:
     x = torch.ones(3, 2, 1, 2)
     cos = torch.arange(10.0).view(5, 2, 1, 1).expand(5, 2, 1, 2)
     positions = torch.tensor([4, 0, 1])
-    for function in (reference.rope, cpu.rope, cuda.rope):
-        assert function(x, cos, 0 * cos)[..., 0, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
-        assert function(x, cos, 0 * cos, positions=positions)[..., 0, 0].tolist() == [[8, 9], [0, 1], [2, 3]]
+    for function in FUNCTIONS:
+        assert function(x, cos, 0 * cos, None, RotationSpec())[..., 0, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert function(x, cos, 0 * cos, positions, RotationSpec())[..., 0, 0].tolist() == [[8, 9], [0, 1], [2, 3]]
 
 
 # ---- backends against the definition ----
@@ -93,8 +102,9 @@ def test_the_gradient_is_the_transposed_rotation_whatever_the_factors(backend: s
     generator = torch.Generator().manual_seed(4)
     cos, sin = (torch.randn(5, 2, 1, 6, generator=generator) for _ in range(2))
     x, dy = make((5, 2, 3, 9), torch.float32)
-    exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs, 2, 0.5), (x,), dy, torch.float64)
-    got = forward_backward(lambda x: BACKENDS[backend](x, cos, sin, pairs, 2, 0.5), (x,), dy)
+    spec = RotationSpec(pairs, 2, 0.5)
+    exact = forward_backward(lambda x: reference.rope(x, cos, sin, None, spec), (x,), dy, torch.float64)
+    got = forward_backward(lambda x: on(backend, x, cos, sin, pairs=pairs, start=2, scale=0.5), (x,), dy)
     for name, ours, truth in zip(NAMES, got, exact, strict=True):
         assert error(ours, truth) < bound(torch.float32, 2), name
 
@@ -103,30 +113,26 @@ def test_the_gradient_is_the_transposed_rotation_whatever_the_factors(backend: s
 def test_a_position_without_a_row_is_seen_and_harms_nobody_else(backend: str) -> None:
     x, (cos, sin) = torch.randn(4, 1, 2, 6), cos_sin(table(3, 4))
     positions = torch.tensor([0, -1, 3, 2])
-    got = BACKENDS[backend](x, cos, sin, "half", 2, 1.0, positions)
+    got = on(backend, x, cos, sin, start=2, positions=positions)
     assert got[1:3, ..., 2:].isnan().all() and not got[[0, 3]].isnan().any()
     with pytest.raises((IndexError, RuntimeError)):
-        reference.rope(x, cos, sin, positions=positions)
+        reference.rope(x, cos, sin, positions, RotationSpec())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 @pytest.mark.parametrize("backend", ["reference", "cpu", "cuda", "npu"])
 @pytest.mark.usefixtures("npu_twin")
-def test_positions_may_be_any_integers_with_any_stride(
-    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = importlib.import_module(f"mindspeed_lite.ops.rope.{backend}").rope
-    monkeypatch.setattr(OPERATOR, "choose", lambda case: chosen)
+def test_positions_may_be_any_integers_with_any_stride(backend: str, dtype: torch.dtype) -> None:
     (x, dy), (cos, sin) = make((4, 2, 3, 8), torch.float32), cos_sin(table(6, 8))
     index = torch.tensor([5, 0, 3, 1])
     strided = torch.full((4, 3), 2, dtype=dtype)
     strided[:, 1] = index
-    want = forward_backward(lambda x: reference.rope(x, cos[index], sin[index]), (x,), dy)
+    want = forward_backward(lambda x: reference.rope(x, cos[index], sin[index], None, RotationSpec()), (x,), dy)
     for positions in (index.to(dtype), strided[:, 1]):
-        got = forward_backward(lambda x, at=positions: rope(x, cos, sin, positions=at), (x,), dy)
+        got = forward_backward(lambda x, at=positions: on(backend, x, cos, sin, positions=at), (x,), dy)
         torch.testing.assert_close(got, want)
-    same = rope(x, cos, sin, positions=torch.tensor(3, dtype=dtype).expand(4))
-    torch.testing.assert_close(same, reference.rope(x, *(t[[3] * 4] for t in (cos, sin))))
+    same = on(backend, x, cos, sin, positions=torch.tensor(3, dtype=dtype).expand(4))
+    torch.testing.assert_close(same, reference.rope(x, *(t[[3] * 4] for t in (cos, sin)), None, RotationSpec()))
 
 
 @pytest.mark.usefixtures("npu_twin")

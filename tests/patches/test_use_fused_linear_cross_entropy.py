@@ -18,12 +18,12 @@ from tests.harness.processes import forked
 
 def ready(rank=0, ranks=1, store=None):
     """The device layer, a group, and chunks of 64 entries of a vocabulary of 256."""
-    from mindspeed_lite.ops.linear_cross_entropy import chunks, cpu
+    from mindspeed_lite.ops.linear_cross_entropy import chunks
 
     platform.activate()
     dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
     chunks._NARROWEST = 64
-    cpu.CHUNK = 1
+    chunks.CHUNK = 1
 
 
 def model_of(tied=False, mtp=False, vocabulary=256, dtype=torch.bfloat16, **config):

@@ -44,14 +44,14 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     if x.numel() == 0 or dy.numel() == 0:
         return main_grad
     with torch.no_grad():
-        return OPERATOR.choose(_case(main_grad, x))(main_grad, dy, x)
+        return OPERATOR.choose(_case(main_grad, x), main_grad)(main_grad, dy, x)
 
 
 def sums_in_main_dtype(main_grad: torch.Tensor, x: torch.Tensor) -> bool:
     """True if the sum over M is rounded only to main_grad's dtype."""
     if main_grad.dtype == x.dtype:
         return True
-    return OPERATOR.choose(_case(main_grad, x)) is not reference.accumulate_wgrad
+    return OPERATOR.choose(_case(main_grad, x), main_grad) is not reference.accumulate_wgrad
 
 
 def _case(main_grad: torch.Tensor, x: torch.Tensor) -> Case:

@@ -1,4 +1,7 @@
-"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1."""
+"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1.
+
+Not under torch.compile: PyTorch's decomposition of addmm.dtype_out takes the dtype for beta.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-
-from mindspeed_lite.ops.accumulate_wgrad import reference
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.accumulate_wgrad import Case
@@ -27,9 +28,6 @@ def supported(case: Case) -> list[str]:
 def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if main_grad.dtype == x.dtype:
         return main_grad.addmm_(dy.t(), x)
-    if torch.compiler.is_compiling() or type(main_grad) is not torch.Tensor:
-        # PyTorch's decomposition of addmm.dtype_out takes the dtype for beta.
-        return reference.accumulate_wgrad(main_grad, dy, x)
     return _add_product(main_grad, dy, x)
 
 

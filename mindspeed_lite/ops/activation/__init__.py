@@ -54,7 +54,7 @@ def activation(
     Raises ValueError for an unknown kind or unfit shapes.
     """
     case = _case(x, kind, bias, weights, linear_offset, clamp)
-    y: torch.Tensor = OPERATOR.choose(case)(x, bias, weights, ActivationSpec(kind, linear_offset, clamp))
+    y: torch.Tensor = OPERATOR.choose(case, x)(x, bias, weights, ActivationSpec(kind, linear_offset, clamp))
     return y
 
 

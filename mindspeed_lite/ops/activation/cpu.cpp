@@ -11,28 +11,12 @@ struct Point {
     float value, slope;
 };
 
-// e^-|x| within 2 ulp, NaN for NaN: `exp_` for a bounded argument.
-inline float decay(float x) {
-    const float t = -std::fabs(x), bounded = t < -87.0f ? -87.0f : t, magic = 12582912.0f;
-    const float z = bounded * 1.44269504088896341f + magic, n = z - magic;
-    const float r = (bounded - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
-    float p = 1.0f / 5040.0f;
-    p = p * r + 1.0f / 720.0f;
-    p = p * r + 1.0f / 120.0f;
-    p = p * r + 1.0f / 24.0f;
-    p = p * r + 1.0f / 6.0f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return t < -87.0f ? 0.0f : as_float(as_bits(p) + (as_bits(z) << 23));
-}
-
 // x sigmoid(t) and its derivative, t = 2 sqrt(2 / pi) (x + 0.044715 x^3), since (1 + tanh(u)) / 2 = sigmoid(2u). The
 // smaller of s and 1 - s is computed, not subtracted: t' amplifies its error.
 inline Point gelu(float x) {
     const float c = 1.59576912160573071f, k = 0.044715f, square = x * x;
     const float t = c * x * (1.0f + k * square), dt = c * (1.0f + 3.0f * k * square);
-    const float e = decay(t), larger = 1.0f / (1.0f + e), smaller = e * larger;
+    const float e = exp_(-std::fabs(t)), larger = 1.0f / (1.0f + e), smaller = e * larger;
     const float s = t < 0.0f ? smaller : larger;
     return {x * s, s + x * (larger * smaller) * dt};
 }

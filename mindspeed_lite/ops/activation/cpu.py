@@ -16,7 +16,6 @@ from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.activation import reference
 from mindspeed_lite.ops.activation.reference import ActivationSpec
 from mindspeed_lite.ops.rows import as_rows
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import Case
@@ -42,7 +41,7 @@ def activation(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
     has_kernel = spec.kind == "gelu" and bias is not None and bias.dtype != torch.float64 and weights is None
-    if not has_kernel or x.dtype not in _NAMES or x.numel() == 0 or is_traced(x):
+    if not has_kernel or x.dtype not in _NAMES or x.numel() == 0:
         return reference.activation(x, bias, weights, spec)
     y: torch.Tensor = autograd.apply(_GELU, (x, bias))
     return y

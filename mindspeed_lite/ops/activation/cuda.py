@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import triton
 import triton.language as tl
 
 from mindspeed_lite.ops import autograd
-from mindspeed_lite.ops.activation import reference
 from mindspeed_lite.ops.activation.reference import ActivationSpec
+from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.rows import as_rows
 
 if TYPE_CHECKING:
@@ -36,9 +35,6 @@ def supported(case: Case) -> list[str]:
 def activation(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        # torch.compile fuses the reference.
-        return reference.activation(x, bias, weights, spec)
     y: torch.Tensor = autograd.apply(_KERNEL, (x, bias, weights), spec)
     return y
 
@@ -50,7 +46,7 @@ def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.
     y = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
     if y.numel():
         grid, block, warps = _launch(x.shape[:-1].numel(), half, whole_rows=False)
-        with _on(x):
+        with on(x):
             forward_kernel[grid](
                 rows, bias, _packed(weights), y, stride, spec.linear_offset, spec.clamp or 0.0,
                 HALF=half, KIND=spec.kind, GATED=spec.is_gated, BENT=_bent(spec),
@@ -70,7 +66,7 @@ def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequen
     dweights = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if wanted[2] else None
     if dx.numel():
         grid, block, warps = _launch(number, half, whole_rows=wanted[2])
-        with _on(x):
+        with on(x):
             backward_kernel[grid](
                 dy.contiguous(), rows, bias, _packed(weights), dx, dweights, stride, spec.linear_offset,
                 spec.clamp or 0.0, HALF=half, KIND=spec.kind, GATED=spec.is_gated, BENT=_bent(spec),
@@ -104,12 +100,6 @@ def _launch(rows: int, half: int, whole_rows: bool) -> tuple[tuple[int, int], in
     # Weight gradients are sums over whole rows.
     pieces = 1 if whole_rows else min(triton.cdiv(half, block), 65535)
     return (rows, pieces), block, max(1, block // 256)
-
-
-def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
 
 
 # ---- kernels ----

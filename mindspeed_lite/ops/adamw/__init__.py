@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_lite.ops.adamw import moments, reference
-from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
+from mindspeed_lite.ops.adamw.pieces import Blocks, Lists, Rule
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "Rule", "adamw"]
+__all__ = ["OPERATOR", "Case", "Lists", "Rule", "adamw"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -68,24 +68,17 @@ def adamw(
     blocks: block exponents of uint8 moments (see `moments.exponents`). bf16 and uint8 moments are stochastically
         rounded, as a function of their values and `step` (see `moments`).
     """
-    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows, blocks)
+    lists = Lists(params, grads, exp_avgs, exp_avg_sqs, outs, lows, blocks)
+    case = _case(lists, decoupled or weight_decay == 0.0)
     if case is None:
         return
     rule = Rule(lr, betas, eps, weight_decay, step, grad_scale, case.decoupled)
-    OPERATOR.choose(case)(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
+    OPERATOR.choose(case, params[0], grads[0])(lists, rule)
 
 
-def _case(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    outs: Tensors | None,
-    decoupled: bool,
-    lows: Tensors | None,
-    blocks: Blocks | None,
-) -> Case | None:
-    lists = [params, grads, exp_avgs, exp_avg_sqs, *(each for each in (outs, lows) if each is not None)]
+def _case(given: Lists, decoupled: bool) -> Case | None:
+    params, _, _, _, outs, lows, blocks = given
+    lists = [*given[:4], *(each for each in (outs, lows) if each is not None)]
     count = len(params)
     if any(len(each) != count for each in lists):
         raise ValueError(f"adamw: lists of different lengths: {', '.join(str(len(each)) for each in lists)}")

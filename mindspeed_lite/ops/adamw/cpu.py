@@ -1,23 +1,21 @@
 """adamw on CPU in one pass over memory, the low-precision copy included.
 
 PyTorch's default makes about ten passes, its fused one one plus scaling and copy. Bits equal torch.optim.AdamW's on
-scaled gradients; torch's fused one, the fallback without a compiler, differs.
+scaled gradients.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import moments, reference, torch_fused
-from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
-from mindspeed_lite.ops.dispatch import report_fallback
-from mindspeed_lite.ops.traced import address, is_traced
+from mindspeed_lite.ops.adamw import moments
+from mindspeed_lite.ops.adamw.pieces import Lists, Rule
+from mindspeed_lite.ops.traced import address
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
@@ -45,27 +43,12 @@ def supported(case: Case) -> list[str]:
         reasons.append(f"gradients in {case.grad_dtype}: the kernel takes float32 and bfloat16")
     if not case.contiguous:
         reasons.append("a tensor is not contiguous")
-    return reasons
+    unusable = None if reasons else _lib.unusable()
+    return reasons if unusable is None else [unusable]
 
 
-def adamw(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    rule: Rule,
-    outs: Sequence[torch.Tensor] | None = None,
-    lows: Sequence[torch.Tensor] | None = None,
-    blocks: Blocks | None = None,
-) -> None:
-    # torch.compile fuses the formula itself; fake tensors have no addresses.
-    instead: Callable[..., None] | None = reference.adamw if is_traced(params[0]) or is_traced(grads[0]) else None
-    if instead is None and (reason := _lib.unusable()) is not None:
-        report_fallback("adamw", "cpu", (reason,), to="torch's fused AdamW")
-        instead = torch_fused.adamw
-    if instead is not None:
-        instead(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
-        return
+def adamw(lists: Lists, rule: Rule) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, outs, lows, blocks = lists
     written, form = outs, _ALONE
     if lows is not None:
         # The kernel's first column holds the low halves.

@@ -1,7 +1,6 @@
 """adamw on CUDA as one Triton launch over all tensors, the low-precision copy included.
 
-The tables of addresses and blocks stay on the device until an address or size changes. Without Triton, PyTorch's fused
-AdamW serves.
+The tables of addresses and blocks stay on the device until an address or size changes.
 """
 
 from __future__ import annotations
@@ -11,17 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_lite.ops.adamw import moments, torch_fused
-from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
-from mindspeed_lite.ops.dispatch import report_fallback
+from mindspeed_lite.ops.adamw import kernel, moments
+from mindspeed_lite.ops.adamw.pieces import Blocks, Lists, Rule
+from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.traced import address
-
-try:
-    from mindspeed_lite.ops.adamw import kernel
-except ImportError as error:  # reported at the first call
-    _missing = f"Triton does not import: {error}"
-else:
-    _missing = ""
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
@@ -49,20 +41,8 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def adamw(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    rule: Rule,
-    outs: Sequence[torch.Tensor] | None = None,
-    lows: Sequence[torch.Tensor] | None = None,
-    blocks: Blocks | None = None,
-) -> None:
-    if _missing:
-        report_fallback("adamw", "cuda", (_missing,), to="torch's fused AdamW")
-        torch_fused.adamw(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
-        return
+def adamw(lists: Lists, rule: Rule) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, outs, lows, blocks = lists
     device = params[0].device
     first, last = (params, params if outs is None else outs) if lows is None else (lows, params)
     addresses, aligned = _addresses((first, grads, exp_avgs, exp_avg_sqs, last), blocks, device)
@@ -71,7 +51,7 @@ def adamw(
         return
     scale = rule.grad_scale
     scale_tensor = scale if isinstance(scale, torch.Tensor) else None
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+    with on(params[0]):
         kernel.step[(count,)](
             addresses,
             pieces,

@@ -7,13 +7,12 @@ step count must be a device tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401  (brings the kernel)
 
-from mindspeed_lite.ops.adamw.pieces import Rule, piecewise
+from mindspeed_lite.ops.adamw.pieces import Lists, Rule, piecewise
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
@@ -31,16 +30,9 @@ def supported(case: Case) -> list[str]:
 
 
 @piecewise
-def adamw(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    rule: Rule,
-    outs: Sequence[torch.Tensor] | None = None,
-) -> None:
-    count = torch.full((), float(rule.step), dtype=torch.float32, device=params[0].device)
-    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+def adamw(lists: Lists, rule: Rule) -> None:
+    count = torch.full((), float(rule.step), dtype=torch.float32, device=lists.params[0].device)
+    for param, grad, exp_avg, exp_avg_sq in zip(*lists[:4], strict=True):
         if not param.numel():
             continue
         g = grad.to(param.dtype)
@@ -59,5 +51,5 @@ def adamw(
             amsgrad=False,
             maximize=False,
         )
-    if outs is not None:
-        torch._foreach_copy_(list(outs), [p.view_as(o) for p, o in zip(params, outs, strict=True)])
+    if lists.outs is not None:
+        torch._foreach_copy_(list(lists.outs), [p.view_as(o) for p, o in zip(lists.params, lists.outs, strict=True)])

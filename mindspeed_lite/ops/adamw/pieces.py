@@ -10,12 +10,23 @@ import torch
 
 from mindspeed_lite.ops.adamw import halves, moments
 
-Tensors = Sequence[torch.Tensor]
 # (exponents of exp_avg, of exp_avg_sq) per parameter.
 Blocks = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # Elements per chunk; a multiple of the moments' block.
 CHUNK = 1 << 22
+
+
+class Lists(NamedTuple):
+    """The tensors of `adamw`."""
+
+    params: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor]
+    exp_avgs: Sequence[torch.Tensor]
+    exp_avg_sqs: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor] | None = None
+    lows: Sequence[torch.Tensor] | None = None
+    blocks: Blocks | None = None
 
 
 class Rule(NamedTuple):
@@ -44,23 +55,15 @@ class Rule(NamedTuple):
         )
 
 
-def piecewise(step: Callable[..., None]) -> Callable[..., None]:
-    """Extends `step(params, grads, exp_avgs, exp_avg_sqs, rule, outs)` in fp32 to the other storage forms."""
+def piecewise(step: Callable[[Lists, Rule], None]) -> Callable[[Lists, Rule], None]:
+    """Extends `step` in fp32 to the other storage forms."""
 
     @functools.wraps(step)
-    def adamw(
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        rule: Rule,
-        outs: Tensors | None = None,
-        lows: Tensors | None = None,
-        blocks: Blocks | None = None,
-    ) -> None:
+    def adamw(lists: Lists, rule: Rule) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, outs, lows, blocks = lists
         narrow = exp_avgs[0].dtype in (torch.bfloat16, torch.uint8)
         if lows is None and not narrow:
-            step(params, grads, exp_avgs, exp_avg_sqs, rule, outs)
+            step(lists, rule)
             return
         for place, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
             flat = [each.view(-1) for each in tensors]
@@ -71,17 +74,15 @@ def piecewise(step: Callable[..., None]) -> Callable[..., None]:
                 if blocks is not None:
                     part = slice(start // moments.BLOCK, -(-(start + CHUNK) // moments.BLOCK))
                     exponents = (blocks[place][0][part], blocks[place][1][part])
-                first, second = (
-                    moments.unpack(exp_avg, exp_avg_sq, exponents) if narrow else (exp_avg, exp_avg_sq)
-                )  # fmt: skip
-                out = [outs[place].view(-1)[some]] if outs is not None else None
+                first, second = moments.unpack(exp_avg, exp_avg_sq, exponents) if narrow else (exp_avg, exp_avg_sq)
+                out = None if outs is None else [outs[place].view(-1)[some]]
                 if lows is None:
-                    step([param], [grad], [first], [second], rule, out)
+                    step(Lists([param], [grad], [first], [second], out), rule)
                 else:
                     low = lows[place].view(-1)[some]
                     word = halves.join(param, low, second)
                     second.abs_()
-                    step([word], [grad], [first], [second], rule, out)
+                    step(Lists([word], [grad], [first], [second]), rule)
                     halves.split(word, param, low, second)
                 if narrow:
                     moments.pack((first, second), exp_avg, exp_avg_sq, exponents, moments.seed(rule.step))

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from mindspeed_lite.ops.adamw.pieces import Rule, piecewise
+from mindspeed_lite.ops.adamw.pieces import Lists, Rule, piecewise
 
 
 @piecewise
-def adamw(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    rule: Rule,
-    outs: Sequence[torch.Tensor] | None = None,
-) -> None:
+def adamw(lists: Lists, rule: Rule) -> None:
     """AdamW as in `torch.optim.AdamW`, tensor by tensor, or Adam with L2 regularisation."""
     beta1, beta2 = rule.betas
     rate = rule.lr / (1 - beta1**rule.step)
     root = (1 - beta2**rule.step) ** 0.5
-    for place, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+    for place, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(*lists[:4], strict=True)):
         g = grad.to(param.dtype).view_as(param)
         if rule.grad_scale is not None:
             g = g * rule.grad_scale
@@ -34,5 +23,5 @@ def adamw(
         exp_avg_sq.mul_(beta2).addcmul_(g.view_as(exp_avg_sq), g.view_as(exp_avg_sq), value=1 - beta2)
         denominator = (exp_avg_sq.sqrt() / root).add_(rule.eps)
         param.addcdiv_(exp_avg.view_as(param), denominator.view_as(param), value=-rate)
-        if outs is not None:
-            outs[place].copy_(param.view_as(outs[place]))
+        if lists.outs is not None:
+            lists.outs[place].copy_(param.view_as(lists.outs[place]))

@@ -32,7 +32,7 @@ def bias_dropout_add(
 
     Replaces `megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train`.
     """
-    return OPERATOR.choose(_case(x, residual, bias, dropout_p))(x, residual, bias, dropout_p)
+    return OPERATOR.choose(_case(x, residual, bias, dropout_p), x, residual)(x, residual, bias, dropout_p)
 
 
 def _case(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float) -> Case:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_lite.ops import autograd, native
-from mindspeed_lite.ops.bias_dropout_add import reference
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.bias_dropout_add import Case
@@ -44,8 +42,6 @@ def supported(case: Case) -> list[str]:
 def bias_dropout_add(
     x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float
 ) -> torch.Tensor:
-    if is_traced(x) or is_traced(residual):
-        return reference.bias_dropout_add(x, residual, bias, dropout_p)
     if bias is None and dropout_p == 0.0:
         return residual + x
     if dropout_p == 1.0:

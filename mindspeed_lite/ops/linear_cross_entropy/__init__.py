@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_lite.ops.cross_entropy import Gather
 from mindspeed_lite.ops.dispatch import Operator
-from mindspeed_lite.ops.linear_cross_entropy import reference
+from mindspeed_lite.ops.linear_cross_entropy import fused, reference
 from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 
 __all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy"]
@@ -19,7 +19,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-OPERATOR = Operator("linear_cross_entropy", reference.linear_cross_entropy)
+OPERATOR = Operator("linear_cross_entropy", reference.linear_cross_entropy, fused.BACKENDS)
 
 
 def linear_cross_entropy(
@@ -58,5 +58,5 @@ def linear_cross_entropy(
             f"linear_cross_entropy: the slice of {width} from {vocab_start} of a vocabulary of {size} is not one, or "
             f"it is not the whole and nothing gathers the others"
         )
-    implementation = OPERATOR.choose(Case(hidden.device.type, hidden.dtype))
+    implementation = OPERATOR.choose(Case(hidden.device.type, hidden.dtype), hidden)
     return implementation(hidden, weight, target, vocab_start, size, gather, accumulate)

@@ -21,6 +21,12 @@ _NARROWEST = 512
 # Constant, so that memory does not grow with vocabulary or tokens.
 KEPT_BYTES = 1 << 26
 
+# Logits per chunk: 8 MiB of bf16.
+CHUNK = 1 << 22
+# Columns per chunk on CUDA. Relative to its four matmuls, a chunk's accesses to hidden and its fp32 gradient cost 0.61
+# for 512 columns and 0.04 for 8192 on an H100 (3.35 TB/s, 600 bf16 TFLOP/s).
+COLUMNS = 8192
+
 
 class Accumulate(NamedTuple):
     """Sink for weight's gradient instead of autograd.
@@ -35,7 +41,6 @@ class Accumulate(NamedTuple):
 
 def linear_cross_entropy(
     kernels: Kernels,
-    elements: int,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
@@ -44,7 +49,7 @@ def linear_cross_entropy(
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    """linear_cross_entropy with chunks of about `elements`."""
+    elements = COLUMNS * target.numel() if hidden.is_cuda else CHUNK
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ def masked_softmax(
     The CPU kernel saves scores, mask and two fp32 values per row, and is deterministic. An NPU saves probabilities and
     a mask. Raises ValueError.
     """
-    return OPERATOR.choose(_case(scores, mask, causal, scale))(scores, mask, causal, scale)
+    return OPERATOR.choose(_case(scores, mask, causal, scale), scores, mask)(scores, mask, causal, scale)
 
 
 def why_not(

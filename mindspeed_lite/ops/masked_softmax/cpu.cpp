@@ -10,31 +10,6 @@ static constexpr float HIDDEN = -10000.0f;
 // Rows per thread at a time; small, because causal rows grow longer.
 #define ROWS 16
 
-struct fp16 {
-    uint16_t bits;
-};
-
-// Exact. A multiplication shifts the exponent; a subnormal is the mantissa of a value in [0.5, 1).
-static inline float load(const fp16* p) {
-    const uint32_t word = static_cast<uint32_t>(p->bits) << 16;
-    const uint32_t twice = word + word;
-    const float normal = as_float((twice >> 4) + (0xe0u << 23)) * 0x1p-112f;
-    const float subnormal = as_float((twice >> 17) | (126u << 23)) - 0.5f;
-    return as_float((word & 0x80000000u) | (twice < (1u << 27) ? as_bits(subnormal) : as_bits(normal)));
-}
-
-// Nearest fp16, ties to even. Adding a power of two rounds to fp16's digits; the two factors before turn overflow into
-// infinity.
-static inline void store(fp16* p, float value) {
-    const uint32_t word = as_bits(value), twice = word + word;
-    const float size = (std::fabs(value) * 0x1p+112f) * 0x1p-110f;
-    const uint32_t exponent = twice & 0xff000000u;
-    const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
-    const uint32_t bits = as_bits(as_float((bias >> 1) + 0x07800000u) + size);
-    const uint32_t nearest = ((bits >> 13) & 0x7c00u) + (bits & 0xfffu);
-    p->bits = static_cast<uint16_t>(((word & 0x80000000u) >> 16) | (twice > 0xff000000u ? 0x7e00u : nearest));
-}
-
 struct Form {
     int64_t batch, heads, queries, keys;
     // Mask strides in elements; keys are contiguous.
@@ -172,5 +147,4 @@ static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* d
     }
 
 EXPORT(bf16, bf16)
-EXPORT(fp16, fp16)
 EXPORT(fp32, float)

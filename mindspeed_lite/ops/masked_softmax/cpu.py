@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_lite.ops import autograd, native
-from mindspeed_lite.ops.masked_softmax import reference
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.masked_softmax import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 _SIZES = "lllllllifi"
 library = native.Library(
@@ -31,14 +29,12 @@ _WORK = 4
 
 def supported(case: Case) -> list[str]:
     if case.dtype not in _NAMES:
-        return [f"dtype {case.dtype}: the kernel takes bfloat16, float16 and float32"]
+        return [f"dtype {case.dtype}: the kernel takes bfloat16 and float32"]
     reason = library.unusable()
     return [] if reason is None else [reason]
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    if is_traced(scores) or (mask is not None and is_traced(mask)):
-        return reference.masked_softmax(scores, mask, causal, scale)
     probs: torch.Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
     return probs
 

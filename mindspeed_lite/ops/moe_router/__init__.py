@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.moe_router import reference
-from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SCORE_FUNCTIONS, SOFTMAX, Form, Groups
+from mindspeed_lite.ops.moe_router.reference import (
+    PRE_SOFTMAX,
+    SCORE_FUNCTIONS,
+    SOFTMAX,
+    Form,
+    Groups,
+    aux_loss_scores,
+    load_balancing_loss,
+)
 
 __all__ = [
     "OPERATOR",
@@ -23,20 +30,15 @@ __all__ = [
 
 
 class Case(NamedTuple):
-    """Call properties that select a backend.
-
-    form: None except for topk_routing. biased: has an expert_bias.
-    """
+    """Call properties that select a backend."""
 
     device: str
     dtype: torch.dtype
-    function: str
     experts: int
-    form: Form | None = None
-    biased: bool = False
+    form: Form
 
 
-OPERATOR = Operator("moe_router", reference.moe_router)
+OPERATOR = Operator("moe_router", reference.moe_router)  # type: ignore[arg-type]  # two results
 
 
 def topk_routing(
@@ -70,61 +72,15 @@ def topk_routing(
 
     Raises ValueError for an unknown score function or unfit sizes.
     """
-    _check(logits, topk, score_function)
+    reference.check(logits, topk, score_function)
     form = _form(
         logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
         torch.is_grad_enabled(),
     )  # fmt: skip
     bias = _bias(logits, expert_bias, score_function)
-    implementation: Callable[..., Any] = OPERATOR.choose(_case(logits, form, bias))
-    probs, chosen = implementation("topk_routing", logits, bias, form)
+    route: Any = OPERATOR.choose(Case(logits.device.type, logits.dtype, logits.shape[1], form), logits)
+    probs, chosen = route(logits, bias, form)
     return probs, chosen
-
-
-def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k of logits [T, E] without groups and bias, and scores that sum to 1 per token.
-
-    Returns (routing_map, scores): [T, E] bool; [T, E] fp32 (float64 for float64): softmax(x), or s / (sum of all s +
-    1e-20) for the scores s of `topk_routing`. Differentiable through the scores, which are saved with one fp32 value
-    per token.
-
-    Raises ValueError for an unknown score function or unfit topk.
-    """
-    _check(logits, topk, score_function)
-    implementation: Callable[..., Any] = OPERATOR.choose(_aux_case(logits))
-    chosen, scores = implementation("aux_loss_scores", logits, topk, score_function)
-    return chosen, scores
-
-
-def load_balancing_loss(
-    probs: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
-    total_num_tokens: int | torch.Tensor,
-    topk: int,
-    num_experts: int,
-    coeff: float,
-) -> torch.Tensor:
-    """coeff E / (topk N^2) sum_e f_e sum_t p_te, where f_e of N = total_num_tokens tokens went to e.
-
-    probs: [T, E], this rank's scores; tokens_per_expert: [E], any dtype, without gradient, counted over N >= T tokens;
-    N: int or tensor (never synchronises). Returns an fp32 scalar (float64 for float64), differentiable in probs; the
-    gradient is one row expanded T times.
-    """
-    if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
-        raise ValueError(
-            f"moe_router: want probs [T, E] and tokens_per_expert [E], not {list(probs.shape)} and "
-            f"{list(tokens_per_expert.shape)}"
-        )
-    return reference.load_balancing_loss(probs, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
-
-
-def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
-    if score_function not in SCORE_FUNCTIONS:
-        raise ValueError(f"moe_router: score_function is one of {', '.join(SCORE_FUNCTIONS)}, not {score_function!r}")
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(f"moe_router: want logits [T, E] of numbers, not {logits.dtype} {list(logits.shape)}")
-    if not 1 <= topk <= logits.shape[1]:
-        raise ValueError(f"moe_router: topk {topk} of {logits.shape[1]} experts")
 
 
 @functools.lru_cache(maxsize=64)
@@ -161,11 +117,3 @@ def _bias(logits: torch.Tensor, expert_bias: torch.Tensor | None, score_function
     if expert_bias.shape != logits.shape[1:]:
         raise ValueError(f"moe_router: want expert_bias {list(logits.shape[1:])}, not {list(expert_bias.shape)}")
     return expert_bias.detach()
-
-
-def _case(logits: torch.Tensor, form: Form, bias: torch.Tensor | None) -> Case:
-    return Case(logits.device.type, logits.dtype, "topk_routing", logits.shape[1], form, bias is not None)
-
-
-def _aux_case(logits: torch.Tensor) -> Case:
-    return Case(logits.device.type, logits.dtype, "aux_loss_scores", logits.shape[1])

@@ -250,7 +250,7 @@ void choose(Desk& desk, const float* bias, const Form& form) {
 
 // ---- probabilities ----
 
-enum Kind { NONE, SOFTMAX, AS_THEY_ARE, SIGMOID, SQRTSOFTPLUS };  // as in cpu.py
+enum Kind { SOFTMAX = 1, AS_THEY_ARE, SIGMOID, SQRTSOFTPLUS };  // as in cpu.py
 
 constexpr float EPS = 1e-20f;
 
@@ -306,7 +306,6 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
                 std::memset(out, 0, experts);
                 for (int64_t j = 0; j < topk; ++j) out[desk.chosen[j]] = true;
             }
-            if (kind == NONE) return;
             for (int64_t j = 0; j < topk; ++j) {
                 indices[row * topk + j] = desk.chosen[j];
                 chosen[j] = desk.raw[desk.chosen[j]];
@@ -400,28 +399,6 @@ void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t
     }
 }
 
-// Backward of normalised scores, from the scores and their divisors.
-template <int kind, class T>
-void backward_scores(const float* grad, int64_t stride, const float* scores, const float* sums, T* out, int64_t rows,
-                     int64_t experts, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-        const float *g = grad + row * stride, *y = scores + row * experts;
-        T* dx = out + row * experts;
-        float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-        for (int64_t i = 0; i < experts; ++i) dot += g[i] * y[i];
-        if (kind == SOFTMAX) {
-#pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) store(dx + i, y[i] * (g[i] - dot));
-        } else {
-            const float sum = sums[row], inverse = 1.0f / sum;
-#pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) store(dx + i, (g[i] - dot) * inverse * slope(kind, y[i] * sum));
-        }
-    }
-}
-
 }  // namespace
 
 #define FORWARD(NAME, IN, OUT)                                                                                         \
@@ -457,15 +434,6 @@ FORWARD(fp32_fp32, float, float)
             backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, dense, scale,      \
                             threads, guard);                                                                           \
         });                                                                                                            \
-    }                                                                                                                  \
-    extern "C" int32_t moe_router_backward_scores_##NAME(int kind, const float* grad, int64_t stride,                  \
-                                                         const float* scores, const float* sums, T* out,               \
-                                                         int64_t rows, int64_t experts, int threads) {                 \
-        const auto run = kind == SOFTMAX   ? backward_scores<SOFTMAX, T>                                               \
-                         : kind == SIGMOID ? backward_scores<SIGMOID, T>                                               \
-                                           : backward_scores<SQRTSOFTPLUS, T>;                                         \
-        run(grad, stride, scores, sums, out, rows, experts, threads);                                                  \
-        return 0;                                                                                                      \
     }
 
 BACKWARD(bf16, bf16)

@@ -7,17 +7,17 @@ reference serves.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mindspeed_lite.ops import native
-from mindspeed_lite.ops.moe_router import autograd, reference
+from mindspeed_lite.ops import autograd, native
+from mindspeed_lite.ops.moe_router import reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
 from mindspeed_lite.ops.rows import as_rows
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.moe_router import Case
@@ -27,23 +27,20 @@ _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
     {f"moe_router_forward_{name}": "iplppppp" + "llllll" + "iifi" for name in ("bf16_bf16", "fp32_bf16", "fp32_fp32")}
     | {f"moe_router_backward_{name}": "iplppp" + "lll" + "iifi" for name in _NAMES.values()}
-    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "ifi" for name in _NAMES.values()}
-    | {f"moe_router_backward_scores_{name}": "iplppp" + "ll" + "i" for name in _NAMES.values()},
+    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "ifi" for name in _NAMES.values()},
     returns_status=True,
 )
 
-# Cost of a score in elements of a memory pass.
-_WORK = 8
-# `Kind` in cpu.cpp
-_NONE, _AS_THEY_ARE = 0, 2
-_KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}
+_WORK = 8  # cost of a score in elements of a memory pass
+_AS_THEY_ARE = 2
+_KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}  # `Kind` in cpu.cpp
 
 
 def supported(case: Case) -> list[str]:
     reasons = []
     if case.dtype not in _NAMES:
         reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
-    if case.form is not None and case.form.groups is not None and case.form.groups.best > 2:
+    if case.form.groups is not None and case.form.groups.best > 2:
         reasons.append(
             f"groups judged by their {case.form.groups.best} best experts: the kernel takes one or two, "
             f"whose sum does not depend on its order"
@@ -52,18 +49,15 @@ def supported(case: Case) -> list[str]:
     return reasons if unusable is None else [unusable]
 
 
-def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
-    if is_traced(logits):
-        # torch.compile fuses the reference; fake tensors have no memory.
-        return reference.moe_router(function, logits, *arguments)
-    if function == "topk_routing":
-        return autograd.route(_PASS, logits, *arguments)
-    return autograd.aux_scores(_AUX, logits, *arguments)
+def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
+    return probs, chosen
 
 
-def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> autograd.Routed:
-    (tokens, experts), topk, dtype = logits.shape, form.topk, logits.dtype
-    scores = logits.detach() if form.scores == SOFTMAX else reference.scores_of(logits.detach(), form.scores)
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+    (logits, expert_bias), (form, experts) = inputs, options
+    tokens, topk, dtype = logits.shape[0], form.topk, logits.dtype
+    scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
     bias = None if expert_bias is None else expert_bias.to(torch.float32).contiguous()
     probs = torch.empty(tokens, topk if form.dense else experts, dtype=dtype)
     chosen = None if form.dense else torch.empty(tokens, experts, dtype=torch.bool)
@@ -72,46 +66,17 @@ def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form)
     kind = _KINDS[form.scores]
     if kind >= _KINDS[SIGMOID] and not form.normalised:
         kind = _AS_THEY_ARE
-    _run_forward(kind, scores, bias, probs, chosen, indices, kept, form)
-    return autograd.Routed(probs, indices if chosen is None else chosen, indices, kept)
-
-
-def _run_forward(
-    kind: int,
-    scores: torch.Tensor,
-    bias: torch.Tensor | None,
-    probs: torch.Tensor | None,
-    chosen: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    form: Form,
-) -> None:
-    tokens, experts = scores.shape
     rows, stride = as_rows(scores)
-    out = scores.dtype if probs is None else probs.dtype
-    getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[out]}")(
-        kind,
-        rows,
-        stride,
-        bias,
-        probs,
-        chosen,
-        indices,
-        kept,
-        tokens,
-        experts,
-        form.topk,
-        *(form.groups or (0, 0, 0)),
+    getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[dtype]}")(
+        kind, rows, stride, bias, probs, chosen, indices, kept, tokens, experts, topk, *(form.groups or (0, 0, 0)),
         form.dense,  # exposes the order of the chosen
-        form.dense,
-        form.scale,
-        native.threads(_WORK * scores.numel()),
-    )
+        form.dense, form.scale, native.threads(_WORK * scores.numel()),
+    )  # fmt: skip
+    return (probs, indices if chosen is None else chosen), (indices, logits if kept is None else kept)
 
 
-def _backward(
-    dprobs: torch.Tensor, indices: torch.Tensor, kept: torch.Tensor, form: Form, experts: int
-) -> torch.Tensor:
+def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+    (indices, kept), (form, experts) = saved, options
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
     dlogits = torch.empty(tokens, experts, dtype=dprobs.dtype)
@@ -127,33 +92,10 @@ def _backward(
             _KINDS[form.scores], grad, stride, indices, kept, dlogits,
             tokens, experts, topk, form.normalised, form.dense, form.scale, threads,
         )  # fmt: skip
-    return dlogits
+    return dlogits, None
 
 
-def _aux_forward(
-    logits: torch.Tensor, topk: int, function: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    scores, sums = reference.normalised_scores(logits.detach(), function)
-    chosen = torch.empty(logits.shape, dtype=torch.bool)
-    _run_forward(_NONE, scores, None, None, chosen, None, None, Form(function, topk))
-    return chosen, scores, sums
-
-
-def _aux_backward(
-    dscores: torch.Tensor, scores: torch.Tensor, sums: torch.Tensor | None, function: str, dtype: torch.dtype
-) -> torch.Tensor:
-    tokens, experts = scores.shape
-    grad, stride = as_rows(dscores)
-    dlogits = torch.empty(tokens, experts, dtype=dtype)
-    getattr(_lib, f"moe_router_backward_scores_{_NAMES[dtype]}")(
-        _KINDS[function], grad, stride, scores, sums,
-        dlogits, tokens, experts, native.threads(_WORK * dlogits.numel()),
-    )  # fmt: skip
-    return dlogits
-
-
-_PASS = autograd.Pass(_forward, _backward)
-_AUX = autograd.AuxPass(_aux_forward, _aux_backward)
+_KERNEL = autograd.Kernel(_forward, _backward)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
@@ -177,7 +119,7 @@ def _chooses_as_torch() -> bool:
     for experts, topk in ((4, 2), (16, 4), (64, 6), (256, 8), (256, 1), (512, 8)):
         for highest in (1, 3, 40):
             scores = torch.randint(0, highest + 1, (16, experts), generator=generator).float()
-            routed = _forward(scores, None, Form(SOFTMAX, topk, dense=True))
-            if not torch.equal(routed.indices, torch.topk(scores, topk, dim=1).indices):
+            (_, indices), _ = _forward((scores, None), (Form(SOFTMAX, topk, dense=True), experts))
+            if not torch.equal(indices, torch.topk(scores, topk, dim=1).indices):
                 return False
     return True

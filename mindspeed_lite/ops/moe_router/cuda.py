@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
-from mindspeed_lite.ops.moe_router import autograd, kernels, reference
+from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops.moe_router import kernels, reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SOFTMAX, Form
 from mindspeed_lite.ops.row_kernels import WIDEST, launch, on
 from mindspeed_lite.ops.rows import as_rows
@@ -27,23 +29,20 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
-    if torch.compiler.is_compiling():
-        # torch.compile fuses the reference.
-        return reference.moe_router(function, logits, *arguments)
-    if function == "topk_routing":
-        return autograd.route(_PASS, logits, *arguments)
-    return autograd.aux_scores(_AUX, logits, *arguments)
+def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
+    return probs, chosen
 
 
-def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> autograd.Routed:
-    (tokens, experts), topk = logits.shape, form.topk
-    logits = logits.detach()
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+    (logits, expert_bias), (form, experts) = inputs, options
+    tokens, topk = logits.shape[0], form.topk
     scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
     by = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     indices = reference.choose(by, form)[1].contiguous()
     probs = logits.new_empty(tokens, topk if form.dense else experts)
     chosen = None if form.dense else logits.new_empty((tokens, experts), dtype=torch.bool)
+    # The chosen scores, for SOFTMAX their softmax; the softmax over all experts is recomputed from the logits.
     kept = None if form.scores == PRE_SOFTMAX else logits.new_empty((tokens, topk), dtype=torch.float32)
     rows, stride = as_rows(scores)
     if tokens:
@@ -55,17 +54,16 @@ def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form)
                 EXPERTS=experts, TOPK=topk, KBLOCK=triton.next_power_of_2(topk), ROWS=tile.rows, BLOCK=tile.block,
                 num_warps=tile.warps,
             )  # fmt: skip
-    return autograd.Routed(probs, indices if chosen is None else chosen, indices, kept)
+    return (probs, indices if chosen is None else chosen), (indices, logits if kept is None else kept)
 
 
-def _backward(
-    dprobs: torch.Tensor, indices: torch.Tensor, kept: torch.Tensor, form: Form, experts: int
-) -> torch.Tensor:
+def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+    (indices, kept), (form, experts) = saved, options
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
     dlogits = dprobs.new_empty(tokens, experts)
     if tokens == 0:
-        return dlogits
+        return dlogits, None
     tile = launch(experts)
     grid = (triton.cdiv(tokens, tile.rows),)
     shape = {"EXPERTS": experts, "TOPK": topk, "KBLOCK": triton.next_power_of_2(topk), "ROWS": tile.rows}
@@ -81,31 +79,7 @@ def _backward(
                 grad, indices, kept, dlogits, tokens, stride, form.scale,
                 SCORES=form.scores, NORMALISED=form.normalised, **shape,
             )  # fmt: skip
-    return dlogits
+    return dlogits, None
 
 
-def _aux_forward(
-    logits: torch.Tensor, topk: int, function: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    scores, sums = reference.normalised_scores(logits.detach(), function)
-    return reference.routing_map(scores, torch.topk(scores, topk, dim=1).indices), scores, sums
-
-
-def _aux_backward(
-    dscores: torch.Tensor, scores: torch.Tensor, sums: torch.Tensor | None, function: str, dtype: torch.dtype
-) -> torch.Tensor:
-    tokens, experts = scores.shape
-    grad, stride = as_rows(dscores)
-    dlogits = scores.new_empty((tokens, experts), dtype=dtype)
-    if tokens:
-        tile = launch(experts)
-        with on(scores):
-            kernels.backward_scores_kernel[(triton.cdiv(tokens, tile.rows),)](
-                grad, scores, sums, dlogits, tokens, stride,
-                SCORES=function, EXPERTS=experts, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.warps,
-            )  # fmt: skip
-    return dlogits
-
-
-_PASS = autograd.Pass(_forward, _backward)
-_AUX = autograd.AuxPass(_aux_forward, _aux_backward)
+_KERNEL = autograd.Kernel(_forward, _backward)

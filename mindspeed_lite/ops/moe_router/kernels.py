@@ -123,24 +123,3 @@ def backward_all_kernel(
     g = _spread(at, g, column, TOPK, KBLOCK)
     out = p * (g - tl.sum(tl.where(inside, g * p, 0.0), axis=1)[:, None])
     tl.store(dlogits + row[:, None] * EXPERTS + column[None, :], out.to(dlogits.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def backward_scores_kernel(
-    dscores, scores, sums, dlogits, rows, stride,
-    SCORES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Backward of normalised scores, from the scores and their divisors."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)
-    at = row[:, None] * EXPERTS + column[None, :]
-    g = tl.load(dscores + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(scores + at, mask=inside, other=0.0)
-    g = g - tl.sum(g * y, axis=1)[:, None]
-    if SCORES == SOFTMAX:
-        out = y * g
-    else:
-        total = tl.load(sums + row, mask=row < rows, other=1.0)[:, None]
-        out = g / total * _slope(y * total, SCORES)
-    tl.store(dlogits + at, out.to(dlogits.dtype.element_ty), mask=inside)

@@ -7,12 +7,14 @@ Undocumented uses (softmax of the chosen logits, other scores, choice by normali
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from mindspeed_lite.ops.moe_router import autograd, reference
+from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops.moe_router import reference
 from mindspeed_lite.ops.moe_router.reference import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form, Groups
 
 if TYPE_CHECKING:
@@ -25,8 +27,6 @@ _LANES = 32
 
 
 def supported(case: Case) -> list[str]:
-    if case.form is None:
-        return ["the auxiliary scores: torch_npu's operators choose by scores that are not normalised"]
     reasons = []
     if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"dtype {case.dtype}: torch_npu's operators take float16, bfloat16 and float32")
@@ -62,14 +62,16 @@ def _sigmoid(form: Form, experts: int) -> list[str]:
     return reasons
 
 
-def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
+def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.compiler.is_compiling() or logits.shape[0] == 0:
-        return reference.moe_router(function, logits, *arguments)
-    return autograd.route(_PASS, logits, *arguments)
+        return reference.moe_router(logits, expert_bias, form)
+    probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
+    return probs, chosen
 
 
-def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> autograd.Routed:
-    x = logits.detach().to(torch.float32)  # [T, E]
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+    (logits, expert_bias), (form, _) = inputs, options
+    x = logits.to(torch.float32)  # [T, E]
     if form.scores == PRE_SOFTMAX:
         probs, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(x, finished=None, k=form.topk)
         probs = probs * form.scale
@@ -89,25 +91,24 @@ def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form)
             eps=EPS,
         )
     probs, indices = probs.to(logits.dtype), experts.to(torch.int64)  # [T, topk]
-    kept = None if form.scores == PRE_SOFTMAX else torch.sigmoid(x.gather(1, indices))
+    saved = (indices, logits if form.scores == PRE_SOFTMAX else torch.sigmoid(x.gather(1, indices)))
     if form.dense:
-        return autograd.Routed(probs, indices, indices, kept)
+        return (probs, indices), saved
     wide = logits.new_zeros(logits.shape).scatter_(1, indices, probs)
-    return autograd.Routed(wide, reference.routing_map(logits, indices), indices, kept)
+    return (wide, reference.routing_map(logits, indices)), saved
 
 
-def _backward(
-    dprobs: torch.Tensor, indices: torch.Tensor, kept: torch.Tensor, form: Form, experts: int
-) -> torch.Tensor:
+def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+    (indices, kept), (form, experts) = saved, options
     g = (dprobs if form.dense else dprobs.gather(1, indices)).to(torch.float32) * form.scale  # [T, topk]
     if form.scores == PRE_SOFTMAX:
         p = torch.softmax(kept, dim=-1, dtype=torch.float32)  # [T, E]
         g = g * p.gather(1, indices)
         dlogits = (p * -g.sum(dim=-1, keepdim=True)).scatter_add_(1, indices, g)
-        return dlogits.to(dprobs.dtype)
+        return dlogits.to(dprobs.dtype), None
     total = kept.sum(dim=-1, keepdim=True) + EPS
     d = (g - (g * kept).sum(dim=-1, keepdim=True) / total) / total * kept * (1 - kept)
-    return dprobs.new_zeros(dprobs.shape[0], experts).scatter_(1, indices, d.to(dprobs.dtype))
+    return dprobs.new_zeros(dprobs.shape[0], experts).scatter_(1, indices, d.to(dprobs.dtype)), None
 
 
-_PASS = autograd.Pass(_forward, _backward)
+_KERNEL = autograd.Kernel(_forward, _backward)

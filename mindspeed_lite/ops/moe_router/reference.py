@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +77,7 @@ def choose(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor
     return torch.topk(grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1), topk, dim=-1)
 
 
-def topk_routing(
-    logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form
-) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = precision(logits.dtype)
     if form.scores == SOFTMAX:
         chosen, indices = choose(logits, form)
@@ -105,17 +102,18 @@ def routing_map(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
 
 
-def normalised_scores(logits: torch.Tensor, function: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores [T, E] that sum to 1 per row, and their divisors [T, 1] (None for softmax)."""
-    scores = scores_of(logits, function)
-    if function == SOFTMAX:
-        return scores, None
-    sums = scores.sum(dim=-1, keepdim=True) + EPS
-    return scores / sums, sums
-
-
 def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
-    scores, _ = normalised_scores(logits, score_function)
+    """Top-k of logits [T, E] without groups and bias, and scores that sum to 1 per token.
+
+    Returns (routing_map, scores): [T, E] bool; [T, E] fp32 (float64 for float64): softmax(x), or s / (sum of all s +
+    1e-20) for the scores s of `topk_routing`. Differentiable through the scores.
+
+    Raises ValueError for an unknown score function or unfit topk.
+    """
+    check(logits, topk, score_function)
+    scores = scores_of(logits, score_function)
+    if score_function != SOFTMAX:
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + EPS)
     return routing_map(logits, torch.topk(scores, topk, dim=1).indices), scores
 
 
@@ -127,14 +125,27 @@ def load_balancing_loss(
     num_experts: int,
     coeff: float,
 ) -> torch.Tensor:
+    """coeff E / (topk N^2) sum_e f_e sum_t p_te, where f_e of N = total_num_tokens tokens went to e.
+
+    probs: [T, E], this rank's scores; tokens_per_expert: [E], any dtype, without gradient, counted over N >= T tokens;
+    N: int or tensor (never synchronises). Returns an fp32 scalar (float64 for float64), differentiable in probs; the
+    gradient is one row expanded T times.
+    """
+    if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
+        raise ValueError(
+            f"moe_router: want probs [T, E] and tokens_per_expert [E], not {list(probs.shape)} and "
+            f"{list(tokens_per_expert.shape)}"
+        )
     per_expert = probs.sum(dim=0, dtype=precision(probs.dtype))  # [E]
     factor = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)
     loss: torch.Tensor = (per_expert * tokens_per_expert.to(per_expert.dtype)).sum() * factor
     return loss.to(per_expert.dtype)
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"topk_routing": topk_routing, "aux_loss_scores": aux_loss_scores}
-
-
-def moe_router(function: str, *arguments: Any) -> Any:
-    return _FUNCTIONS[function](*arguments)
+def check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(f"moe_router: score_function is one of {', '.join(SCORE_FUNCTIONS)}, not {score_function!r}")
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"moe_router: want logits [T, E] of numbers, not {logits.dtype} {list(logits.shape)}")
+    if not 1 <= topk <= logits.shape[1]:
+        raise ValueError(f"moe_router: topk {topk} of {logits.shape[1]} experts")

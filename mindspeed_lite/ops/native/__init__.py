@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.traced import with_memory
+from mindspeed_lite.ops.traced import address
 from mindspeed_lite.platform import cache
 
 __all__ = ["Library", "numbers", "threads", "without_micro_kernel"]
@@ -37,7 +37,6 @@ _TYPES: Mapping[str, Any] = {
     "l": ctypes.c_int64,
     "i": ctypes.c_int32,
     "f": ctypes.c_float,
-    "d": ctypes.c_double,
 }
 # Results keep their meaning: only `omp simd reduction` reorders sums.
 _FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
@@ -52,8 +51,7 @@ class Library:
     """The functions of one C++ source, as attributes.
 
     Args:
-        functions: name -> one letter per argument: p pointer, l int64, i int32, f float, d double. Tensors pass as
-            addresses, lists of tensors as arrays of addresses.
+        functions: name -> one letter per argument: p pointer (tensors pass as addresses), l int64, i int32, f float.
         uses_torch: the source calls functions exported by libtorch_cpu.
         flags: additional compiler flags.
         returns_status: functions return a `guard.h` status; errors raise MemoryError or RuntimeError.
@@ -104,24 +102,14 @@ class Library:
         except _Unusable as error:
             return str(error)
         except Exception as error:  # from compiler, file system or loader
-            return f"the compiled CPU kernel of {operator} does not load: {' '.join(str(error).split())}"
+            text = f"the compiled CPU kernel of {operator} does not load: {' '.join(str(error).split())}"
+            # clang's OpenMP calls, without LLVM's runtime in this PyTorch.
+            return text + (": install g++, or let the variable CXX name it" if "__kmpc_" in text else "")
         return None
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return with_memory(tensor, tensor.data_ptr())
-
-
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    passed: list[Any] = []
-    for each in given:
-        if isinstance(each, torch.Tensor):
-            passed.append(_address(each))
-        elif isinstance(each, (list, tuple)):
-            passed.append((ctypes.c_void_p * len(each))(*map(_address, each)))
-        else:
-            passed.append(each)
-    function(*passed)
+    function(*(address(each) if isinstance(each, torch.Tensor) else each for each in given))
 
 
 class _Unusable(Exception):
@@ -169,7 +157,8 @@ def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path
     links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"] if uses_torch else []
     flags = (*_FLAGS, *flags)
     parts = [each.read_bytes() for each in (source, *headers)]
-    parts += [each.encode() for each in (_processor(), *compiler, _version(tuple(compiler)), *flags, *links, _torch())]
+    known = (_processor(), *compiler, _version(tuple(compiler)), *flags, *links, torch.__version__)
+    parts += [each.encode() for each in (*known, str(torch.version.git_version))]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     try:
         folder = cache.folder()
@@ -189,19 +178,14 @@ def _is_ours(path: Path) -> bool:
         found = path.stat()
     except FileNotFoundError:
         return False
-    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+    if found.st_uid != os.getuid():
         raise _Unusable(
             f"the compiled CPU kernel {path} belongs to another user, whose code would be loaded: delete it"
         )
-    return found.st_size > 0 and not (os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return found.st_size > 0 and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: list[str], path: Path) -> None:
-    if _calls_llvm_openmp(tuple(compiler)) and not _torch_has_llvm_openmp():
-        raise _Unusable(
-            f"{shlex.join(compiler)} calls LLVM's OpenMP runtime, and this PyTorch has GCC's: install g++, or let the "
-            "variable CXX name it"
-        )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unlinked, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
@@ -240,37 +224,14 @@ def _compiler() -> list[str]:
     raise _Unusable("no C++ compiler (looked for g++, clang++ and c++; the variable CXX may name another)")
 
 
-def _torch() -> str:
-    return f"{torch.__version__} {torch.version.git_version} {_torch_has_llvm_openmp()}"
-
-
-@functools.cache
-def _calls_llvm_openmp(compiler: tuple[str, ...]) -> bool:
-    """Whether the compiler emits calls to LLVM's OpenMP runtime, like clang."""
-    source = 'extern "C" void call(int* x) {\n#pragma omp parallel\n++*x;\n}\n'
-    return "__kmpc_" in _run(compiler, [*compiler, "-fopenmp", "-x", "c++", "-S", "-", "-o", "-"], source).stdout
-
-
-@functools.cache
-def _torch_has_llvm_openmp() -> bool:
-    """Whether PyTorch's OpenMP runtime has clang's entry points."""
-    try:
-        loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:
-        return False
-    return hasattr(loaded, "__kmpc_fork_call")
-
-
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
     return _run(compiler, [*compiler, "--version"]).stdout
 
 
-def _run(compiler: Sequence[str], command: Sequence[str], given: str = "") -> subprocess.CompletedProcess[str]:
+def _run(compiler: Sequence[str], command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command, input=given, capture_output=True, text=True, errors="backslashreplace", timeout=_TIMEOUT
-        )
+        return subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", timeout=_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _Unusable(f"{shlex.join(compiler)} does not run: {error}") from None
 
@@ -291,11 +252,8 @@ def _processor() -> str:
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Holds a file lock; the system releases it if the process dies."""
-    try:
-        import fcntl
-    except ImportError:  # not POSIX: two processes may compile the same
-        yield
-        return
+    import fcntl
+
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.dispatch import Operator
-from mindspeed_lite.ops.permute import chunks, reference, rows
+from mindspeed_lite.ops.permute import reference, rows
+from mindspeed_lite.ops.permute.chunks import sort_chunks
 
 __all__ = ["OPERATOR", "Case", "permute", "sort_chunks", "unpermute"]
 
@@ -72,7 +72,7 @@ def permute(
     if topk is not None and not drop_and_pad and size != count * topk:
         raise ValueError(f"permute: {count} tokens with {topk} experts each do not make {size} rows")
     case = _case(tokens, probs, max(size, count, experts), drop_and_pad or topk is not None, topk)
-    implementation = reference.permute if size == 0 or tokens.numel() == 0 else OPERATOR.choose(case)
+    implementation = reference.permute if size == 0 or tokens.numel() == 0 else OPERATOR.choose(case, tokens)
     result: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     result = implementation(tokens, routing_map, probs, size, capacity)  # type: ignore[assignment]
     return result
@@ -111,28 +111,11 @@ def unpermute(
     arguments = (permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
     if permuted.numel() == 0 and not own:
         return reference.unpermute(*arguments)
-    module: Any = sys.modules[OPERATOR.choose(_case(permuted, probs, max(size, tokens), own, None)).__module__]
+    module: Any = OPERATOR.module(_case(permuted, probs, max(size, tokens), own, None), permuted)
     if own and not getattr(module, "OWN_ROW_IDS", False):
         raise ValueError("unpermute: row_ids are those of another backend")
     out: torch.Tensor = module.unpermute(*arguments)
     return out
-
-
-def sort_chunks(
-    x: torch.Tensor,
-    split_sizes: torch.Tensor | Sequence[int],
-    order: torch.Tensor | Sequence[int],
-    probs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(sorted, sorted_probs): chunks of `split_sizes` rows of x and probs, joined in `order`.
-
-    x, probs: [P, ...]; split_sizes: [C] with sum P; order: permutation [C]; tensors or sequences. Device sizes are not
-    read back. Differentiable in x and probs. Raises ValueError for arguments known to the host.
-    """
-    if probs is not None and probs.shape[:1] != x.shape[:1]:
-        raise ValueError(f"sort_chunks: want x [P, ...] and probs [P, ...], not {_shape(x)} and {_shape(probs)}")
-    plan = chunks.plan(x, split_sizes, order)
-    return chunks.sort(x, plan), None if probs is None else chunks.sort(probs, plan)
 
 
 def _size(

@@ -28,26 +28,26 @@ class Kernels(NamedTuple):
     ]
 
 
-def permute(
-    kernels: Kernels,
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None,
-    count: int,
-    capacity: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    row_ids = kernels.row_ids(routing_map, count, capacity)
-    permuted = autograd.apply(_PERMUTE, (tokens, row_ids), (kernels, count, tokens.shape[0]))
-    if probs is None:
-        return permuted, None, row_ids
-    return permuted, probs.reshape(-1).index_select(0, rows.split(row_ids, count).pair), row_ids
+def differentiable(kernels: Kernels) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """permute and unpermute of a backend."""
 
+    def permute(
+        tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None, count: int, capacity: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        row_ids = kernels.row_ids(routing_map, count, capacity)
+        permuted = autograd.apply(_PERMUTE, (tokens, row_ids), (kernels, count, tokens.shape[0]))
+        if probs is None:
+            return permuted, None, row_ids
+        return permuted, probs.reshape(-1).index_select(0, rows.split(row_ids, count).pair), row_ids
 
-def unpermute(
-    kernels: Kernels, permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None
-) -> torch.Tensor:
-    out: torch.Tensor = autograd.apply(_UNPERMUTE, (permuted, probs, row_ids), (kernels, permuted.shape[0], tokens))
-    return out
+    def unpermute(
+        permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None, *_: Any
+    ) -> torch.Tensor:
+        options = (kernels, permuted.shape[0], tokens)
+        out: torch.Tensor = autograd.apply(_UNPERMUTE, (permuted, probs, row_ids), options)
+        return out
+
+    return permute, unpermute
 
 
 # Kernels, rows and tokens.

@@ -2,79 +2,63 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_lite.ops.autograd import linear_map
+from mindspeed_lite.ops.autograd import Map, linear_map
+
+Numbers = torch.Tensor | Sequence[int]
 
 
-class Blocks(NamedTuple):
-    sizes: list[int]
-    order: list[int]
+def sort_chunks(
+    x: torch.Tensor, split_sizes: Numbers, order: Numbers, probs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(sorted, sorted_probs): chunks of `split_sizes` rows of x and probs, joined in `order`.
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        pieces = torch.split_with_sizes(x, self.sizes)
-        return torch.cat([pieces[chunk] for chunk in self.order]) if pieces else x.clone()
-
-    def undo(self, y: torch.Tensor) -> torch.Tensor:
-        return Blocks([self.sizes[chunk] for chunk in self.order], _inverse(self.order)).apply(y)
-
-
-class Lookup(NamedTuple):
-    sizes: torch.Tensor
-    order: torch.Tensor
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, self._rows(self.sizes, self.order, x.shape[0]))
-
-    def undo(self, y: torch.Tensor) -> torch.Tensor:
-        return y.index_select(0, self._rows(self.sizes[self.order], self.order.argsort(), y.shape[0]))
-
-    @staticmethod
-    def _rows(sizes: torch.Tensor, order: torch.Tensor, count: int) -> torch.Tensor:
-        """Source row of each output row."""
-        sizes = sizes.long()
-        start = sizes.cumsum(0) - sizes  # [C]
-        end = sizes[order].cumsum(0)  # [C], of the result
-        row = torch.arange(count, device=sizes.device)
-        place = torch.searchsorted(end, row, right=True).clamp_(max=sizes.shape[0] - 1)
-        shift = start[order] - (end - sizes[order])
-        return row + shift[place]
+    x, probs: [P, ...]; split_sizes: [C] with sum P; order: permutation [C]; tensors or sequences. Device sizes are not
+    read back. Differentiable in x and probs. Raises ValueError for arguments known to the host.
+    """
+    if probs is not None and probs.shape[:1] != x.shape[:1]:
+        raise ValueError(
+            f"sort_chunks: want x [P, ...] and probs [P, ...], not {tuple(x.shape)} and {tuple(probs.shape)}"
+        )
+    maps = _maps(x.shape[0], split_sizes, order)
+    if maps is None:
+        return x, probs
+    return linear_map(x, *maps), None if probs is None else linear_map(probs, *maps)
 
 
-def plan(x: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], order: torch.Tensor | Sequence[int]) -> Any:
-    if _on_device(split_sizes) or _on_device(order):
-        device = split_sizes.device if _on_device(split_sizes) else order.device  # type: ignore[union-attr]
-        sizes, places = (torch.as_tensor(each, device=device).reshape(-1) for each in (split_sizes, order))
+def _maps(rows: int, split_sizes: Numbers, order: Numbers) -> tuple[Map, Map] | None:
+    """The reordering and its inverse, or None for the identity."""
+    given = (split_sizes, order)
+    on_device = [each for each in given if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
+    if on_device:
+        sizes, places = (torch.as_tensor(each, device=on_device[0].device).reshape(-1).long() for each in given)
         if sizes.shape != places.shape:
             raise ValueError(f"sort_chunks: {sizes.numel()} sizes and an order of {places.numel()}")
-        return Lookup(sizes, places.long())
-    blocks = Blocks(_listed(split_sizes), _listed(order))
-    if sorted(blocks.order) != list(range(len(blocks.sizes))):
-        raise ValueError(f"sort_chunks: {blocks.order} is no order of {len(blocks.sizes)} chunks")
-    if sum(blocks.sizes) != x.shape[0] or min(blocks.sizes, default=0) < 0:
-        raise ValueError(f"sort_chunks: chunks of {blocks.sizes} rows do not make {x.shape[0]}")
-    return blocks
+        return functools.partial(_look_up, sizes, places), lambda y: _look_up(sizes[places], places.argsort(), y)
+    counts, chunks = (each.flatten().tolist() if isinstance(each, torch.Tensor) else list(each) for each in given)
+    if sorted(chunks) != list(range(len(counts))):
+        raise ValueError(f"sort_chunks: {chunks} is no order of {len(counts)} chunks")
+    if sum(counts) != rows or min(counts, default=0) < 0:
+        raise ValueError(f"sort_chunks: chunks of {counts} rows do not make {rows}")
+    if chunks == sorted(chunks):
+        return None
+    inverse, moved = sorted(range(len(chunks)), key=chunks.__getitem__), [counts[each] for each in chunks]
+    return functools.partial(_join, counts, chunks), functools.partial(_join, moved, inverse)
 
 
-def sort(x: torch.Tensor, by: Blocks | Lookup) -> torch.Tensor:
-    if isinstance(by, Blocks) and by.order == list(range(len(by.order))):
-        return x
-    return linear_map(x, by.apply, by.undo)
+def _join(sizes: list[int], order: list[int], x: torch.Tensor) -> torch.Tensor:
+    pieces = torch.split_with_sizes(x, sizes)
+    return torch.cat([pieces[chunk] for chunk in order])
 
 
-def _inverse(order: list[int]) -> list[int]:
-    places = [0] * len(order)
-    for place, chunk in enumerate(order):
-        places[chunk] = place
-    return places
-
-
-def _on_device(values: torch.Tensor | Sequence[int]) -> bool:
-    return isinstance(values, torch.Tensor) and values.device.type != "cpu"
-
-
-def _listed(values: torch.Tensor | Sequence[int]) -> list[int]:
-    return values.flatten().tolist() if isinstance(values, torch.Tensor) else list(values)
+def _look_up(sizes: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    start = sizes.cumsum(0) - sizes  # [C]
+    end = sizes[order].cumsum(0)  # [C], of the result
+    row = torch.arange(x.shape[0], device=sizes.device)
+    place = torch.searchsorted(end, row, right=True).clamp_(max=sizes.shape[0] - 1)
+    shift = start[order] - (end - sizes[order])
+    return x.index_select(0, row + shift[place])

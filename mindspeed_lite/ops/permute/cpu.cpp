@@ -11,11 +11,6 @@ constexpr int64_t kBlock = 1024;  // columns whose sums fit the L1 cache
 constexpr int64_t kRun = 256;  // terms of a row dot product summed in fp32
 constexpr int32_t kMost = 4;  // rows of a token read in parallel
 
-double load(const double* p) { return *p; }
-void store(double* p, double value) { *p = value; }
-using ::load;
-using ::store;
-
 struct Rows {
     int32_t *pair, *order, *offsets;
     Rows(int32_t* ids, int64_t rows) : pair(ids), order(ids + rows), offsets(ids + 2 * rows) {}
@@ -34,7 +29,6 @@ inline void each_expert(const uint8_t* flags, int64_t experts, Visit visit) {
         if (flags[e]) visit(e);
 }
 
-// Routed pairs only.
 void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t blocks,
           std::vector<int64_t>& next, const std::vector<int64_t>& kept, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -53,26 +47,6 @@ void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t
     out.offsets[tokens] = static_cast<int32_t>(rows);
 }
 
-// Adds unrouted pairs after routed ones: `capacity` rows per expert, or `rows` in total if negative.
-void fill_padded(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t capacity,
-                 std::vector<int64_t> before, const std::vector<int64_t>& routed) {
-    const bool drop = capacity >= 0;
-    int64_t place = 0;
-    for (int64_t t = 0; t < tokens; ++t) {
-        out.offsets[t] = static_cast<int32_t>(place);
-        for (int64_t e = 0; e < experts; ++e) {
-            const int64_t pairs_before = drop ? t : e * tokens + t;
-            const int64_t rank =
-                map[t * experts + e] ? before[e]++ : routed[drop ? e : experts] + pairs_before - before[e];
-            if (rank >= (drop ? capacity : rows)) continue;
-            const int64_t row = drop ? e * capacity + rank : rank;
-            out.pair[row] = static_cast<int32_t>(t * experts + e);
-            out.order[place++] = static_cast<int32_t>(row);
-        }
-    }
-    out.offsets[tokens] = static_cast<int32_t>(place);
-}
-
 // Dispatches a runtime count of 1 to kMost.
 template <typename Call>
 inline void with_count(int64_t count, Call call) {
@@ -85,40 +59,40 @@ inline void with_count(int64_t count, Call call) {
 }
 
 // out = carried (or nothing) + weighted rows n..., added in order.
-template <typename T, typename A, typename Out, size_t... n>
-void add_rows(std::index_sequence<n...>, const T* const* rows, const A* weights, const A* carried, Out* out,
+template <typename T, typename Out, size_t... n>
+void add_rows(std::index_sequence<n...>, const T* const* rows, const float* weights, const float* carried, Out* out,
               int64_t size) {
     // Cannot alias stores.
     const T* const x[] = {rows[n]...};
-    const A w[] = {weights[n]...};
+    const float w[] = {weights[n]...};
 #pragma omp simd
     for (int64_t h = 0; h < size; ++h) {
-        A sum = carried ? carried[h] : A(0);
+        float sum = carried ? carried[h] : 0.0f;
         ((sum += w[n] * load(x[n] + h)), ...);
         store(out + h, sum);
     }
 }
 
-template <typename T, typename A>
-void gather(const T* permuted, Rows ids, const A* probs, T* out, int64_t tokens, int64_t width, int64_t stride,
+template <typename T>
+void gather(const T* permuted, Rows ids, const float* probs, T* out, int64_t tokens, int64_t width, int64_t stride,
             int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < tokens; ++t) {
         const int32_t first = ids.offsets[t], end = ids.offsets[t + 1];
         if (first == end) std::memset(out + t * width, 0, width * sizeof(T));
-        A sum[kBlock];  // partial sums for tokens with more than kMost rows
+        float sum[kBlock];  // partial sums for tokens with more than kMost rows
         for (int64_t start = 0; start < width && first < end; start += kBlock) {
             const int64_t size = std::min(kBlock, width - start);
             for (int32_t i = first; i < end; i += kMost) {
                 const int32_t count = std::min(end - i, kMost);
                 const T* rows[kMost];
-                A weights[kMost];
+                float weights[kMost];
                 for (int32_t n = 0; n < count; ++n) {
                     const int64_t row = ids.order[i + n];
                     rows[n] = permuted + row * stride + start;
-                    weights[n] = probs ? probs[ids.pair[row]] : A(1);
+                    weights[n] = probs ? probs[ids.pair[row]] : 1.0f;
                 }
-                const A* carried = i == first ? nullptr : sum;
+                const float* carried = i == first ? nullptr : sum;
                 with_count(count, [&](auto n) {
                     if (i + count == end)
                         add_rows(n, rows, weights, carried, out + t * width + start, size);
@@ -131,8 +105,8 @@ void gather(const T* permuted, Rows ids, const A* probs, T* out, int64_t tokens,
 }
 
 // Gradients of a row and, given the row, of its weight, for token gradient g.
-template <typename T, typename A>
-A backward_row(const T* g, const T* row, A weight, T* drow, int64_t width) {
+template <typename T>
+float backward_row(const T* g, const T* row, float weight, T* drow, int64_t width) {
     double total = 0;
     for (int64_t start = 0; start < width; start += kRun) {
         const int64_t end = std::min(start + kRun, width);
@@ -141,67 +115,64 @@ A backward_row(const T* g, const T* row, A weight, T* drow, int64_t width) {
             for (int64_t h = start; h < end; ++h) store(drow + h, weight * load(g + h));
             continue;
         }
-        A sum = 0;
+        float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t h = start; h < end; ++h) {
-            const A value = load(g + h);
+            const float value = load(g + h);
             store(drow + h, weight * value);
             sum += value * load(row + h);
         }
         total += sum;
     }
-    return static_cast<A>(total);
+    return static_cast<float>(total);
 }
 
-template <typename T, typename A>
-void backward(const T* dy, const T* permuted, Rows ids, const A* probs, T* dpermuted, A* dprobs, int64_t tokens,
+template <typename T>
+void backward(const T* dy, const T* permuted, Rows ids, const float* probs, T* dpermuted, float* dprobs, int64_t tokens,
               int64_t width, int64_t dy_stride, int64_t stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < tokens; ++t) {
         for (int32_t i = ids.offsets[t]; i < ids.offsets[t + 1]; ++i) {
             const int64_t row = ids.order[i], pair = ids.pair[row];
             const T* x = permuted ? permuted + row * stride : nullptr;
-            const A sum = backward_row(dy + t * dy_stride, x, probs[pair], dpermuted + row * width, width);
+            const float sum = backward_row(dy + t * dy_stride, x, probs[pair], dpermuted + row * width, width);
             if (permuted) dprobs[pair] = sum;
         }
     }
 }
 
-void index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows, int64_t capacity,
-           int threads) {
+// The last offset is -1 if there are fewer routed pairs than rows.
+void index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows, int threads) {
     const int64_t blocks = threads;
-    std::vector<int64_t> next(blocks * experts), kept(blocks), routed(experts + 1);
+    std::vector<int64_t> next(blocks * experts), kept(blocks);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t b = 0; b < blocks; ++b)
         for (int64_t t = tokens * b / blocks; t < tokens * (b + 1) / blocks; ++t)
             each_expert(map + t * experts, experts, [&](int64_t e) { ++next[b * experts + e]; });
-    std::vector<int64_t> before(experts);  // first row per expert; zero with a capacity
     int64_t total = 0;
     for (int64_t e = 0; e < experts; ++e) {
-        before[e] = capacity < 0 ? total : 0;
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t count = next[b * experts + e];
             next[b * experts + e] = total;
             total += count;
-            routed[e] += count;
             // Rows kept by this block, for the offsets of later ones.
             if (b + 1 < blocks) kept[b + 1] += std::clamp(rows - (total - count), int64_t{0}, count);
         }
     }
-    routed[experts] = total;
-    if (capacity >= 0 || rows > total) {
-        fill_padded(map, Rows(ids, rows), tokens, experts, rows, capacity, before, routed);
+    const Rows out(ids, rows);
+    if (rows > total) {
+        out.offsets[tokens] = -1;
         return;
     }
     for (int64_t b = 1; b < blocks; ++b) kept[b] += kept[b - 1];
-    fill(map, Rows(ids, rows), tokens, experts, rows, blocks, next, kept, threads);
+    fill(map, out, tokens, experts, rows, blocks, next, kept, threads);
 }
 
 }  // namespace
 
 extern "C" int32_t permute_index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows,
-                                 int64_t capacity, int threads) {
-    return guarded([&](Guard&) { index(map, ids, tokens, experts, rows, capacity, threads); });
+                                 int threads) {
+    return guarded([&](Guard&) { index(map, ids, tokens, experts, rows, threads); });
 }
 
 extern "C" int32_t permute_spread(const char* x, int32_t* ids, char* out, int64_t tokens, int64_t rows, int64_t bytes,
@@ -214,20 +185,19 @@ extern "C" int32_t permute_spread(const char* x, int32_t* ids, char* out, int64_
     return 0;
 }
 
-#define EXPORT(NAME, T, A)                                                                                             \
-    extern "C" int32_t permute_gather_##NAME(const T* permuted, int32_t* ids, const A* probs, T* out, int64_t tokens,  \
+#define EXPORT(NAME, T)                                                                                             \
+    extern "C" int32_t permute_gather_##NAME(const T* permuted, int32_t* ids, const float* probs, T* out, int64_t tokens,  \
                                              int64_t rows, int64_t width, int64_t stride, int threads) {               \
-        gather<T, A>(permuted, Rows(ids, rows), probs, out, tokens, width, stride, threads);                           \
+        gather<T>(permuted, Rows(ids, rows), probs, out, tokens, width, stride, threads);                           \
         return 0;                                                                                                      \
     }                                                                                                                  \
-    extern "C" int32_t permute_backward_##NAME(const T* dy, const T* permuted, int32_t* ids, const A* probs,           \
-                                               T* dpermuted, A* dprobs, int64_t tokens, int64_t rows, int64_t width,   \
+    extern "C" int32_t permute_backward_##NAME(const T* dy, const T* permuted, int32_t* ids, const float* probs,           \
+                                               T* dpermuted, float* dprobs, int64_t tokens, int64_t rows, int64_t width,   \
                                                int64_t dy_stride, int64_t stride, int threads) {                       \
-        backward<T, A>(dy, permuted, Rows(ids, rows), probs, dpermuted, dprobs, tokens, width, dy_stride, stride,      \
+        backward<T>(dy, permuted, Rows(ids, rows), probs, dpermuted, dprobs, tokens, width, dy_stride, stride,      \
                        threads);                                                                                       \
         return 0;                                                                                                      \
     }
 
-EXPORT(bf16, bf16, float)
-EXPORT(fp32, float, float)
-EXPORT(fp64, double, double)
+EXPORT(bf16, bf16)
+EXPORT(fp32, float)

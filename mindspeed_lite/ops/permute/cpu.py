@@ -10,16 +10,15 @@ import torch
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.permute import autograd, reference, rows
 from mindspeed_lite.ops.rows import as_rows
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {"permute_index": "pplllli", "permute_spread": "ppplllli"}
+    {"permute_index": "ppllli", "permute_spread": "ppplllli"}
     | {f"permute_gather_{name}": "pppplllli" for name in _NAMES.values()}
     | {f"permute_backward_{name}": "ppppppllllli" for name in _NAMES.values()},
     returns_status=True,
@@ -28,43 +27,21 @@ _lib = native.Library(
 
 def supported(case: Case) -> list[str]:
     if case.dtype not in _NAMES:
-        return [f"dtype {case.dtype}: the kernels take bfloat16, float32 and float64"]
+        return [f"dtype {case.dtype}: the kernels take bfloat16 and float32"]
     reason = _lib.unusable()
     return [] if reason is None else [reason]
-
-
-def permute(
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None,
-    count: int,
-    capacity: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    if is_traced(tokens):
-        return reference.permute(tokens, routing_map, probs, count, capacity)
-    return autograd.permute(_KERNELS, tokens, routing_map, probs, count, capacity)
-
-
-def unpermute(
-    permuted: torch.Tensor,
-    row_ids: torch.Tensor,
-    tokens: int,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor | None,
-    drop_and_pad: bool,
-) -> torch.Tensor:
-    if is_traced(permuted):
-        return reference.unpermute(permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
-    return autograd.unpermute(_KERNELS, permuted, row_ids, tokens, probs)
 
 
 def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
     tokens, experts = routing_map.shape
     flags = routing_map.contiguous()
     row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
-    threads = native.threads(flags.numel())
-    _lib.permute_index(flags, row_ids, tokens, experts, count, -1 if capacity is None else capacity, threads)
-    return row_ids
+    if capacity is None:
+        _lib.permute_index(flags, row_ids, tokens, experts, count, native.threads(flags.numel()))
+        if row_ids[-1] >= 0:
+            return row_ids
+    # Unrouted pairs as padding.
+    return rows.of_pairs(reference.pairs(routing_map, count, capacity), tokens, experts)
 
 
 def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -78,7 +55,7 @@ def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Te
 
 def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> torch.Tensor:
     x, stride = as_rows(permuted)
-    weights = None if probs is None else _weights(probs, x.dtype)
+    weights = None if probs is None else _weights(probs)
     out = x.new_empty(tokens, x.shape[1])
     kernel = getattr(_lib, f"permute_gather_{_NAMES[x.dtype]}")
     kernel(x, row_ids, weights, out, tokens, *x.shape, stride, native.threads(x.numel()))
@@ -90,7 +67,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
-    weights = _weights(probs, g.dtype)
+    weights = _weights(probs)
     count = (row_ids.numel() - g.shape[0] - 1) // 2
     dpermuted = g.new_empty(count, g.shape[1])
     dprobs = None if x is None else torch.zeros_like(weights)
@@ -111,8 +88,8 @@ def _backward(
     return dpermuted, None if dprobs is None else dprobs.to(probs.dtype)
 
 
-def _weights(probs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return probs.detach().to(torch.promote_types(dtype, torch.float32)).contiguous()
+def _weights(probs: torch.Tensor) -> torch.Tensor:
+    return probs.detach().to(torch.float32).contiguous()
 
 
-_KERNELS = autograd.Kernels(_row_ids, _spread, _gather, _backward)
+permute, unpermute = autograd.differentiable(autograd.Kernels(_row_ids, _spread, _gather, _backward))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from mindspeed_lite.ops.permute import autograd, kernels, reference, rows
+from mindspeed_lite.ops.permute import autograd, kernels, rows
 from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.rows import as_rows
 
@@ -16,38 +16,12 @@ if TYPE_CHECKING:
 
 # Pairs per row-id program, columns per copy program (16 bytes of a 16-bit tensor per thread).
 _PAIRS, _BLOCK = 1024, 1024
-_MOST_EXPERTS = 4096
 
 
 def supported(case: Case) -> list[str]:
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return [f"dtype {case.dtype}"]
     return []
-
-
-def permute(
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None,
-    count: int,
-    capacity: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    if torch.compiler.is_compiling() or routing_map.shape[1] > _MOST_EXPERTS:
-        return reference.permute(tokens, routing_map, probs, count, capacity)
-    return autograd.permute(_KERNELS, tokens, routing_map, probs, count, capacity)
-
-
-def unpermute(
-    permuted: torch.Tensor,
-    row_ids: torch.Tensor,
-    tokens: int,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor | None,
-    drop_and_pad: bool,
-) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return reference.unpermute(permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
-    return autograd.unpermute(_KERNELS, permuted, row_ids, tokens, probs)
 
 
 def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
@@ -99,9 +73,8 @@ def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: t
     pair, order, offsets = rows.split(row_ids, count)
     weights = None if probs is None else probs.contiguous()
     grid, how = _launch(tokens, width)
-    how |= {"HAS_PROBS": weights is not None, "DOUBLE": x.dtype == torch.float64}
     with on(x):
-        kernels.gather_kernel[grid](x, order, offsets, pair, weights, out, stride, **how)
+        kernels.gather_kernel[grid](x, order, offsets, pair, weights, out, stride, HAS_PROBS=weights is not None, **how)
     return out
 
 
@@ -117,13 +90,13 @@ def _backward(
     dx = g.new_empty(count, width)
     dprobs = None if x is None else torch.zeros_like(weights)
     (grid, _), how = _launch(tokens, width)
-    how |= {"WANTS_DPROBS": x is not None, "DOUBLE": g.dtype == torch.float64}
+    how["WANTS_DPROBS"] = x is not None
     with on(g):
         kernels.backward_kernel[(grid,)](g, x, order, offsets, pair, weights, dx, dprobs, g_stride, x_stride, **how)
     return dx, dprobs
 
 
-_KERNELS = autograd.Kernels(_row_ids, _spread, _gather, _backward)
+permute, unpermute = autograd.differentiable(autograd.Kernels(_row_ids, _spread, _gather, _backward))
 
 
 def _launch(tokens: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -80,20 +80,19 @@ def spread_kernel(x, order, offsets, out, stride, WIDTH: tl.constexpr, BLOCK: tl
 @triton.jit
 def gather_kernel(
     x, order, offsets, pairs, probs, out, stride,
-    WIDTH: tl.constexpr, HAS_PROBS: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    total = tl.zeros((BLOCK,), WIDE)
+    total = tl.zeros((BLOCK,), tl.float32)
     i = tl.load(offsets + token)
     end = tl.load(offsets + token + 1)
     while i < end:
         row = tl.load(order + i).to(tl.int64)
-        value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(WIDE)
+        value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_PROBS:
-            value *= tl.load(probs + tl.load(pairs + row)).to(WIDE)
+            value *= tl.load(probs + tl.load(pairs + row)).to(tl.float32)
         total += value
         i += 1
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
@@ -102,23 +101,22 @@ def gather_kernel(
 @triton.jit
 def backward_kernel(
     dy, x, order, offsets, pairs, probs, dx, dprobs, dy_stride, stride,
-    WIDTH: tl.constexpr, WANTS_DPROBS: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, WANTS_DPROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     i = tl.load(offsets + token)
     end = tl.load(offsets + token + 1)
     while i < end:
         row = tl.load(order + i).to(tl.int64)
         pair = tl.load(pairs + row)
-        weight = tl.load(probs + pair).to(WIDE)
-        total = tl.zeros((BLOCK,), WIDE)
+        weight = tl.load(probs + pair).to(tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < WIDTH
-            gradient = tl.load(dy + token * dy_stride + column, mask=inside, other=0.0).to(WIDE)
+            gradient = tl.load(dy + token * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
             if WANTS_DPROBS:
-                total += gradient * tl.load(x + row * stride + column, mask=inside, other=0.0).to(WIDE)
+                total += gradient * tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + row * WIDTH + column, (gradient * weight).to(dx.dtype.element_ty), mask=inside)
         if WANTS_DPROBS:
             tl.store(dprobs + pair, tl.sum(total).to(dprobs.dtype.element_ty))

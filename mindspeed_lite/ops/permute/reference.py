@@ -14,7 +14,7 @@ def permute(
     count: int,
     capacity: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    pair = _pairs(routing_map, count, capacity)  # [P]
+    pair = pairs(routing_map, count, capacity)  # [P]
     experts = routing_map.shape[1]
     row_ids = rows.of_pairs(pair, tokens.shape[0], experts)
     # Widened to sum the gradient in fp32.
@@ -41,7 +41,7 @@ def unpermute(
     return out.to(permuted.dtype)
 
 
-def _pairs(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
+def pairs(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
     """token * E + expert of each row [P]."""
     tokens, experts = routing_map.shape
     by_expert = routing_map.t().to(torch.int8)  # [E, T]

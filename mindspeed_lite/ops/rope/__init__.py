@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
 
 import torch
 
+from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.rope import reference
+from mindspeed_lite.ops.rope.reference import Pairs, RotationSpec
 
-__all__ = ["OPERATOR", "Case", "Pairs", "rope"]
+__all__ = ["OPERATOR", "Case", "Pairs", "RotationSpec", "rope"]
 
-Pairs = Literal["half", "interleaved", "regrouped"]
-PAIRS: tuple[Pairs, ...] = ("half", "interleaved", "regrouped")
+PAIRS: tuple[Pairs, ...] = get_args(Pairs)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -56,14 +58,28 @@ def rope(
     Computed in fp32 (float64 for float64), rounded once. Saves only cos, sin and positions. Raises ValueError. A
     position without a row fails in the reference and gives NaN elsewhere, without synchronisation.
     """
-    case = _case(x, cos, sin, pairs, start, positions)
-    chosen = OPERATOR.choose(case)
+    rotate = OPERATOR.choose(_case(x, cos, sin, pairs, start, positions), x)
     if positions is not None:
         # Kernels read contiguous int64.
         positions = positions.to(torch.int64).contiguous()
-    if x.dim() == 4:
-        return chosen(x, cos, sin, pairs, start, scale, positions)
-    return chosen(x.unsqueeze(1), cos, sin, pairs, start, scale, positions).squeeze(1)
+    given = (x if x.dim() == 4 else x.unsqueeze(1), cos, sin, positions)
+    spec = RotationSpec(pairs, start, scale)
+    differentiable = rotate is reference.rope
+    y: torch.Tensor = rotate(*given, spec) if differentiable else autograd.apply(_ROTATION, given, (rotate, spec))
+    return y if x.dim() == 4 else y.squeeze(1)
+
+
+def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
+    rotate, spec = options
+    return rotate(*inputs, spec), inputs[1:]
+
+
+def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
+    rotate, spec = options
+    return rotate(dy, *saved, spec._replace(transposed=True)), None, None, None
+
+
+_ROTATION = autograd.Kernel(_forward, _backward)
 
 
 def _case(

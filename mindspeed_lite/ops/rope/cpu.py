@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.rope import reference
-from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
 if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Case, Pairs
+    from mindspeed_lite.ops.rope import Case, RotationSpec
 
 _ARGUMENTS = "ppppp" + "l" * 12 + "fiiii"
 # fp32 copies of 16-bit cos and sin.
@@ -25,45 +23,27 @@ def supported(case: Case) -> list[str]:
     reasons = []
     if case.learned:
         reasons.append("cos and sin want a gradient")
-    unusable = _lib.unusable() if case.dtype in (torch.bfloat16, torch.float32) else None
-    if unusable is not None:
-        reasons.append(unusable)
-    return reasons
+    if case.dtype not in (torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
+    unusable = None if reasons else _lib.unusable()
+    return reasons if unusable is None else [unusable]
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: Pairs = "half",
-    start: int = 0,
-    scale: float = 1.0,
-    positions: torch.Tensor | None = None,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
 ) -> torch.Tensor:
-    # torch.compile fuses the plain formula; fake tensors have no address.
-    plain = torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter)
-    if plain or x.dtype not in (torch.bfloat16, torch.float32):
-        return reference.rope(x, cos, sin, pairs, start, scale, positions)
-    return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
-
-
-def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
-) -> torch.Tensor:
-    stride_s, stride_b, stride_n, stride_d = x.stride()
-    if stride_d != 1:
-        return _turn(x.contiguous(), cos, sin, positions, how)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = _plain(cos), _plain(sin)
     y = torch.empty(x.shape, dtype=x.dtype)
     s, b, n, d = x.shape
     rows, batch, _, width = cos.shape
-    into, out = how.sides
+    into, out = spec.sides
     kernel = _lib.rope_bf16 if x.dtype is torch.bfloat16 else _lib.rope_fp32
     kernel(
         *(x, cos, sin, positions, y),
-        *(s, b, n, d, width, how.start, rows),
-        *(stride_s, stride_b, stride_n, batch * width, width if batch > 1 else 0),
-        *(how.scale, into, out, how.transposed),
+        *(s, b, n, d, width, spec.start, rows),
+        *(*x.stride()[:3], batch * width, width if batch > 1 else 0),
+        *(spec.scale, into, out, spec.transposed),
         native.threads(s * b * n * d),
     )
     return y

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from mindspeed_lite.ops.rope import reference
-from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
+from mindspeed_lite.ops.row_kernels import on
 
 if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Case, Pairs
+    from mindspeed_lite.ops.rope import Case, RotationSpec
 
 # Elements of x per program: 16 per thread of 4 warps.
 _TILE = 2048
@@ -22,7 +20,7 @@ _WARPS = 4
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"dtype {case.dtype}")
     if case.learned:
         reasons.append("cos and sin want a gradient")
@@ -30,21 +28,7 @@ def supported(case: Case) -> list[str]:
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: Pairs = "half",
-    start: int = 0,
-    scale: float = 1.0,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if x.dtype == torch.float64 or torch.compiler.is_compiling():
-        return reference.rope(x, cos, sin, pairs, start, scale, positions)
-    return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
-
-
-def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
 ) -> torch.Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -53,36 +37,18 @@ def _turn(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    into, out = how.sides
+    into, out = spec.sides
     block_pairs = triton.next_power_of_2(max(width // 2, 1))
     block_heads = min(triton.next_power_of_2(n), max(1, _TILE // (2 * block_pairs)))
     passed = d - width
-    # Triton launches on the current device.
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with on(x):
         _kernel[s * b, triton.cdiv(n, block_heads)](
-            x,
-            cos,
-            sin,
-            positions,
-            y,
-            b,
-            n,
-            d,
-            width,
-            how.start,
-            rows,
-            *x.stride()[:3],
-            batch * width,
-            width if batch > 1 else 0,
-            how.scale,
-            INTO=into,
-            OUT=out,
-            TRANSPOSED=how.transposed,
-            PASSED=triton.next_power_of_2(passed) if passed else 0,
-            BLOCK_PAIRS=block_pairs,
-            BLOCK_HEADS=block_heads,
+            x, cos, sin, positions, y, b, n, d, width, spec.start, rows, *x.stride()[:3],
+            batch * width, width if batch > 1 else 0, spec.scale,
+            INTO=into, OUT=out, TRANSPOSED=spec.transposed, PASSED=triton.next_power_of_2(passed) if passed else 0,
+            BLOCK_PAIRS=block_pairs, BLOCK_HEADS=block_heads,
             num_warps=_WARPS if block_heads * block_pairs * 2 >= _TILE else 1,
-        )
+        )  # fmt: skip
     return y
 
 
@@ -103,30 +69,10 @@ def _load_pairs(pointers, width, mask, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
-    x,
-    cos,
-    sin,
-    positions,
-    y,
-    b,
-    n,
-    d,
-    width,
-    start,
-    rows,
-    stride_s,
-    stride_b,
-    stride_n,
-    row,
-    batch,
-    scale,
-    INTO: tl.constexpr,
-    OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PASSED: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-):
+    x, cos, sin, positions, y, b, n, d, width, start, rows, stride_s, stride_b, stride_n, row, batch, scale,
+    INTO: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, PASSED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at, sequence = token // b, token % b
     position = at

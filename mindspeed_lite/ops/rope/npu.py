@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
 if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Case, Pairs
+    from mindspeed_lite.ops.rope import Case, RotationSpec
 
 # Documented exclusive limits: head size; sequences and heads.
 _WIDTH, _COUNT = 896, 1000
@@ -44,30 +43,18 @@ def supported(case: Case) -> list[str]:
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: Pairs = "half",
-    start: int = 0,
-    scale: float = 1.0,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
-
-
-def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
 ) -> torch.Tensor:
     width = cos.shape[-1]
-    into, out = how.sides
-    factors = _factors(cos, sin, x.dtype, into and out, how.transposed)
+    into, out = spec.sides
+    factors = _factors(cos, sin, x.dtype, into and out, spec.transposed)
     r1, r2 = (t[: x.shape[0]] if positions is None else _rows(t, positions) for t in factors)
-    before, turned, after = torch.split(x, [how.start, width, x.shape[-1] - how.start - width], -1)
+    before, turned, after = torch.split(x, [spec.start, width, x.shape[-1] - spec.start - width], -1)
     if into and not out:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
     y: torch.Tensor = torch_npu.npu_rotary_mul(turned, r1, r2, rotary_mode="interleave" if into and out else "half")
-    if how.scale != 1.0:
-        y = y * how.scale
+    if spec.scale != 1.0:
+        y = y * spec.scale
     if out and not into:
         y = torch.stack(y.chunk(2, -1), -1).flatten(-2)
     return y if y.shape == x.shape else torch.cat((before, y, after), -1)

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Pairs
+Pairs = Literal["half", "interleaved", "regrouped"]
+
+
+class RotationSpec(NamedTuple):
+    pairs: Pairs = "half"
+    start: int = 0
+    scale: float = 1.0
+    transposed: bool = False
+    """The gradient's rotation, which only backends compute."""
+
+    @property
+    def sides(self) -> tuple[bool, bool]:
+        """Whether pairs are interleaved in the input, and in the output."""
+        into, out = self.pairs != "half", self.pairs == "interleaved"
+        return (out, into) if self.transposed else (into, out)
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: Pairs = "half",
-    start: int = 0,
-    scale: float = 1.0,
-    positions: torch.Tensor | None = None,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
 ) -> torch.Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = cos.shape[-1]
 
     def rows(table: torch.Tensor) -> torch.Tensor:
         chosen = table[: x.shape[0]] if positions is None else table.index_select(0, positions)
-        return chosen.to(dtype) * scale  # [s, 1 or b, 1, R]
+        return chosen.to(dtype) * spec.scale  # [s, 1 or b, 1, R]
 
-    before, turned, after = torch.split(x, [start, width, x.shape[-1] - start - width], -1)
-    x1, x2 = _halves(turned.to(dtype), pairs != "half")  # [s, b, n, R/2] each
-    cos1, cos2 = _halves(rows(cos), pairs == "interleaved")
-    sin1, sin2 = _halves(rows(sin), pairs == "interleaved")
+    before, turned, after = torch.split(x, [spec.start, width, x.shape[-1] - spec.start - width], -1)
+    into, out = spec.sides
+    x1, x2 = _halves(turned.to(dtype), into)  # [s, b, n, R/2] each
+    cos1, cos2 = _halves(rows(cos), out)
+    sin1, sin2 = _halves(rows(sin), out)
     y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-    y = torch.stack((y1, y2), -1).flatten(-2) if pairs == "interleaved" else torch.cat((y1, y2), -1)
+    y = torch.stack((y1, y2), -1).flatten(-2) if out else torch.cat((y1, y2), -1)
     return torch.cat((before, y.to(x.dtype), after), -1)
 
 

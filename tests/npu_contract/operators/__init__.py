@@ -4,10 +4,9 @@ Each module may define
     CASES        the calls of our operator that are proven on the real wheel
     CONTRACTS    operator of torch_npu -> check(call), which yields every documented sentence that the call breaks
     MUTATIONS    name -> the call site in ops/<module>/npu.py broken on purpose
-    PROBES       name -> a wrong call made directly, and who notices it
     UNFUSED      operators of torch by which one sees in a whole model that ours did not take a call over
     in_model     options of a model -> calls of the forward in each layer, and outside the layers
-Adding an operator is adding a file. Here they are collected; cases, mutations and probes as "<module>/<name>".
+Adding an operator is adding a file. Here they are collected; cases and mutations as "<module>/<name>".
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from tests.npu_contract.definitions import ContractCase, Mutation, Probe
+from tests.npu_contract.definitions import ContractCase, Mutation
 from tests.npu_contract.recorder import Call
 
 MODULES: Mapping[str, ModuleType] = {
@@ -39,7 +38,6 @@ ALL: tuple[tuple[str, ContractCase], ...] = tuple(
 )
 CASES: Mapping[str, ContractCase] = dict(ALL)
 MUTATIONS: Mapping[str, Mutation] = _named("MUTATIONS")
-PROBES: Mapping[str, Probe] = _named("PROBES")
 CONTRACTS: Mapping[str, Callable[[Call], Iterator[str]]] = {
     operator: check for content in MODULES.values() for operator, check in getattr(content, "CONTRACTS", {}).items()
 }

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import LEFT_OUT, ContractCase, Mutation, Probe, Tensors, by_name, prober
-from tests.npu_contract.operators.grouped_matmul import group_list, int64
+from tests.npu_contract.definitions import ContractCase, Mutation, Tensors, by_name
+from tests.npu_contract.operators.grouped_matmul import group_list
 from tests.npu_contract.recorder import Call, Tensor
 
 NAMED = ("transpose_x", "transpose_weight", "group_type")
@@ -128,27 +128,3 @@ MUTATIONS = {
         "return main_grad\n", "return main_grad.to(x.dtype)\n", "the output is bfloat16[32, 48]: want float32[32, 48]"
     ),
 }  # fmt: skip
-
-_probe = prober(
-    "npu_grouped_matmul_add_",
-    input=((1, 32, 48), torch.float32),
-    x=((6, 32), torch.bfloat16),
-    weight=((6, 48), torch.bfloat16),
-    group_list=int64(6),
-    by_name={"transpose_x": True, "transpose_weight": False, "group_type": 2},
-)
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "16-bit accumulation": _probe("nobody", "accumulates in float32", input=((1, 32, 48), torch.bfloat16)),
-    "float32 inputs": _probe(
-        "nobody", "want one of float16", x=((6, 32), torch.float32), weight=((6, 48), torch.float32)
-    ),
-    "rows that differ": _probe("nobody", "do not fit", weight=((5, 48), torch.bfloat16)),
-    "swapped": _probe("nobody", "do not fit", x=((6, 48), torch.bfloat16), weight=((6, 32), torch.bfloat16)),
-    "weight transposed": _probe("nobody", "weight as it is", transpose_weight=True),
-    "two groups": _probe("nobody", "want int64[1]", group_list=int64(3, 6)),
-    "ends beyond the rows": _probe("nobody", "not cumulative", by_content=True, group_list=int64(7)),
-    "by another name": _probe("schema", transposed_x=True),
-    "group_type left out": _probe("nobody", "group_type not passed by name", group_type=LEFT_OUT),
-}

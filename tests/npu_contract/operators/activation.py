@@ -11,14 +11,11 @@ import torch
 
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -211,18 +208,3 @@ MUTATIONS = {
     "result in the weights' dtype": Mutation("(y * weights.float()).to(x.dtype)", "y * weights", "the output is"),
     "weights without gradient": Mutation("weights.float()", "weights.detach()", "the gradient of weights is None"),
 }  # fmt: skip
-
-_X = {"input": ((6, 2, 128), torch.bfloat16)}
-_swiglu = prober("npu_swiglu", **_X, by_name={"dim": -1})
-_gelu = prober("npu_gelu", **_X, by_name={"approximate": "tanh"})
-
-PROBES: Mapping[str, Probe] = {
-    "swiglu": _swiglu("nobody"),
-    "swiglu, dim by another name": _swiglu("schema", axis=-1),
-    "swiglu, dim left out": _swiglu("nobody", "dim not passed by name", dim=LEFT_OUT),
-    "swiglu, odd": _swiglu("nobody", "want an even last dimension", input=((6, 127), torch.bfloat16)),
-    "swiglu, float64": _swiglu("nobody", "want one of", input=((6, 128), torch.float64)),
-    "gelu": _gelu("nobody"),
-    "gelu, another approximation": _gelu("host", "want 'none' or 'tanh'", approximate="erf"),
-    "gelu, nine dimensions": _gelu("nobody", "want 1 to 8", input=((1,) * 8 + (128,), torch.bfloat16)),
-}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Probe, Tensors, is_tensor
+from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Tensors, is_tensor
 from tests.npu_contract.recorder import Call, Tensor
 
 BETAS, LR, DECAY, EPS = (0.9, 0.95), 0.01, 0.1, 1e-6
@@ -140,7 +140,7 @@ MUTATIONS = {
     "scale for torch_npu to apply": Mutation(
         "            amsgrad=False,", "            grad_scale=count,\n            amsgrad=False,", "it is not read"
     ),
-    "count on the host": Mutation("device=params[0].device", 'device="cpu"', "cpu"),
+    "count on the host": Mutation("device=lists.params[0].device", 'device="cpu"', "cpu"),
     "count as a list": Mutation("torch.full(()", "torch.full((2,)", "want one number"),
     "betas exchanged": Mutation("beta1=rule.betas[0]", "beta1=rule.betas[1]", "beta1 is 0.95: want 0.9"),
     "decay left out": Mutation("weight_decay=rule.weight_decay", "weight_decay=0.0", "weight_decay is 0.0: want 0.1"),
@@ -151,23 +151,3 @@ MUTATIONS = {
     "forms not put together": Mutation("@piecewise\n", "", "positional arguments"),
     "operator that runs on the host": Mutation("torch._fused_adamw_(", "torch._fused_adam_(", "forward called"),
 }  # fmt: skip
-
-
-def _probe(noticed: str, contract: str = "", **wrong: Any) -> Probe:
-    def call(device: str) -> Any:
-        tensors = [[torch.zeros(6, 4, device=device)] for _ in range(4)]
-        given: dict[str, Any] = {"step": torch.zeros((), device=device), "lr": LR, "beta1": 0.9, "beta2": 0.95}
-        given |= {"weight_decay": DECAY, "eps": EPS, "amsgrad": False, "maximize": False}
-        given |= {name: value(device) if callable(value) else value for name, value in wrong.items()}
-        step = given.pop("step")
-        return torch._fused_adamw_(*tensors, [], [step], **given)
-
-    return Probe(call, noticed, contract)
-
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "scale": _probe("nobody", "grad_scale is given", grad_scale=lambda device: torch.zeros((), device=device)),
-    "count of two": _probe("nobody", "want one number", step=lambda device: torch.zeros(2, device=device)),
-    "epsilon by another name": _probe("schema", epsilon=EPS),
-}

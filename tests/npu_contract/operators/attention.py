@@ -25,15 +25,12 @@ from tests.npu_contract.attention_calls import (
 )
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     cumulative_ends,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import TRIANGLE, Call, Tensor
 
@@ -638,63 +635,3 @@ MUTATIONS = {
         "does not require grad",
     ),
 }  # fmt: skip
-
-S, B, N, D = 24, 2, 4, 64
-_TRIANGLE = ((2048, 2048), torch.bool)
-_FULL = [B, N, S, S]
-_PACKED = dict.fromkeys(("query", "key", "value"), ((S, N, D), torch.bfloat16))
-_probe = prober(
-    "npu_fusion_attention",
-    **dict.fromkeys(("query", "key", "value"), ((S, B, N * D), torch.bfloat16)),
-    by_name={"head_num": N, "input_layout": "SBH", "scale": D**-0.5, "keep_prob": 1.0},
-)
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "unknown keyword": _probe("schema", softmax_scale=0.1),
-    "keyword of another version": _probe("schema", pre_tokens=3),
-    "head_num as a tensor": _probe("schema", head_num=((1,), torch.int64)),
-    "no head_num": _probe("schema", head_num=LEFT_OUT),
-    "lengths as a tensor": _probe(
-        "schema", **_PACKED, input_layout="TND", actual_seq_qlen=((2,), torch.int64), actual_seq_kvlen=[10, S]
-    ),
-    "unknown layout": _probe("host", "input_layout is 'BHSD'", input_layout="BHSD"),
-    "unknown mode": _probe("host", "sparse_mode 99", sparse_mode=99),
-    "TND without lengths": _probe("host", "actual_seq_qlen is None", **_PACKED, input_layout="TND"),
-    "mixed dtypes": _probe("nobody", "want one of", key=((S, B, N * D), torch.float16)),
-    "head count that does not divide": _probe("nobody", "head_num 5 does not divide", head_num=5),
-    "head sizes that differ": _probe("nobody", "heads of size 64", key=((S, B, N * 48), torch.bfloat16)),
-    "key heads that do not divide": _probe(
-        "nobody",
-        "3 key heads do not divide 4",
-        key=((S, B, 3 * D), torch.bfloat16),
-        value=((S, B, 3 * D), torch.bfloat16),
-    ),
-    "values larger than keys": _probe("nobody", "larger than key heads", value=((S, B, N * 128), torch.bfloat16)),
-    "another batch": _probe("nobody", "differ in batch", key=((S, 3, N * D), torch.bfloat16)),
-    "values shorter than keys": _probe("nobody", "differ in length", value=((S - 1, B, N * D), torch.bfloat16)),
-    "mask of another length": _probe(
-        "nobody", f"want one of {_FULL}", atten_mask=((B, 1, S, 7), torch.bool), sparse_mode=1
-    ),
-    "mask of one batch": _probe("nobody", f"want one of {_FULL}", atten_mask=((1, N, S, S), torch.bool), sparse_mode=1),
-    "full mask in a compressed mode": _probe(
-        "nobody", "takes the compressed mask", atten_mask=((S, S), torch.bool), sparse_mode=2
-    ),
-    "additive mask": _probe("nobody", "want bool or uint8", atten_mask=((S, S), torch.bfloat16), sparse_mode=1),
-    "mode without a mask": _probe("nobody", "mean nothing without atten_mask", sparse_mode=2),
-    "tokens in the causal mode": _probe(
-        "nobody", "mean nothing in sparse_mode 2", atten_mask=_TRIANGLE, sparse_mode=2, pre_tockens=5
-    ),
-    "keep_prob above one": _probe("host", "want the probability to keep", keep_prob=1.5),
-    "keep_prob of zero": _probe("host", "want the probability to keep", keep_prob=0.0),
-    "scale left out": _probe("nobody", "scale not passed by name", scale=LEFT_OUT),
-    "sink of one head": _probe("nobody", "sink is float32[1]", sink=((1,), torch.float32)),
-    "sink in half precision": _probe("nobody", "sink is bfloat16[4]", sink=((N,), torch.bfloat16)),
-    "leading zero": _probe(
-        "nobody", "leading zero", **_PACKED, input_layout="TND", actual_seq_qlen=[0, 10, S], actual_seq_kvlen=[0, 10, S]
-    ),
-    "counts for ends": _probe(
-        "nobody", "not cumulative", **_PACKED, input_layout="TND", actual_seq_qlen=[10, 14], actual_seq_kvlen=[10, 14]
-    ),
-    "right packed": _probe("nobody", **_PACKED, input_layout="TND", actual_seq_qlen=[10, S], actual_seq_kvlen=[10, S]),
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,12 @@ import torch
 
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     cumulative_ends,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -362,52 +359,4 @@ MUTATIONS = {
         "x.contiguous(),\n        dy.contiguous(),",
         "do not fit",
     ),
-}
-
-
-def int64(*values: int) -> Callable[[str], torch.Tensor]:
-    return lambda device: torch.tensor(values, dtype=torch.int64).to(device)
-
-
-# 24 rows in 3 groups, given as counts.
-_probe = prober(
-    "npu_grouped_matmul",
-    x=[((24, 8), torch.bfloat16)],
-    weight=[((3, 8, 5), torch.bfloat16)],
-    by_name={"group_list": int64(4, 8, 12), "split_item": 2, "group_type": 0, "group_list_type": 1},
-)
-_matrix = ((8, 5), torch.bfloat16)
-
-
-def _turned(device: str) -> list[torch.Tensor]:
-    return [torch.zeros(24, 8, dtype=torch.bfloat16, device=device).t()]
-
-
-_rows = [((24, 5), torch.bfloat16)]
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "right ends": _probe("nobody", group_list=int64(4, 12, 24), group_list_type=0),
-    "right list": _probe("nobody", weight=[_matrix] * 3),
-    "right sums": _probe("nobody", x=_turned, weight=_rows, group_type=2, split_item=3),
-    "ends for counts": _probe("nobody", "are not counts", by_content=True, group_list=int64(4, 12, 24)),
-    "counts for ends of groups": _probe("nobody", "not cumulative to 24", by_content=True, group_list_type=0),
-    "leading zero of groups": _probe(
-        "nobody", "leading zero", by_content=True, group_list=int64(0, 12, 24), group_list_type=0
-    ),
-    "group list of the host": _probe("nobody", "want int64[3]", group_list=[4, 8, 12]),
-    "weights of another K": _probe("nobody", "do not fit", weight=[((3, 7, 5), torch.bfloat16)]),
-    "weights of another dtype": _probe("nobody", "want one dtype", weight=[((3, 8, 5), torch.float16)]),
-    "unknown split_item": _probe("host", "split_item is 9", split_item=9),
-    "a list of another length": _probe("nobody", "want int64[2]", weight=[_matrix] * 2),
-    "a list of float32": _probe(
-        "nobody", "or one [E, K, N]", x=[((24, 8), torch.float32)], weight=[((8, 5), torch.float32)] * 3
-    ),
-    "one count": _probe("nobody", "several where", weight=[_matrix], group_list=int64(24)),
-    "bias of 16 bits": _probe(
-        "nobody", "a bias is bfloat16[5]: want float32", weight=[_matrix] * 3, bias=[((5,), torch.bfloat16)] * 3
-    ),
-    "sums of x as it is": _probe("nobody", "do not fit", weight=_rows, group_type=2, split_item=3),
-    "groups of columns": _probe("meta", "have a contract", group_type=1),
-    "kind left out": _probe("nobody", "not passed by name", by_content=True, group_list_type=LEFT_OUT),
 }

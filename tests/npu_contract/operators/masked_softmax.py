@@ -10,14 +10,11 @@ import torch
 
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -175,19 +172,3 @@ MUTATIONS = {
         "(scores * scale).masked_fill(hidden, -10000.0).softmax(-1)", "want ['npu_scaled_masked_softmax']",
     ),
 }  # fmt: skip
-
-_X, _MASK = ((2, 3, 32, 64), torch.bfloat16), ((1, 1, 32, 64), torch.bool)
-_probe = prober("npu_scaled_masked_softmax", x=_X, mask=_MASK, by_name={"scale": 0.5, "fixed_triu_mask": False})
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "scale by another name": _probe("schema", scale_value=0.5),
-    "no mask": _probe("schema", mask=None),
-    "scale left out": _probe("nobody", "scale not passed by name", scale=LEFT_OUT),
-    "the reserved triangle": _probe("nobody", "want False", fixed_triu_mask=True),
-    "48 queries": _probe("nobody", "multiples of 32", x=((2, 3, 48, 64), torch.bfloat16)),
-    "8192 keys": _probe("nobody", "multiples of 32", x=((1, 1, 32, 8192), torch.bfloat16)),
-    "float64": _probe("nobody", "want one of", x=(_X[0], torch.float64)),
-    "a mask of one row": _probe("nobody", "mask is bool[2, 1, 1, 64]", mask=((2, 1, 1, 64), torch.bool)),
-    "a mask of numbers": _probe("nobody", "want bool", mask=(_MASK[0], torch.bfloat16)),
-}

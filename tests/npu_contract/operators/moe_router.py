@@ -10,14 +10,11 @@ import torch
 
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -180,7 +177,7 @@ def gating_top_k_softmax(call: Call) -> Iterator[str]:
 CONTRACTS = {"npu_moe_gating_top_k": gating_top_k, "npu_moe_gating_top_k_softmax": gating_top_k_softmax}
 
 MUTATIONS = {
-    "scores of 16 bits": Mutation("x = logits.detach().to(torch.float32)", "x = logits.detach()", "x is bfloat16"),
+    "scores of 16 bits": Mutation("x = logits.to(torch.float32)", "x = logits", "x is bfloat16"),
     "softmax for sigmoid": Mutation("norm_type=1", "norm_type=0", "norm_type is 0: want 1"),
     "norm left to the default": Mutation(
         "            norm_type=1,  # sigmoid\n", "", "norm_type not passed by name"
@@ -199,36 +196,3 @@ MUTATIONS = {
     "probabilities in fp32": Mutation("probs.to(logits.dtype), experts", "probs, experts", "Expected self.dtype"),
     "32-bit indices": Mutation("experts.to(torch.int64)", "experts", "int64"),
 }  # fmt: skip
-
-_probe = prober(
-    "npu_moe_gating_top_k",
-    x=((24, 64), torch.float32),
-    k=6,
-    by_name={
-        "bias": ((64,), torch.float32),
-        "k_group": 4,
-        "group_count": 8,
-        "group_select_mode": 1,
-        "renorm": 0,
-        "norm_type": SIGMOID,
-        "routed_scaling_factor": 2.5,
-        "eps": 1e-20,
-    },
-)
-_softmax = prober("npu_moe_gating_top_k_softmax", x=((24, 64), torch.float32), by_name={"finished": None, "k": 6})
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "right softmax": _softmax("nobody"),
-    "by another name": _probe("schema", groups=8),
-    "norm_type left out": _probe("nobody", "norm_type not passed by name", norm_type=LEFT_OUT),
-    "softmax through the sigmoid's": _probe("nobody", "norm_type is 0", norm_type=0),
-    "three dimensions": _probe("meta", "want two dimensions", x=((2, 12, 64), torch.float32)),
-    "bias of another dtype": _probe("host", "bias is bfloat16", bias=((64,), torch.bfloat16)),
-    "bias of another size": _probe("host", "bias is float32[8]", bias=((8,), torch.float32)),
-    "groups of two": _probe("nobody", "want more than 2 in each", group_count=32),
-    "more than the groups have": _probe("nobody", "k is 40", k=40),
-    "renormalised": _probe("nobody", "renorm 1", renorm=1),
-    "more than there are": _softmax("host", "k is 65 of 64", k=65),
-    "softmax of integers": _softmax("host", "want two or three dimensions", x=((24, 64), torch.int32)),
-}

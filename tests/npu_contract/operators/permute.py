@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Probe, Tensors, by_name, is_tensor, prober
+from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Tensors, by_name, is_tensor
 from tests.npu_contract.recorder import Call, Tensor
 
 T, E, H = 6, 4, 32
@@ -267,37 +267,3 @@ MUTATIONS = {
     "the second result": Mutation("    )[0]\n", "    )[1]\n", "want bfloat16[6, 32]"),
     "unwidened sums": Mutation("return out.to(permuted.dtype)", "return out.float()", "want bfloat16[6, 32]"),
 }  # fmt: skip
-
-
-def routes(*counts: int, dtype: torch.dtype = torch.bool) -> Any:
-    """A map in which token t has the first counts[t] experts."""
-    rows = [[e < count for e in range(E)] for count in counts]
-    return lambda device: torch.tensor(rows).to(dtype).to(device)
-
-
-_permute = prober(
-    "npu_moe_token_permute_with_routing_map",
-    tokens=((T, H), torch.bfloat16),
-    routing_map=routes(*(2,) * T),
-    by_name={"probs": ((T, E), torch.float32), "num_out_tokens": 2 * T, "drop_and_pad": False},
-)
-_unpermute = prober(
-    "_npu_moe_token_unpermute_with_routing_map",
-    permuted_tokens=((2 * T, H), torch.bfloat16),
-    sorted_indices=((2 * T,), torch.int32),
-    restore_shape=[T, H],
-    by_name={"probs": ((T, E), torch.float32), "routing_map": routes(*(2,) * T), "drop_and_pad": False},
-)
-
-PROBES: Mapping[str, Probe] = {
-    "right": _permute("nobody"),
-    "uneven": _permute("nobody", "want 2 for each", by_content=True, routing_map=routes(1, 3, 2, 2, 2, 2)),
-    "rows that are no multiple": _permute("nobody", "want a multiple of 6", num_out_tokens=13),
-    "padded": _permute("schema", padded_mode=False),
-    "float64": _permute("nobody", "want one of", tokens=((T, H), torch.float64), probs=None),
-    "probs of another dtype": _permute("nobody", "want one dtype", tokens=((T, H), torch.float16)),
-    "right back": _unpermute("nobody"),
-    "back with 64-bit ids": _unpermute("nobody", "want int32[12]", sorted_indices=((2 * T,), torch.int64)),
-    "back without the map": _unpermute("nobody", "without their routing_map", routing_map=None),
-    "back to another width": _unpermute("nobody", "want [T, H]", restore_shape=[T, H + 1]),
-}

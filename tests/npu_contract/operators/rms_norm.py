@@ -11,14 +11,11 @@ import torch
 
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -168,22 +165,3 @@ MUTATIONS = {
         "the gradient of weight is None",
     ),
 }  # fmt: skip
-
-D = 64
-_probe = prober(
-    "npu_rms_norm",
-    input=((6, 2, D), torch.bfloat16),
-    gamma=((D,), torch.bfloat16),
-    by_name={"epsilon": 1e-5},
-)
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "epsilon by another name": _probe("schema", eps=1e-5),
-    "no gamma": _probe("schema", gamma=None),
-    "epsilon left out": _probe("nobody", "epsilon not passed by name", epsilon=LEFT_OUT),
-    "wider gamma": _probe("nobody", "gamma is float32", gamma=((D,), torch.float32)),
-    "gamma of another size": _probe("nobody", "want the last dimensions", gamma=((D - 1,), torch.bfloat16)),
-    "nine dimensions": _probe("nobody", "want 2 to 8", input=((1,) * 8 + (D,), torch.bfloat16)),
-    "float64": _probe("nobody", "want one of", input=((6, D), torch.float64), gamma=((D,), torch.float64)),
-}

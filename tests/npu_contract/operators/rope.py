@@ -10,14 +10,11 @@ import torch
 
 from tests.npu_contract.definitions import (
     DTYPES,
-    LEFT_OUT,
     ContractCase,
     Mutation,
-    Probe,
     Tensors,
     by_name,
     is_tensor,
-    prober,
 )
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -136,27 +133,4 @@ MUTATIONS = {
     "the rest of the head lost": Mutation(
         "return y if y.shape == x.shape else torch.cat((before, y, after), -1)", "return y", "the output is"
     ),
-    "the wheel's own gradient": Mutation(
-        "return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))",
-        "return _turn(x, cos, sin, positions, RotationSpec(pairs, start, scale))",
-        "want ['npu_rotary_mul']",
-    ),
 }  # fmt: skip
-
-_probe = prober(
-    "npu_rotary_mul",
-    input=((6, 2, 4, 64), torch.bfloat16),
-    r1=((6, 1, 1, 64), torch.bfloat16),
-    r2=((6, 1, 1, 64), torch.bfloat16),
-    by_name={"rotary_mode": "half"},
-)
-
-PROBES: Mapping[str, Probe] = {
-    "right": _probe("nobody"),
-    "mode by another name": _probe("schema", mode="half"),
-    "mode left out": _probe("nobody", "rotary_mode not passed by name", rotary_mode=LEFT_OUT),
-    "an unknown mode": _probe("host", "want half or interleave", rotary_mode="neox"),
-    "factors in another dtype": _probe("nobody", "r1 is float32", r1=((6, 1, 1, 64), torch.float32)),
-    "factors of another length": _probe("nobody", "r2 is bfloat16[5, 1, 1, 64]", r2=((5, 1, 1, 64), torch.bfloat16)),
-    "an odd head": _probe("nobody", "d even", input=((6, 2, 4, 63), torch.bfloat16)),
-}
