@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.configurations import CONFIGURATIONS, Configuration
 from benchmarks.harness import ROOT
 from mindspeed_lite.bench import wording
+from mindspeed_lite.bench.statistics import Ratio
 
 OPERATORS = "operators"
 TINY = "--all --repeats 1 --warmup 1 --steps 2"
@@ -45,13 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in configurations:
         if not options.only or each.name in options.only:
             print(f"== {each.name}: {each.about}", flush=True)
-            words = [*(TINY if options.tiny else each.bench).split(), "--allocator", "keep", "--title", each.name]
-            codes.append(_run(["bench", *words], each.command(), kept / each.name))
+            codes.append(_run(_words(each), each.command(), kept / each.name))
     if options.only and OPERATORS in options.only:
         codes.append(_run(["bench-ops", "--device", "cpu"], [], kept / OPERATORS))
     page.write_text(page_of(configurations, kept))
     print(f"wrote {page}")
     return max(codes)
+
+
+def _words(configuration: Configuration) -> list[str]:
+    """The `bench` command; both arms have the allocator that `mindspeed-lite run` chooses, so it is no gain."""
+    return ["bench", *(configuration.bench or TINY).split(), "--allocator", "keep", "--title", configuration.name]
 
 
 def _run(words: Sequence[str], command: Sequence[str], kept: Path) -> int:
@@ -104,7 +109,7 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         "Commands, from the repository's root with the environment that `make install` makes:",
         "",
         "```sh",
-        *(f"{_command(report)} -- \\\n  {shlex.join(report['command'])}" for report in reports.values()),
+        *(f"mindspeed-lite {' '.join(_words(each))} -- \\\n  {shlex.join(each.command())}" for each in measured),
         "```",
         "",
     ]
@@ -139,18 +144,6 @@ def _slower(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _command(report: Mapping[str, Any]) -> str:
-    """The command that made a report, without --out: as it was, not as the configuration stands now."""
-    settings = report["settings"]
-    names = [arm["name"] for arm in report["arms"] if arm["role"] == "on"]
-    chosen = ["--features", names[0].replace("+", ",")] if settings["mode"] == "features" else [f"--{settings['mode']}"]
-    beside = ["--beside", ",".join(settings["beside"])] if settings["beside"] else []
-    amounts = [
-        word for name in ("repeats", "warmup", "steps", "allocator") for word in (f"--{name}", str(settings[name]))
-    ]
-    return shlex.join(["mindspeed-lite", "bench", *chosen, *beside, *amounts, "--title", report["title"]])
-
-
 def _rows(name: str, report: Mapping[str, Any], folder: str) -> list[str]:
     arms = {arm["name"]: arm for arm in report["arms"]}
     off, rows = arms["off"]["summary"], []
@@ -163,21 +156,17 @@ def _rows(name: str, report: Mapping[str, Any], folder: str) -> list[str]:
             f"[{name}]({folder}/{name}/report.md)",
             ", ".join(arms[row["arm"]]["features"]) or row["arm"],
             *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, on)),
-            interval(row["speed"]),
-            f"{interval(row['memory'])} of {wording.size(off['peak_memory_bytes'])}",
+            _interval(row["speed"]),
+            f"{_interval(row['memory'])} of {wording.size(off['peak_memory_bytes'])}",
             row["loss"]["verdict"],
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
-def interval(found: Mapping[str, Any] | None) -> str:
+def _interval(found: Mapping[str, Any] | None) -> str:
     """A ratio with its interval, as far as they are known."""
-    if found is None:
-        return "-"
-    if found["low"] is None:
-        return f"{found['ratio']:.2f}"
-    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+    return "-" if found is None else Ratio(found["ratio"], found["low"], found["high"], ()).words()
 
 
 if __name__ == "__main__":

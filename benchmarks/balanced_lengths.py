@@ -114,7 +114,7 @@ def _steps(options: Options, micro_batches: int, folder: str, rates: Rates) -> d
 
 def _slowest(step: Step, what: Literal[0, 1]) -> float:
     """Of the rank that takes longest."""
-    return max(sum(each[what] for each in rank) for rank in zip(*step, strict=True))
+    return float(max(sum(each[what] for each in rank) for rank in zip(*step, strict=True)))
 
 
 def _waited(step: Step, what: Literal[0, 1]) -> float:

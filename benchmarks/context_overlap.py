@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
-from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links
+from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
 from lab.ranks import Measure, Rates, compare
 from lab.timeline import Timeline
 from mindspeed_lite.parallel import context
@@ -69,16 +69,15 @@ def _overlap(options: Options, rates: Rates) -> list[Row]:
     """A ring of two ranks; each sends keys and values twice, and the sum of their gradients."""
     group = dist.group.WORLD
     assert group is not None
-    problem, rows = _Problem(options, group), []
+    problem = _Problem(options, group)
     ring = context.Algorithm(ring=Ring(group))
-    computing = 0.0
-    for share in (None, *options.shares):
-        rate, _ = rates.set(None if share is None else round(8e-6 * 3 * problem.message_bytes / share / computing, 1))
-        measured = compare(("off", "on"), options.repeats, lambda arm: problem.run(ring, arm == "off"))
-        if share is None:
-            computing = measured["seconds"]["off"] - measured["waited"]["off"]
-        rows.append({"what": "2 ranks, overlap", "share": share, "rate": rate, **measured})
-    return rows
+    found = over_shares(
+        options.shares,
+        rates,
+        lambda: 3 * problem.message_bytes,
+        lambda: compare(("off", "on"), options.repeats, lambda arm: problem.run(ring, arm == "off")),
+    )
+    return [{"what": "2 ranks, overlap", **row} for row in found]
 
 
 def _double_ring(options: Options, rates: Rates) -> list[Row]:
@@ -115,7 +114,6 @@ BENCHMARK = Benchmark(
     f"{RATIOS}",
     columns={
         "what": lambda row: row["what"],
-        "messages": lambda row: "" if row["share"] is None else f"{row['share']:g}",
         **LINK,
         **OFF_ON,
         **WAITS,
@@ -124,8 +122,8 @@ BENCHMARK = Benchmark(
     options={"rows": 1024, "heads": 8, "size": 64, "repeats": 12, "shares": [0.5, 1.0], "between": [1.0, 2.0, 3.0],
              "block": 0.06},
     tiny={"rows": 64, "heads": 2, "size": 16, "repeats": 2, "shares": [0.5], "between": [2.0], "block": 0.01},
-    note="*messages*: their time over that of the products of two ranks; of the double ring, time of one between hosts "
-    "in forward blocks, which sleep. *off*: every message is waited for where it starts, or a single ring.",
+    note="*off*: every message is waited for where it starts, or a single ring. *messages* of the double ring: time of "
+    "one between hosts in forward blocks, which sleep.",
 )  # fmt: skip
 
 if __name__ == "__main__":

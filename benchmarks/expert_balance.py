@@ -62,18 +62,6 @@ def _count_rows() -> list[int]:
     return count
 
 
-def _flags(training: Any, options: Options) -> dict[str, Any]:
-    """With the price of an exchange as it is measured, over the steps for which it lasts."""
-    if options.feature == COPIES:
-        return {COPIES: True, "balanced_moe_hot_expert_num": options.copies}
-    flags = {PLACES: True, "expert_placement_freq": 1}
-    with mindspeed_lite.enabled(**flags):
-        training.step()
-        session: Any = mindspeed_lite.runtime.current()
-        (price,) = session.session.find(PLACES).prices.values()
-    return {**flags, "expert_placement_break_even": price / options.interval}
-
-
 def _rows(options: Options, rates: Rates) -> list[Row]:
     from tests.harness import skewed_router
 
@@ -90,7 +78,9 @@ def _compared(options: Options, multiplied: list[int]) -> Row:
     moe = {"moe_router_topk": options.topk, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     width = {"ffn_hidden_size": options.expert_hidden, "moe_ffn_hidden_size": options.expert_hidden}
     training = expert_training(options, options.experts, moe, width)
-    flags, counted = _flags(training, options), {"off": 0, "on": 0}
+    copies, places = {"balanced_moe_hot_expert_num": options.copies}, {"expert_placement_freq": 1}
+    flags: dict[str, Any] = {options.feature: True, **(copies if options.feature == COPIES else places)}
+    counted = {"off": 0, "on": 0}
 
     def run(arm: str) -> Measure:
         with mindspeed_lite.enabled(**(flags if arm == "on" else {})):
@@ -129,12 +119,12 @@ BENCHMARK = Benchmark(
     },
     measure=_measure,
     options={"feature": COPIES, "skews": [4.0, 1.0], "sequence": 1024, "hidden": 256, "expert_hidden": 1024,
-             "layers": 2, "experts": 8, "topk": 2, "micro_batches": 4, "repeats": 6, "copies": 3, "interval": 50},
+             "layers": 2, "experts": 8, "topk": 2, "micro_batches": 4, "repeats": 6, "copies": 3},
     tiny={"skews": [4.0], "sequence": 64, "hidden": 64, "expert_hidden": 64, "layers": 1, "micro_batches": 1,
           "repeats": 1},
     choices={"feature": [COPIES, PLACES]},
     note="*skew*: tokens of an expert of the first rank to one of the second. *imbalance*: tokens of the fullest rank "
-    "over the mean, as counted. An exchange of places must pay within `--interval` steps.",
+    "over the mean, as counted. An exchange of places must pay within the next step.",
 )  # fmt: skip
 
 if __name__ == "__main__":

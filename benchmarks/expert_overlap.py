@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.expert_balance import RANKS, expert_training
-from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links
+from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
 from lab import expert_messages, streams
 from lab.ranks import Measure, Rates, compare, slowest
 from lab.timeline import Timeline
@@ -69,15 +69,13 @@ def _of_feature(options: Options, feature: str, timeline: Timeline, rates: Rates
         return Measure(seconds, timeline.waited_for_experts)
 
     compare(("off", "on"), 1, run)
-    free = compare(("off", "on"), options.repeats, run)
-    computed, sent = free["seconds"]["off"] - free["waited"]["off"], slowest(sum(timeline.sent.values()))
-    rows = [{"feature": feature, "share": None, "rate": None, **free}]
-    for share in options.shares:
-        rate, _ = rates.set(round(8e-6 * sent / (share * computed), 1))
-        measured = compare(("off", "on"), options.repeats, run)
-        rows.append({"feature": feature, "share": share, "rate": rate, **measured})
-    rates.set(None)
-    return rows
+    found = over_shares(
+        options.shares,
+        rates,
+        lambda: slowest(sum(timeline.sent.values())),
+        lambda: compare(("off", "on"), options.repeats, run),
+    )
+    return [{"feature": feature, **row} for row in found]
 
 
 def _measure(options: Options) -> list[Row]:
@@ -92,7 +90,6 @@ BENCHMARK = Benchmark(
     f"micro-batches of {{sequence}} tokens, bf16. {RATIOS}",
     columns={
         "feature": lambda row: f"`{row['feature']}`",
-        "exchange over computation": lambda row: "" if row["share"] is None else f"{row['share']:g}",
         **LINK,
         **OFF_ON,
         **WAITS,

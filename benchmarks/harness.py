@@ -111,6 +111,26 @@ def on_links(ranks: int, body: Callable[[Rates], Any], ranks_per_host: int = 1) 
         return on_ranks(ranks, network, body)
 
 
+def over_shares(
+    shares: Sequence[float], rates: Rates, sent: Callable[[], float], measure: Callable[[], Row]
+) -> list[Row]:
+    """Measure with links as fast as they go, and so slow that `sent()` bytes take shares of the computation.
+
+    Computation is what off takes without its waits, on fast links; a collective call.
+    """
+    rows: list[Row] = []
+    computing = 0.0
+    for share in (None, *shares):
+        megabits = None if share is None else round(8e-6 * sent() / (share * computing), 1)
+        megabits, _ = rates.set(megabits)
+        measured = measure()
+        if share is None:
+            computing = measured["seconds"]["off"] - measured["waited"]["off"]
+        rows.append({"share": share, "rate": megabits, **measured})
+    rates.set(None)
+    return rows
+
+
 def links_in_words() -> str:
     """How `on_links` limits rates here."""
     reason = why_no_namespaces()
@@ -165,5 +185,9 @@ WAITS: Columns = {
     "waits on": lambda row: ms(row["waited"]["on"]),
     "waits hidden": lambda row: "" if row["rate"] is None else f"{1 - row['waited']['on'] / row['waited']['off']:.0%}",
 }
-LINK: Columns = {"link": lambda row: rate(row["rate"])}
+# Of `over_shares`.
+LINK: Columns = {
+    "messages over computation": lambda row: "" if row["share"] is None else f"{row['share']:g}",
+    "link": lambda row: rate(row["rate"]),
+}
 RATIOS = "Medians of the slowest rank, in turn (A B A B); ratios with their 95 % interval."

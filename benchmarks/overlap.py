@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links
+from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
 from lab.ranks import Measure, Rates, compare
 from lab.timeline import Span, Timeline, draw
 from mindspeed_lite.parallel.tp_linear import (
@@ -54,20 +54,13 @@ def _rows(options: Options, rates: Rates) -> list[Row]:
     timeline = Timeline()
     timeline.install()
     assert dist.group.WORLD is not None
-    layers, rows = _Layers(options, dist.group.WORLD), []
+    layers = _Layers(options, dist.group.WORLD)
     layers.step(fixed_chunks(1))
     # Three gathers and two scatters, for which gloo reduces the whole: twice the bytes, which modelled links do not
     # charge.
     matrices = 3 + 2 * (1 if rates.are_modelled else 2)
     sent = matrices * options.rows * options.hidden * 4 * (options.ranks - 1) / options.ranks
-    computing = 0.0
-    for share in (None, *options.shares):
-        rate, _ = rates.set(None if share is None else round(8e-6 * sent / (share * computing), 1))
-        measured = _compared(layers, options, timeline)
-        if share is None:
-            computing = measured["seconds"]["off"] - measured["waited"]["off"]
-        rows.append({"share": share, "rate": rate, **measured})
-    return rows
+    return over_shares(options.shares, rates, lambda: sent, lambda: _compared(layers, options, timeline))
 
 
 def _compared(layers: _Layers, options: Options, timeline: Timeline) -> Row:
@@ -117,7 +110,6 @@ BENCHMARK = Benchmark(
     about="{ranks} processes, a core each, {links}: an MLP of {rows} rows, hidden size {hidden} and ffn {ffn} in fp32, "
     f"tensor and sequence parallel, in one message and in chunks. {RATIOS}",
     columns={
-        "messages over products": lambda row: "" if row["share"] is None else f"{row['share']:g}",
         **LINK,
         **OFF_ON,
         **WAITS,
