@@ -106,7 +106,7 @@ matrix-python: ON = 0.16.1
 matrix-python: .releases/.prepared
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv $$folder && \
 	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy wrapt packaging einops && \
-	  $$folder/bin/python -m tools.matrix_python --release $(ON)
+	  $$folder/bin/python -m tools.matrix --environment $(ON)
 	$(BIN)/python docs/generate.py
 
 docs: install

@@ -1,10 +1,10 @@
-"""What is measured every time: trainings whose shapes stay the same from release to release."""
+"""Trainings whose shapes stay the same from release to release."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_COMMON = (
+COMMON = (
     "--bf16 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --normalization RMSNorm --swiglu "
     "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
     "--hidden-dropout 0 --attention-dropout 0 --train-iters 1000 --log-interval 1 --eval-iters 1 "
@@ -38,7 +38,7 @@ class Configuration:
             start = ["torchrun", "--nproc-per-node", str(self.processes)]
         if self.link_rate:
             start = [*"python -m lab.links --rate".split(), str(self.link_rate), "--", *start]
-        return [*start, "examples/pretrain_gpt.py", *_COMMON.split(), *self.flags.split()]
+        return [*start, "examples/pretrain_gpt.py", *COMMON.split(), *self.flags.split()]
 
 
 def _model(layers: int, hidden: int, ffn: int, heads: int, sequence: int, vocabulary: int, batch: int) -> str:
@@ -99,7 +99,7 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
             f"{_model(8, 2048, 1408, 16, 4096, 32768, 4)} {_moe(8, 1)} --lr 1e-5",
         ),
     ),
-    # Whether the campaign on a GPU runs, on any device.
+    # For `--tiny`.
     "tiny": (
         Configuration("dense", "1 layer, hidden 64, sequence 32", 1, _model(1, 64, 128, 2, 32, 128, 1)),
         Configuration(

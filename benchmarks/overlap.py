@@ -1,20 +1,14 @@
-"""Communication overlapped with computation on links of chosen speed: `python -m benchmarks.overlap`.
+"""Tensor-parallel communication overlapped with computation, on links of chosen speed.
 
-    python -m benchmarks.overlap [--ranks 2] [--rows 1024] [--hidden 1024] [--ffn 2816] [--repeats 12]
-                                 [--shares 0.25 0.5 1.0] [--page docs/benchmarks/overlap.md]
-
-An MLP's two linear layers under tensor and sequence parallelism, forward and backward, on processes that a network
-laboratory joins: links so slow that the messages of a step take a quarter, half and all of the time of its products,
-and one as fast as it goes. In one message (Megatron's order) and in chunks (`--coc-parallel-num auto`), A B A B.
+An MLP's two linear layers under tensor and sequence parallelism, forward and backward: in one message (Megatron's
+order) and in chunks (`--coc-parallel-num auto`), on links so slow that a step's messages take shares of its products.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import page
-from lab import timeline
-from lab.network import laboratory
-from lab.ranks import Measure, Rates, compare, on_ranks, slowest
-from lab.two_lanes import PHASES, Seconds, predict_overlap
+from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
+from lab.ranks import Measure, Rates, compare
+from lab.timeline import Span, Timeline, draw
 from mindspeed_lite.parallel.tp_linear import (
     AUTOGRAD_WGRAD,
     ChunkPolicy,
@@ -38,203 +30,97 @@ from mindspeed_lite.parallel.tp_linear import (
 from mindspeed_lite.tuning.chunk_autotuner import ChunkAutotuner
 
 
-class Problem:
-    """The two layers of one rank, and the time of each of their parts alone."""
+class _Layers:
+    """The two layers of one rank."""
 
-    def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup) -> None:
+    def __init__(self, options: Options, group: dist.ProcessGroup) -> None:
         generator = torch.Generator().manual_seed(group.rank())
-        ranks, inner = group.size(), options.ffn // group.size()
+        rows, inner = options.rows // group.size(), options.ffn // group.size()
         self.group = group
-        self.x = torch.randn(options.rows // ranks, 1, options.hidden, generator=generator).requires_grad_()
+        self.x = torch.randn(rows, 1, options.hidden, generator=generator).requires_grad_()
         self.up = torch.randn(inner, options.hidden, generator=generator).requires_grad_()
         self.down = torch.randn(options.hidden, inner, generator=generator).requires_grad_()
-        self.dy = torch.randn(options.rows // ranks, 1, options.hidden, generator=generator)
+        self.dy = torch.randn(rows, 1, options.hidden, generator=generator)
 
     def step(self, chunks: ChunkPolicy) -> None:
         """Forward and backward."""
-        link = TPCommConfig(self.group, True, chunks, AUTOGRAD_WGRAD)
-        y = row_linear(column_linear(self.x, self.up, None, link), self.down, link)
+        comm = TPCommConfig(self.group, True, chunks, AUTOGRAD_WGRAD)
+        y = row_linear(column_linear(self.x, self.up, None, comm), self.down, comm)
         self.x.grad = self.up.grad = self.down.grad = None
         torch.autograd.backward(y, self.dy)
 
-    def parts(self, repeats: int) -> dict[str, Seconds]:
-        """Seconds of products and messages, each alone."""
-        group, rows = self.group, self.x.shape[0] * self.group.size()
-        wide, narrow = torch.randn(rows, self.up.shape[0]), torch.randn(rows, self.up.shape[1])
-        up, down = self.up.detach(), self.down.detach()
-        part, whole = torch.empty_like(self.x[:, 0]), torch.empty(rows, self.up.shape[1])
 
-        def median(run: Callable[[], object]) -> float:
-            times = []
-            for _ in range(repeats):
-                dist.barrier(group)
-                start = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - start)
-            return slowest(statistics.median(times))
-
-        gather = median(lambda: dist.all_gather_into_tensor(whole, part, group=group))
-        reduce = median(lambda: dist.reduce_scatter_tensor(part, whole, group=group))
-        fc1 = median(lambda: narrow @ up.t())
-        fc2 = median(lambda: wide @ down.t())
-        return {
-            "column forward": Seconds(fc1, gather=gather),
-            "row forward": Seconds(fc2, reduce=reduce),
-            "row backward": Seconds(
-                median(lambda: narrow @ down), weight=median(lambda: narrow.t() @ wide), gather=gather
-            ),
-            "column backward": Seconds(
-                median(lambda: wide @ up), weight=median(lambda: wide.t() @ narrow), gather=gather, reduce=reduce
-            ),
-        }
-
-
-def _measure(options: argparse.Namespace, rates: Rates) -> list[dict[str, Any]]:
-    view = timeline.Timeline()
-    view.install()
+def _rows(options: Options, rates: Rates) -> list[Row]:
+    timeline = Timeline()
+    timeline.install()
     assert dist.group.WORLD is not None
-    problem = Problem(options, dist.group.WORLD)
-    problem.step(fixed_chunks(1))
-    free = problem.parts(options.repeats)
-    computing = sum(each.product + each.weight for each in free.values())
-    results = []
-    for share in (None, *options.shares):
-        # Three gathers and two scatters, for which gloo reduces the whole: twice the bytes, which modelled links do
-        # not charge.
-        sent = 3 + 2 * (1 if rates.are_modelled else 2)
-        matrix = options.rows * options.hidden * 4 * (options.ranks - 1) / options.ranks
-        rate = None if share is None else round(8e-6 * matrix * sent / (share * computing), 1)
-        rates.set(rate)
-        results.append({"share": share, "rate": rate, **_race(problem, options, view)})
-    return results
+    layers = _Layers(options, dist.group.WORLD)
+    layers.step(fixed_chunks(1))
+    # Three gathers and two scatters, for which gloo reduces the whole: twice the bytes, which modelled links do not
+    # charge.
+    matrices = 3 + 2 * (1 if rates.are_modelled else 2)
+    sent = matrices * options.rows * options.hidden * 4 * (options.ranks - 1) / options.ranks
+    return over_shares(options.shares, rates, lambda: sent, lambda: _compared(layers, options, timeline))
 
 
-def _race(problem: Problem, options: argparse.Namespace, view: timeline.Timeline) -> dict[str, Any]:
-    said: list[str] = []
-    takes = problem.parts(options.repeats)
-    trials = ChunkAutotuner(problem.group, said.append)
-    problem.step(trials)
+def _compared(layers: _Layers, options: Options, timeline: Timeline) -> Row:
+    autotuner = ChunkAutotuner(layers.group, lambda text: None)
     chosen: dict[str, int] = {}
 
     def auto(phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        chosen[phase] = trials(phase, x, w, run)
+        chosen[phase] = autotuner(phase, x, w, run)
         return chosen[phase]
 
     arms: dict[str, ChunkPolicy] = {"off": fixed_chunks(1), "on": auto}
-    spans: dict[str, list[timeline.Span]] = {}
+    spans: dict[str, list[Any]] = {}
 
     def run(arm: str) -> Measure:
         dist.barrier()
-        with view:
+        with timeline:
             start = time.perf_counter()
-            problem.step(arms[arm])
+            layers.step(arms[arm])
             seconds = time.perf_counter() - start
-        spans[arm] = view.spans
-        return Measure(seconds, view.waited)
+        spans[arm] = [vars(each) for each in timeline.spans]
+        return Measure(seconds, timeline.waited)
 
-    found = compare([*arms], options.repeats, run)
-    gathered: list[Any] = [None] * options.ranks
-    dist.all_gather_object(gathered, spans)
-    predicted = {
-        arm: [
-            predict_overlap(phase, 1 if arm == "off" else chosen.get(phase, 1), options.ranks, takes[phase])
-            for phase in PHASES
-        ]
-        for arm in arms
-    }
-    return {
-        **found,
-        "computing": sum(each.product + each.weight for each in takes.values()),
-        "sending": sum(each.gather + each.reduce for each in takes.values()),
-        "said": said,
-        "predicted": {arm: sum(each.now for each in lanes) for arm, lanes in predicted.items()},
-        "exposed": {arm: sum(each.exposed for each in lanes) for arm, lanes in predicted.items()},
-        "spans": {
-            arm: {rank: [vars(span) for span in each[arm]] for rank, each in enumerate(gathered)} for arm in arms
-        },
-    }
+    measured = compare([*arms], options.repeats, run)
+    every: list[Any] = [None] * options.ranks
+    dist.all_gather_object(every, spans)
+    return {**measured, "chunks": chosen, "spans": every}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--ffn", type=int, default=2816)
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 1.0])
-    parser.add_argument("--page", type=Path)
-    options = parser.parse_args(arguments)
-    with laboratory(options.ranks) as (network, reason):
-        results = on_ranks(options.ranks, network, partial(_measure, options))
-    page.write(options, _page(options, results, reason, page.command("overlap", arguments)))
-    if options.page is not None:
-        _pictures(options.page, results)
-    return 0
-
-
-def _page(options: argparse.Namespace, results: list[dict[str, Any]], reason: str | None, command: str) -> str:
-    lines = [
-        "# Communication overlapped with computation",
-        "",
-        f"`{command}`",
-        "",
-        f"{page.machine()} {options.ranks} processes, a core each; {page.links(reason)}. An MLP of {options.rows} "
-        f"rows, hidden size {options.hidden} and ffn {options.ffn} in fp32, tensor and sequence parallel, forward and "
-        f"backward, {options.repeats} pairs of a step in one message and a step in chunks, A B A B; medians, the ratio "
-        "with its 95 % interval.",
-        "",
-        "| link | products | messages | off | on | off / on | predicted | waits off | waits on | hidden of what can |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for each in results:
-        predicted = each["predicted"]
-        can = each["sending"] - each["exposed"]["on"]
-        hidden = (each["sending"] - each["waited"]["on"]) / can if each["share"] is not None else None
-        cells = [
-            page.rate(each["rate"]),
-            *(page.ms(each[name]) for name in ("computing", "sending")),
-            *(page.ms(each["seconds"][arm]) for arm in ("off", "on")),
-            each["ratio"],
-            f"{predicted['off'] / predicted['on']:.2f}",
-            *(page.ms(each["waited"][arm]) for arm in ("off", "on")),
-            "" if hidden is None else f"{100 * hidden:.0f} %",
-        ]
-        lines.append(page.row(cells))
-    lines += [
-        "",
-        "*products*, *messages*: each alone, of the slowest rank. *predicted*: off / on from these times and the "
-        "chosen chunks. *hidden of what can be*: messages less waits, over messages less the predicted waits; "
-        "above 100 % where messages went faster than alone. Waits include the ranks' differences, which the first "
-        "line shows.",
-        "",
-        "Chunks that were chosen:",
-        "",
-    ]
-    for each in results:
-        lines += [f"- {page.rate(each['rate'])}:", *(f"    - {text}" for text in each["said"])]
-    lines += ["", "One step of every rank at the slowest link, in one message above, in chunks below:", ""]
-    lines += [
-        "![lanes](overlap/lanes.png)",
-        "",
-        "The same as Chrome traces: `overlap/off.json`, `overlap/on.json`.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _pictures(page: Path, results: list[dict[str, Any]]) -> None:
-    folder = page.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
+def _picture(page: Path, options: Options, rows: list[Row]) -> None:
+    by_rank = rows[-1]["spans"]
     arms = {
-        arm: {int(rank): [timeline.Span(**span) for span in spans] for rank, spans in by_rank.items()}
-        for arm, by_rank in results[-1]["spans"].items()
+        arm: {rank: [Span(**span) for span in spans[arm]] for rank, spans in enumerate(by_rank)}
+        for arm in ("off", "on")
     }
-    for arm, by_rank in arms.items():
-        timeline.write_trace(folder / f"{arm}.json", by_rank)
-    timeline.draw(folder / "lanes.png", arms, f"a step at {results[-1]['rate']:.0f} Mbit/s")
+    page.with_suffix("").mkdir(exist_ok=True)
+    draw(page.with_suffix("") / "lanes.png", arms, f"a step at {rows[-1]['rate']:.0f} Mbit/s")
 
+
+def _measure(options: Options) -> list[Row]:
+    found: list[Row] = on_links(options.ranks, partial(_rows, options))
+    return found
+
+
+BENCHMARK = Benchmark(
+    name="overlap",
+    title="Communication overlapped with computation",
+    about="{ranks} processes, a core each, {links}: an MLP of {rows} rows, hidden size {hidden} and ffn {ffn} in fp32, "
+    f"tensor and sequence parallel, in one message and in chunks. {RATIOS}",
+    columns={
+        **LINK,
+        **OFF_ON,
+        **WAITS,
+        "chunks": lambda row: ", ".join(f"{phase} {count}" for phase, count in row["chunks"].items()),
+    },
+    measure=_measure,
+    options={"ranks": 2, "rows": 1024, "hidden": 1024, "ffn": 2816, "repeats": 12, "shares": [0.25, 0.5, 1.0]},
+    tiny={"rows": 64, "hidden": 64, "ffn": 128, "repeats": 1, "shares": [0.5]},
+    note="A step of every rank on the slowest link:\n\n![lanes](overlap/lanes.png)",
+    finish=_picture,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

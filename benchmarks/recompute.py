@@ -1,122 +1,109 @@
-"""What giving up activations and norms costs in time: `python -m benchmarks.recompute`.
+"""Memory of activations and step time: features off, recomputation of Megatron's, ours, and `--adaptive-memory`.
 
-    python -m benchmarks.recompute [--pairs 20] [--page docs/benchmarks/recompute.md]
-
-The training dense-medium with every dense feature on, in one process. Steps alternate between keeping the outputs of
-activations and norms and computing them again (off on, on off, ...), so that what drifts drifts for both; between two
-runs this machine's speed would differ by more than what is measured.
+Each arm trains in processes of its own, in turn. Activations are what autograd saves at the peak of the last step on
+the fullest rank, from a training that is not timed. Budgets are what other arms take, or shares of what off takes.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import runpy
+import re
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+import tempfile
 from pathlib import Path
-from typing import Any
 
-import mindspeed_lite.megatron_adaptor  # noqa: F401
 from benchmarks.configurations import CONFIGURATIONS, DENSE
-from mindspeed_lite import platform
-from mindspeed_lite.bench.probes import train_step
+from benchmarks.harness import Benchmark, Options, Row, launcher, mib, ms, train
+from mindspeed_lite.bench.harness import Outcome
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.patches._shared.proxies import RECOMPUTED
-from mindspeed_lite.platform import allocator
 
-ROOT = Path(__file__).resolve().parent.parent
-WARMUP = 3
-SWITCHES = ("--recompute-activation-function", "--recompute-norm")
-
-
-class Alternation:
-    """Turns recomputation on and off from step to step, and keeps the times."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[bool, list[float]] = {False: [], True: []}
-        self._number = 0
-
-    def around(self, wrapped: Callable[..., Any], session: Any) -> Callable[..., Any]:
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            self._number += 1
-            counted = self._number - WARMUP - 1
-            recomputes = counted % 4 in (1, 2)
-            switched = _switch(args[2], recomputes)
-            assert switched, "no layer of this model gives anything up"
-            start = time.perf_counter()
-            result = wrapped(*args, **kwargs)
-            if counted >= 0:
-                self.seconds[recomputes].append(time.perf_counter() - start)
-                print(f"step {counted + 1}, {'on' if recomputes else 'off'}: {self.seconds[recomputes][-1]:.3f} s")
-            return result
-
-        return train_step
+OFF = "off"
+ARMS = {
+    OFF: "",
+    "activation function and norms": "--recompute-activation-function --recompute-norm",
+    "Megatron's full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "Megatron's selective": "--recompute-granularity selective",
+}
+MOE = "moe_grouped_gemm,moe_permute_fusion,moe_router_fusion"
+NAMES = ("dense-medium", "long", "moe-small")
+# Before the measured ones: `--adaptive-memory` records two and measures three at most.
+WARMUP = 5
 
 
-def _switch(chunks: Any, recomputes: bool) -> int:
-    """Sets what the features' patches ask every layer for; returns how many places there are."""
-    names = (RECOMPUTED, "recompute_input_layernorm", "recompute_pre_mlp_layernorm")
-    places = [(part, name) for chunk in chunks for part in chunk.modules() for name in names if name in vars(part)]
-    for part, name in places:
-        setattr(part, name, recomputes)
-    return len(places)
+def _command(name: str, flags: str, vocabulary: int) -> list[str]:
+    """The training with its features on, a smaller vocabulary and one micro-batch on each rank.
+
+    With a larger vocabulary the output layer, which no arm changes, takes most of a step.
+    """
+    group = "tiny" if name == "tiny" else "cpu"
+    found = next(each for each in CONFIGURATIONS[group] if each.name == (name if group == "cpu" else "dense"))
+    features = f"{DENSE},{MOE}" if "moe" in name else DENSE
+    on = [f"--{each.replace('_', '-')}" for each in features.split(",")]
+    text = " ".join(found.command())
+    for flag, value in {"--vocab-size": vocabulary - 1, "--global-batch-size": found.processes}.items():
+        text = re.sub(rf"{flag} \d+", f"{flag} {value}", text)
+    words = text.split()
+    return [*launcher(found.processes), *words[words.index("examples/pretrain_gpt.py") :], *on, *flags.split()]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and write the page if one is named."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recompute", description="What recomputation costs.")
-    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="pairs of steps (default %(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="the page to write")
-    options = parser.parse_args(arguments)
-    configuration = next(each for each in CONFIGURATIONS["cpu"] if each.name == "dense-medium")
-    script, *flags = configuration.command()[1:]
-    on = [f"--{name.replace('_', '-')}" for name in DENSE.split(",")]
-    flags += [*on, *SWITCHES, "--exit-interval", str(WARMUP + 2 * options.pairs)]
-    # One process meets itself, at whatever port is free.
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    allocator.keep_freed_memory()
-    alternation = Alternation()
-    train_step.around_steps("alternation", "a benchmark alternates", alternation.around)
-    sys.argv = [script, *flags]
-    try:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    _tell(alternation, options.page)
-    return 0
+def _within(size: float) -> str:
+    return f"--adaptive-memory --memory-budget {size / 2**30:.6f}"
 
 
-def _tell(alternation: Alternation, page: str | None) -> None:
-    off, on = alternation.seconds[False], alternation.seconds[True]
-    found = paired_ratio(on, off)
-    assert found is not None
-    times = {name: statistics.median(each) for name, each in (("off", off), ("on", on))}
-    best = {name: min(each) for name, each in (("off", off), ("on", on))}
-    lines = [
-        "# Activations and norms computed again",
-        "",
-        f"`python -m benchmarks.recompute --pairs {len(off)}` on {platform.choose().describe()}:",
-        "dense-medium (4 layers, hidden 1024, sequence 1024) with every dense feature on, steps of one process that",
-        f"alternate between off and `{' '.join(SWITCHES)}`.",
-        "",
-        "| | off | on | on over off |",
-        "| --- | ---: | ---: | ---: |",
-        f"| median step | {times['off']:.3f} s | {times['on']:.3f} s | {times['on'] / times['off']:.3f} |",
-        f"| fastest step | {best['off']:.3f} s | {best['on']:.3f} s | {best['on'] / best['off']:.3f} |",
-        f"| mean of the pairs, 95 % interval | | | {found.words(3)} |",
-        "",
-        f"Ratios of the pairs: {', '.join(f'{each:.3f}' for each in found.pairs)}.",
-    ]
-    print("\n".join(lines))
-    if page is not None:
-        Path(page).parent.mkdir(parents=True, exist_ok=True)
-        Path(page).write_text("\n".join(lines) + "\n")
+def _activations(outcome: Outcome) -> int:
+    return max(int(each.end["memory"]["activations"]) for each in outcome.processes if each.end is not None)
 
+
+def _measure(options: Options) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="recompute-") as folder:
+
+        def run(flags: str, memory: bool) -> Outcome:
+            command = _command(options.configuration, flags, options.vocabulary)
+            return train(command, Path(folder), options.steps, WARMUP, memory)
+
+        fixed = {arm: flags for arm, flags in ARMS.items() if arm in (OFF, *options.arms)}
+        peaks = {arm: _activations(run(flags, True)) for arm, flags in fixed.items()}
+        budgets = {f"chosen within that of {arm}": peaks[arm] for arm in fixed if arm.startswith("Megatron's")}
+        budgets |= {f"chosen within {share:.0%}": int(share * peaks[OFF]) for share in options.shares}
+        arms = {**fixed, **{arm: _within(size) for arm, size in budgets.items()}}
+        peaks |= {arm: _activations(run(arms[arm], True)) for arm in budgets}
+        runs: dict[str, list[Outcome]] = {arm: [] for arm in arms}
+        for repeat in range(options.repeats):
+            for arm in arms if repeat % 2 == 0 else reversed(arms):
+                runs[arm].append(run(arms[arm], False))
+    seconds = {arm: [statistics.median(each.measured_seconds) for each in its] for arm, its in runs.items()}
+    losses = {arm: [step["loss"] for step in its[0].steps] for arm, its in runs.items()}
+    return [
+        {
+            "arm": arm, "peak": peaks[arm], "share": peaks[arm] / peaks[OFF], "budget": budgets.get(arm),
+            "seconds": statistics.median(seconds[arm]), "ratio": paired_ratio(seconds[arm], seconds[OFF]),
+            "bits": losses[arm] == losses[OFF],
+        }
+        for arm in arms
+    ]  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    name="recompute",
+    title="Memory of activations and time",
+    about="The training {configuration} of [`make bench`](cpu.md) with all its features, a vocabulary of {vocabulary} "
+    "and one micro-batch on each rank. Medians of {steps} steps, {repeats} processes of each arm in turn; ratios with "
+    "their 95 % interval.",
+    columns={
+        "arm": lambda row: row["arm"],
+        "budget": lambda row: mib(row["budget"]) if row["budget"] else "",
+        "activations": lambda row: mib(row["peak"]),
+        "of off": lambda row: f"{row['share']:.1%}",
+        "step": lambda row: ms(row["seconds"]),
+        "over off": lambda row: row["ratio"].words(3),
+        "losses": lambda row: "the same bits" if row["bits"] else "DIFFER",
+    },
+    measure=_measure,
+    options={"configuration": NAMES[0], "arms": [*ARMS], "vocabulary": 4096, "repeats": 4, "steps": 6,
+             "shares": [0.3, 0.5, 0.7]},
+    tiny={"configuration": "tiny", "arms": [OFF], "vocabulary": 128, "repeats": 1, "steps": 2, "shares": [0.7]},
+    choices={"configuration": [*NAMES, "tiny"], "arms": [*ARMS]},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

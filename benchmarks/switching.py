@@ -1,35 +1,23 @@
-"""Speed after features were switched off and on again: `python -m benchmarks.switching`.
+"""Speed after features were switched off and on again, as reinforcement learning does between generation and training.
 
-    python -m benchmarks.switching [--cycles 8] [--repeats 6] [--page docs/benchmarks/switching.md]
-
-A process trains with features on throughout, or has them on for each step and off for the generation after it, as
-reinforcement learning does; A B A B, each a fresh process. Generation is compared with that of a process which never
-had a feature.
+Each arm is a fresh process: features never on, on throughout, or on for each step and off for the generation after it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mindspeed_lite
-from benchmarks import page
+from benchmarks.harness import Benchmark, Options, Row, ms
 from lab.ranks import Loopback, Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 from tests.harness import core_loop, live_undo, switching
 
-ARMS = ("never on", "steady", "switched")
-_MODEL: dict[str, Any] = {
-    "layers": 4,
-    "micro_batches": 2,
-    "config": {"hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4, "num_query_groups": 4},
-}
+NEVER, STEADY, SWITCHED = "never on", "steady", "switched"
 
 
 def _seconds(function: Any, *args: Any) -> float:
@@ -38,68 +26,58 @@ def _seconds(function: Any, *args: Any) -> float:
     return time.perf_counter() - before
 
 
-def _medians(arm: str, cycles: int, rates: Rates) -> dict[str, float]:
+def _medians(arm: str, options: Options, rates: Rates) -> dict[str, float]:
     """Seconds of a step, of a generation, of switching on and of switching off, in this process."""
-    core_loop.SEQUENCE = 256
-    found: dict[str, list[float]] = {"step": [], "generation": [], "on": [], "off": []}
-    flags = {} if arm == "never on" else {"host_args": live_undo.host_args("plain"), **switching.FLAGS}
+    core_loop.SEQUENCE = options.sequence
+    found: dict[str, list[float]] = {"training step": [], "generation": [], "switch on": [], "switch off": []}
+    flags = {} if arm == NEVER else {"host_args": live_undo.host_args("plain"), **switching.FLAGS}
     mindspeed_lite.enable(**flags)
-    training = core_loop.Training(_MODEL)
-    for _ in range(cycles + 1):
-        found["step"].append(_seconds(training.step))
-        if arm == "switched":
-            found["off"].append(_seconds(mindspeed_lite.disable))
+    width = {"hidden_size": options.hidden, "ffn_hidden_size": 3 * options.hidden}
+    training = core_loop.Training({"layers": options.layers, "micro_batches": 2, "config": width})
+    for _ in range(options.cycles + 1):
+        found["training step"].append(_seconds(training.step))
+        if arm == SWITCHED:
+            found["switch off"].append(_seconds(mindspeed_lite.disable))
             mindspeed_lite.enable()
-        if arm != "steady":
+        if arm != STEADY:
             found["generation"].append(_seconds(switching.generate, training.models[0]))
-        if arm == "switched":
+        if arm == SWITCHED:
             mindspeed_lite.disable()
-            found["on"].append(_seconds(lambda: mindspeed_lite.enable(**flags)))
+            found["switch on"].append(_seconds(lambda: mindspeed_lite.enable(**flags)))
     # The first of each builds kernels and plans.
     return {name: median(each[1:]) for name, each in found.items() if each}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.switching", description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--cycles", type=int, default=8, help="steps and generations of a process (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=6, help="processes of each kind (%(default)s)")
-    parser.add_argument("--page", type=Path)
-    options = parser.parse_args(arguments)
-
-    told: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+def _measure(options: Options) -> list[Row]:
+    found: dict[str, list[dict[str, float]]] = {NEVER: [], STEADY: [], SWITCHED: []}
     for _ in range(options.repeats):
-        for arm in ARMS:
-            told[arm].append(on_ranks(1, Loopback(), partial(_medians, arm, options.cycles)))
-    page.write(options, _page(options, told, page.command("switching", arguments)))
-    return 0
+        for arm, runs in found.items():
+            runs.append(on_ranks(1, Loopback(), partial(_medians, arm, options)))
+
+    def row(what: str, reference: str | None) -> Row:
+        after, before = ([run[what] for run in found[arm]] if arm else [] for arm in (SWITCHED, reference))
+        return {"what": what, "before": before, "after": after, "ratio": paired_ratio(after, before)}
+
+    references = {"training step": STEADY, "generation": NEVER, "switch on": None, "switch off": None}
+    return [row(*each) for each in references.items()]
 
 
-def _page(options: argparse.Namespace, told: dict[str, list[dict[str, float]]], command: str) -> str:
-    lines = [
-        "# Speed after a switch",
-        "",
-        f"`{command}`",
-        "",
-        page.machine(),
-        "",
-        f"One process with one thread, a dense model of 4 layers of 256, bf16, {len(switching.FLAGS) - 1} features. "
-        f"Medians of {options.cycles} in a process; {options.repeats} processes of each kind, taken in turn; the ratio "
-        "with its 95 % interval.",
-        "",
-        "| | never switched | after switches | ratio |",
-        "|---|---|---|---|",
-    ]
-    for title, what, reference in (("training step", "step", "steady"), ("generation", "generation", "never on")):
-        seconds = [[each[what] for each in told[arm]] for arm in (reference, "switched")]
-        ratio = paired_ratio(seconds[1], seconds[0])
-        assert ratio is not None
-        cells = [*(f"{1e3 * median(each):.1f} ms" for each in seconds), ratio.words()]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    on, off = (1e3 * median(each[what] for each in told["switched"]) for what in ("on", "off"))
-    lines += ["", f"Switching on takes {on:.0f} ms and off {off:.0f} ms, with model and optimizer alive.", ""]
-    return "\n".join(lines)
-
+BENCHMARK = Benchmark(
+    name="switching",
+    title="Speed after a switch",
+    about="One process with one thread, a dense model of {layers} layers of {hidden}, bf16, and the features that "
+    "`tests/harness/switching.py` lists. Medians of {cycles} in a process, {repeats} processes of each kind in turn; "
+    "the ratio with its 95 % interval.",
+    columns={
+        "": lambda row: row["what"],
+        "never switched": lambda row: ms(median(row["before"])) if row["before"] else "",
+        "after switches": lambda row: ms(median(row["after"])),
+        "ratio": lambda row: row["ratio"].words() if row["ratio"] else "",
+    },
+    measure=_measure,
+    options={"cycles": 8, "repeats": 6, "layers": 4, "hidden": 256, "sequence": 256},
+    tiny={"cycles": 1, "repeats": 1, "layers": 2, "hidden": 64, "sequence": 32},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -167,7 +167,7 @@ def support() -> str:
         "## Megatron's own script by tag",
         "",
         "`pretrain_gpt.py` of each tag with the import line alone and with `--mindspeed-lite-auto`, three steps on",
-        "CPU (`python -m tools.matrix_scripts`): the largest relative distance of two losses, and the features on.",
+        "CPU (`python -m tools.matrix --scripts`): the largest relative distance of two losses, and the features on.",
         "",
         *_scripts(ran.get("scripts", {})),
         "",

@@ -39,8 +39,6 @@ _FRAME = 65000
 class Network(Protocol):
     """Links between the processes of one group."""
 
-    kind: str
-
     def enter(self, rank: int) -> None:
         """Join as `rank`, before it joins a process group."""
         ...
@@ -71,8 +69,6 @@ class Namespaces:
     Another process may `add` a host to a bridge by its `name`; leaving the block removes it with the rest.
     Raises OSError with the command and its message.
     """
-
-    kind = "namespaces"
 
     def __init__(self, ranks: int, name: str = "", ranks_per_host: int = 1) -> None:
         self.hosts = -(-ranks // ranks_per_host)
@@ -143,8 +139,6 @@ class Delays:
 
     `enter` wraps the tensor collectives and point-to-point messages of `torch.distributed` for the whole process.
     """
-
-    kind = "delays"
 
     def __init__(self, megabits: float | None = None, latency: float = 0.0, ranks_per_host: int = 1) -> None:
         self._between, self._within = _ClockLink(megabits, latency), _ClockLink(None, latency)

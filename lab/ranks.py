@@ -44,8 +44,6 @@ class Rates:
 class Loopback:
     """Links without a limit."""
 
-    kind = "loopback"
-
     def enter(self, rank: int) -> None:
         pass
 

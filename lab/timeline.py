@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,22 +201,6 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
-
-
-def write_trace(path: Path, ranks: Mapping[int, Sequence[Span]]) -> None:
-    """Write a Chrome trace with a process for each rank and a thread for each lane."""
-    shown = _shown(ranks.values())
-    events: list[dict[str, Any]] = []
-    for rank, spans in ranks.items():
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for lane in shown:
-            events.append(
-                {"ph": "M", "pid": rank, "tid": LANES.index(lane), "name": "thread_name", "args": {"name": lane}}
-            )
-        for span in sorted(spans, key=lambda each: each.start):
-            times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
-            events.append({"ph": "X", "pid": rank, "tid": LANES.index(span.lane), "name": span.name, **times})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: str) -> None:

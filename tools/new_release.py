@@ -1,12 +1,12 @@
 """What a release of Megatron changes for this package, in one command.
 
     python -m tools.new_release 0.20.0            a version: its wheel is fetched
-    python -m tools.new_release PATH              a wheel, or a folder that holds `megatron/`: a checkout
+    python -m tools.new_release FOLDER            a checkout: a folder that holds `megatron/`
     ... --record                                  write its fingerprints, once every difference has been read
     ... --test                                    run the tests of the features that are hit, on that release
 
-Prints each target that is not as in the newest recorded release before it, with the difference of its source and the
-features that stand on it; then the features that would be refused there. Nothing of Megatron is imported.
+Prints each target that differs from the newest recorded release before it, with the difference of its source and the
+features that depend on it; then the features that would be refused there. Nothing of Megatron is imported.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import runpy
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 from mindspeed_lite import runtime
@@ -32,29 +30,50 @@ from mindspeed_lite.engine.fingerprints import Table, fingerprinted
 from mindspeed_lite.engine.source import fingerprint, reader_of, source_text
 from mindspeed_lite.platform import megatron
 from tests.harness import checkouts
+from tests.harness.checkouts import ROOT
+from tools import fingerprints
 
-ROOT = checkouts.ROOT
-TABLES = {
-    "mindspeed_lite.patches": ROOT / "patches" / "fingerprints.json",
-    "mindspeed_lite.platform.megatron:ASSUMPTIONS": ROOT / "mindspeed_lite" / "platform" / "fingerprints.json",
-}
+PATCHES = ROOT / "patches" / "fingerprints.json"
+TABLES = (
+    ("--package", "mindspeed_lite.patches", "--out", str(PATCHES)),
+    ("--features", "mindspeed_lite.platform.megatron:ASSUMPTIONS",
+     "--out", str(ROOT / "mindspeed_lite" / "platform" / "fingerprints.json")),
+)  # fmt: skip
 
 
 @dataclass
 class Change:
-    """One target that is not as it was: how, the lines of the difference, and the patches that stand on it."""
+    """One target that differs: how, the lines of the difference, and the patches that depend on it."""
 
     target: str
     how: str
     lines: list[str] = field(default_factory=list)
     patches: list[tuple[Feature, Patch]] = field(default_factory=list)
 
+    def refused(self) -> set[str]:
+        """The features that a plan would refuse for this change, unless the release is recorded."""
+        is_body = self.how.startswith(("has another body", "has the same text"))
+        return {
+            feature.name
+            for feature, patch in self.patches
+            if isinstance(patch, Override) or self.target in patch.relies_on or not is_body
+        }
+
+    def __str__(self) -> str:
+        users = dict.fromkeys(
+            f"{feature.name} ({'relies on it' if self.target in patch.relies_on else patch.kind})"
+            for feature, patch in self.patches
+        )
+        return "\n".join(
+            [f"\n{self.target}: {self.how}", f"  {', '.join(users)}", *(f"  {each}" for each in self.lines)]
+        )
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.new_release", description="What a release of Megatron changes for this package."
     )
-    parser.add_argument("release", metavar="PATH_OR_VERSION", help="a version, a wheel, or a folder with `megatron/`")
+    parser.add_argument("release", metavar="FOLDER_OR_VERSION", help="a version, or a folder with `megatron/`")
     parser.add_argument("--name", help="the version to record it as, for a checkout between releases: 0.20.0.dev0")
     parser.add_argument("--against", metavar="VERSION", help="the recorded release to compare with; the one before it")
     parser.add_argument("--record", action="store_true", help="write its fingerprints into the tables")
@@ -68,28 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         other = checkouts.folder(against) or megatron.root()
         if other is None or not (other / "megatron").is_dir():
             raise ValueError(f"megatron-core {against} is not here: run `python -m tests.harness.checkouts`")
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"megatron-core {version} in {root}, against {against}")
     found = list(changes(root, version, other, against))
-    for each in found:
-        _print(each)
-    hit = {feature.name: feature for each in found for feature, _ in each.patches}
-    refused = [name for name in hit if any(_refuses(each, name, version) for each in found)]
+    print("\n".join(map(str, found)))
+    hit = sorted({feature.name for each in found for feature, _ in each.patches})
+    refused = sorted({name for each in found for name in each.refused()})
     targets = len({target for *_, target in _targets(version)})
-    print(
-        f"\n{len(found)} of {targets} targets differ; they hit {len(hit)} features: {', '.join(sorted(hit)) or 'none'}"
-    )
-    print(f"not applied as it stands: {', '.join(sorted(refused)) or 'none'}")
+    print(f"\n{len(found)} of {targets} targets differ; they hit {len(hit)} features: {', '.join(hit) or 'none'}")
+    print(f"not applied as it stands: {', '.join(refused) or 'none'}")
     failed = False
     if options.record:
-        for source, table in TABLES.items():
-            kind = "--features" if ":" in source else "--package"
-            failed |= bool(
-                _run("-m", "tools.fingerprints", kind, source, "--root", f"{version}={root}", "--out", str(table))
-            )
-    failed |= options.test and not _test(root, [each.name for each in runtime.catalogue() if each.name in hit])
+        failed = any([fingerprints.main([*table, "--root", f"{version}={root}"]) for table in TABLES])
+    if options.test:
+        failed |= not _test(root, [name for name in hit if name in runtime.catalogue()])
     print(f"{time.monotonic() - started:.0f} s")
     return int(failed or (bool(refused) and not options.record))
 
@@ -97,10 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def changes(root: Path, version: str, other: Path, against: str) -> Iterator[Change]:
     """Each target of a patch for `version` whose source in `root` is not that of `against` in `other`."""
     here, there = reader_of(root), reader_of(other)
-    standing: dict[str, list[tuple[Feature, Patch]]] = {}
+    depending: dict[str, list[tuple[Feature, Patch]]] = {}
     for feature, patch, target in _targets(version):
-        standing.setdefault(target, []).append((feature, patch))
-    for target, patches in sorted(standing.items()):
+        depending.setdefault(target, []).append((feature, patch))
+    for target, patches in sorted(depending.items()):
         try:
             new, text = fingerprint(here, target), source_text(here, target)
         except (FingerprintError, SyntaxError) as error:
@@ -112,13 +125,13 @@ def changes(root: Path, version: str, other: Path, against: str) -> Iterator[Cha
         except (FingerprintError, SyntaxError):
             yield Change(target, f"is not in {against}", patches=patches)
             continue
-        if new == old:
-            continue
-        names = f"megatron-core {against}", f"megatron-core {version}"
-        lines = list(difflib.unified_diff(before.splitlines(), text.splitlines(), *names, lineterm=""))
-        how = f"has the signature {new.signature}, before {old.signature}" if new.signature != old.signature else ""
-        how = how or ("has another body" if lines else "has the same text; what it calls differs")
-        yield Change(target, how, lines, patches)
+        if new != old:
+            names = f"megatron-core {against}", f"megatron-core {version}"
+            lines = list(difflib.unified_diff(before.splitlines(), text.splitlines(), *names, lineterm=""))
+            how = "has another body" if lines else "has the same text; what it calls differs"
+            if new.signature != old.signature:
+                how = f"has the signature {new.signature}, before {old.signature}"
+            yield Change(target, how, lines, patches)
 
 
 def _targets(version: str) -> Iterator[tuple[Feature, Patch, str]]:
@@ -127,38 +140,14 @@ def _targets(version: str) -> Iterator[tuple[Feature, Patch, str]]:
             yield from ((feature, patch, target) for target in fingerprinted(patch))
 
 
-def _refuses(change: Change, name: str, version: str) -> bool:
-    """Whether a plan would refuse the feature for this change, unless the release is recorded."""
-    around = change.how.startswith(("has another body", "has the same text"))
-    return any(
-        feature.name == name and (isinstance(patch, Override) or change.target in patch.relies_on or not around)
-        for feature, patch in change.patches
-    )
-
-
-def _print(change: Change) -> None:
-    users = dict.fromkeys(
-        f"{feature.name} ({'relies on it' if change.target in patch.relies_on else patch.kind})"
-        for feature, patch in change.patches
-    )
-    print(f"\n{change.target}: {change.how}\n  {', '.join(users)}")
-    print("\n".join(f"  {line}" for line in change.lines))
-
-
 def _root_of(release: str) -> Path:
-    """The folder that holds the release's `megatron`, fetched or unpacked into `.releases/` where it must be."""
+    """The folder that holds the release's `megatron`; a version is fetched into `.releases/`."""
     path = Path(release)
-    if path.is_dir():
-        if not (path / "megatron" / "core" / "package_info.py").is_file():
-            raise ValueError(f"{release}: there is no megatron/core in it")
-        return path.resolve()
-    if path.suffix == ".whl":
-        _, version, *_ = parse_wheel_filename(path.name)
-        target = checkouts.FOLDER / str(version)
-        with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(target)
-        return target
-    return checkouts.fetched(str(Version(release))) or megatron.root() or Path()
+    if not path.is_dir():
+        return checkouts.fetched(str(Version(release))) or megatron.root() or Path()
+    if not (path / "megatron" / "core" / "package_info.py").is_file():
+        raise ValueError(f"{release}: there is no megatron/core in it")
+    return path.resolve()
 
 
 def _version_of(root: Path) -> str:
@@ -167,9 +156,7 @@ def _version_of(root: Path) -> str:
 
 
 def _newest_before(version: str) -> str:
-    recorded = [
-        each for each in Table.load(TABLES["mindspeed_lite.patches"]).entries if Version(each) < Version(version)
-    ]
+    recorded = [each for each in Table.load(PATCHES).entries if Version(each) < Version(version)]
     if not recorded:
         raise ValueError(f"no release before {version} is recorded: name one with --against")
     return max(recorded, key=Version)
@@ -178,14 +165,9 @@ def _newest_before(version: str) -> str:
 def _test(root: Path, features: Sequence[str]) -> bool:
     """Run the tests of these features with this release first on the path; True if none fails."""
     files = [f"tests/patches/test_{name}.py" for name in features]
-    return not files or _run("-m", "pytest", "-q", *files, path=root) == 0
-
-
-def _run(*words: str, path: Path | None = None) -> int:
-    places = [*([str(path)] if path is not None else []), str(ROOT)]
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    ).returncode
+    path = os.pathsep.join([str(root), str(ROOT)])
+    command = [sys.executable, "-m", "pytest", "-q", *files]
+    return not files or subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode == 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Trains one layout without a feature and with each of several, on Megatron-core alone.
 
 `trained(trainer, layout, features)` runs it on a release; as a script of `training_server` it is
-`on_and_off.py OUT LAYOUT STEPS NAME...`, a name being FEATURE or, on a model of which a part is frozen, "FEATURE: KIND"
-(`frozen.KINDS`). A feature brings those it requires, and what it sets for a script stands in the model's configuration.
+`on_and_off.py OUT LAYOUT STEPS OPTIONS NAME...`, a name being FEATURE or, on a model of which a part is frozen,
+"FEATURE: KIND" (`frozen.KINDS`). A feature brings those it requires; what it sets for a script is in the model's
+configuration.
 Lanes stand in the place of a device's streams. Where Megatron alone cannot train in a layout, or gives it other
 weights, a training on one rank is what the others are compared with.
 """
@@ -102,15 +103,32 @@ def layouts(release: str) -> dict[str, list[str]]:
     return found
 
 
-def trained(trainer: Trainer, layout: str, features: list[str]) -> dict[str, Outcome]:
+def reference(trainer: Trainer, layout: str, steps: int, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Losses and gradient norms of the layout without a feature, with `options` of `core_loop` besides its own."""
+    argv = _argv(trainer, layout, steps, options)
+    ranks = 1 if layout in REFERENCES else LAYOUTS[layout][0]
+    trainer.run(argv=[*argv, FROZEN], entry="script", arm="device", nproc=ranks, timeout=STARTING).check()
+    found = json.loads(Path(argv[1], "reference.json").read_text())
+    return [(loss, norm) for loss, norm in found[""]]
+
+
+def _argv(trainer: Trainer, layout: str, steps: int, options: dict[str, Any]) -> list[str]:
+    out = trainer.scratch / f"on_and_off_{layout.replace(' ', '_')}"
+    out.mkdir(exist_ok=True)
+    return [str(Path(__file__)), str(out), layout, str(steps), json.dumps(options)]
+
+
+def trained(
+    trainer: Trainer, layout: str, features: list[str], steps: int = STEPS, options: dict[str, Any] | None = None
+) -> dict[str, Outcome]:
     """Train them on the release of `trainer`; of several ranks the last one's figures count.
+
+    options: of `core_loop`, besides the layout's own.
 
     A feature that ends the ranks, or leaves them waiting, is a fault; those behind it are trained by new ranks.
     """
-    out = trainer.scratch / f"on_and_off_{layout.replace(' ', '_')}"
-    out.mkdir(exist_ok=True)
     is_frozen = any(FROZEN in each for each in features)
-    argv = [str(Path(__file__)), str(out), layout, str(FROZEN_STEPS if is_frozen else STEPS)]
+    argv = _argv(trainer, layout, FROZEN_STEPS if is_frozen else steps, options or {})
     if layout in REFERENCES:
         kinds = dict.fromkeys(FROZEN + each.partition(FROZEN)[2] for each in features)
         job: dict[str, Any] = dict(entry="script", arm="device", nproc=1, timeout=STARTING)
@@ -177,7 +195,7 @@ def _forget_operators() -> None:
 
 
 def main() -> None:
-    out, layout, steps, *names = sys.argv[1:]
+    out, layout, steps, more, *names = sys.argv[1:]
     live_undo.simulate()
     core_loop.dist.init_process_group("nccl")
     builder = _Builder(layout)
@@ -191,12 +209,12 @@ def main() -> None:
     def options(kind: str) -> dict[str, Any]:
         ranks, found, _ = LAYOUTS[layout]
         # A pipeline wants more.
-        return {**found, "frozen": kind, **({"micro_batches": 2} if kind and ranks == 1 else {})}
+        return {**found, **json.loads(more), "frozen": kind, **({"micro_batches": 2} if kind and ranks == 1 else {})}
 
     reference = Path(out, "reference.json")
     if names[0].startswith(FROZEN):
         kinds = [name.removeprefix(FROZEN) for name in names]
-        offs = {kind: history(core_loop.Training({**options(kind), **REFERENCES[layout]})) for kind in kinds}
+        offs = {kind: history(core_loop.Training({**options(kind), **REFERENCES.get(layout, {})})) for kind in kinds}
         reference.write_text(json.dumps(offs))
         return
     offs = {}

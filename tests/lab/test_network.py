@@ -95,7 +95,7 @@ def test_without_tools_or_rights_the_reason_is_named(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     assert "no ip and no tc on the path" in (network.why_no_namespaces() or "")
     with network.laboratory(2) as (made, reason):
-        assert made.kind == "delays" and reason is not None and "iproute2" in reason
+        assert isinstance(made, network.Delays) and reason is not None and "iproute2" in reason
     monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     assert network.why_no_namespaces() == "network namespaces need root"

@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from mindspeed_lite.ops import discovery
-from tools.fuzz import environments
-from tools.fuzz.build import NoCall, inputs_of, problem
-from tools.fuzz.call import Call
+from tools.fuzz.__main__ import environments, variables
+from tools.fuzz.calls import Call, NoCall, inputs_of, problem
 from tools.fuzz.judge import fake_finding, forked
 
 
@@ -22,7 +21,7 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_short_run_finds_nothing() -> None:
-    done = fuzz("--calls", "80", "--seed", "0", "--environment", "as it is")
+    done = fuzz("--calls", "80", "--seconds", "400", "--seed", "0", "--environment", "as it is")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fuzz: seed 0" in done.stdout and re.search(r"fuzz: 8\d calls, 0 findings", done.stdout)
 
@@ -36,7 +35,7 @@ def test_a_short_run_finds_nothing() -> None:
 )
 def test_a_planted_fault_is_found_and_its_command_repeats_it(fault: str, words: str) -> None:
     given = ("--plant", f"tests.harness.planted:{fault}", "--environment", "as it is", "--only", "rms_norm")
-    done = fuzz("--calls", "40", "--seed", "1", *given)
+    done = fuzz("--calls", "40", "--seconds", "400", "--seed", "1", *given)
     assert done.returncode == 1 and re.search(words, done.stdout), done.stdout + done.stderr
     again = shlex.split(re.findall(r"again: python -m tools.fuzz (.*)", done.stdout)[0])
     repeated = fuzz(*again)
@@ -66,7 +65,7 @@ def test_no_kernel_is_handed_the_address_of_a_tensor_that_has_none() -> None:
 
 
 def test_environments_that_a_processor_has() -> None:
-    names = environments.environments()
+    names = environments()
     assert {"as it is", "no mkldnn", "no compiler", "no cache", "aten default"} <= set(names)
-    with environments.variables("no compiler") as variables:
-        assert variables["CXX"] == "no-such-compiler" and variables["MINDSPEED_LITE_CACHE"]
+    with variables("no compiler") as given:
+        assert given["CXX"] == "no-such-compiler" and given["MINDSPEED_LITE_CACHE"]

@@ -19,7 +19,7 @@ from mindspeed_lite.ops.attention import cases as attention_cases
 from mindspeed_lite.ops.case import COMPILED, TORCH, Draw, Function, OperatorCases, Problem
 from mindspeed_lite.ops.dispatch import OPERATORS, operator
 from tests.harness.processes import clean_environment
-from tools.fuzz.call import LAYOUTS, Call
+from tools.fuzz.calls import LAYOUTS, Call
 from tools.fuzz.judge import finding
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,6 +6,8 @@ Exit status: 0 without a finding, 1 with one, 2 where nothing was tried.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -15,76 +17,113 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from mindspeed_lite.ops.discovery import OPERATORS
-from tools.fuzz import environments
-from tools.fuzz.call import Call, kind
+from tools.fuzz.calls import Call, draw, simpler
+from tools.fuzz.judge import finding
 
 # Importing PyTorch, and compiling kernels where none are kept; then the longest call.
 _START_SECONDS, _HANG_SECONDS = 60.0, 180.0
+# A finding is made smaller for so long.
+_SHRINK_SECONDS = 10.0
+# What oneDNN is held to -> a flag in /proc/cpuinfo without which the level is the one before.
+_LEVELS = {
+    "SSE41": "sse4_1",
+    "AVX2": "avx2",
+    "AVX2_VNNI": "avx_vnni",
+    "AVX512_CORE": "avx512f",
+    "AVX512_CORE_VNNI": "avx512_vnni",
+    "AVX512_CORE_BF16": "avx512_bf16",
+    "AVX512_CORE_AMX": "amx_tile",
+}
+NO_MKLDNN = "no mkldnn"
+
+
+def environments() -> dict[str, dict[str, str]]:
+    """Name -> environment variables, of those that make a difference on this processor."""
+    flags = {"default"}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        flags |= set(next((line for line in lines if line.startswith("flags")), "").split())
+    found: dict[str, dict[str, str]] = {"as it is": {}}
+    found |= {f"onednn {level}": {"ONEDNN_MAX_CPU_ISA": level} for level, flag in _LEVELS.items() if flag in flags}
+    found |= {f"aten {level}": {"ATEN_CPU_CAPABILITY": level} for level in ("default", "avx2") if level in flags}
+    # PyTorch's switch; the worker sets it.
+    found[NO_MKLDNN] = {}
+    found["no compiler"] = {"CXX": "no-such-compiler"}
+    found["no cache"] = {"MINDSPEED_LITE_CACHE": "/dev/null/none", "XDG_CACHE_HOME": "/dev/null/none"}
+    return found
+
+
+@contextlib.contextmanager
+def variables(name: str) -> Iterator[Mapping[str, str]]:
+    """The environment variables of `name`, valid within the block."""
+    own = environments()[name]
+    if name != "no compiler":
+        yield own
+        return
+    # Kernels that were compiled before would be found.
+    with tempfile.TemporaryDirectory() as folder:
+        yield {**own, "MINDSPEED_LITE_CACHE": folder}
 
 
 class Run:
-    """Prints what the workers find; `findings` counts it."""
+    """Starts workers and prints what they find; `findings` counts it."""
 
-    def __init__(self, seed: int, calls: int, only: str, plant: str) -> None:
-        self.seed, self.calls, self.only, self.plant = seed, calls, only, plant
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
         self.findings = self.tried = 0
 
-    def environment(self, name: str, seconds: float) -> None:
+    def environment(self, name: str, seconds: float, seed: int) -> None:
         """Try for so long in one environment; a worker that ends is replaced by another."""
-        end, number, known = time.monotonic() + seconds, 0, set[str]()
-        while number == 0 or end - time.monotonic() > 1.0:
-            ended = self._worker(name, max(1.0, end - time.monotonic()), self.seed + 1_000_000 * number, known, None)
-            if ended == 0 or self.calls < sys.maxsize:
+        end, known = time.monotonic() + seconds, list[str]()
+        while self._worker(name, max(1.0, end - time.monotonic()), seed, known):
+            seed += 1_000_000
+            if self.given.call is not None or self.given.calls < sys.maxsize or end - time.monotonic() <= 1.0:
                 return
-            number += 1
 
-    def call(self, name: str, call: str) -> None:
-        """One call again."""
-        self._worker(name, 1.0, self.seed, set(), call)
-
-    def _worker(self, name: str, seconds: float, seed: int, known: set[str], call: str | None) -> int:
+    def _worker(self, name: str, seconds: float, seed: int, known: list[str]) -> int:
         """The status that the worker ended with."""
-        with tempfile.TemporaryDirectory() as folder, environments.variables(name) as variables:
-            journal = Path(folder) / "call"
-            command = [sys.executable, "-m", "tools.fuzz.worker", "--environment", name, "--journal", str(journal)]
-            command += ["--seed", str(seed), "--seconds", str(seconds), "--calls", str(self.calls)]
-            command += ["--only", self.only, "--plant", self.plant]
-            command += ["--known", json.dumps(sorted(known))] + ([] if call is None else ["--call", call])
-            output = Path(folder) / "errors"
-            with output.open("w", encoding="utf-8") as errors:
+        given = self.given
+        with tempfile.TemporaryDirectory() as folder, variables(name) as own:
+            journal, errors = Path(folder, "call"), Path(folder, "errors")
+            command = [sys.executable, "-m", "tools.fuzz", "--journal", str(journal), "--environment", name]
+            command += ["--seed", str(seed), "--seconds", str(seconds), "--calls", str(given.calls)]
+            command += ["--only", given.only, "--plant", given.plant, "--known", json.dumps(known)]
+            command += [] if given.call is None else ["--call", given.call]
+            with errors.open("w", encoding="utf-8") as file:
                 process = subprocess.Popen(
-                    command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=errors, text=True
+                    command, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=file, text=True
                 )
             try:
-                said, _ = process.communicate(timeout=_START_SECONDS + seconds + _HANG_SECONDS)
+                output, _ = process.communicate(timeout=_START_SECONDS + seconds + _HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                said, _ = process.communicate()
-            for line in said.splitlines():
+                output, _ = process.communicate()
+            for line in output.splitlines():
                 found = json.loads(line)
                 self.tried += found.get("tried", 0)
                 if "call" in found:
-                    known.add(kind(Call.of(found["call"]), found["text"]))
-                    self._tell(name, found["call"], found["text"])
+                    known.append(_kind(Call.of(found["call"]), found["text"]))
+                    self._print(name, found["call"], found["text"])
             if process.returncode:
                 last = journal.read_text(encoding="utf-8") if journal.exists() else ""
-                lines = output.read_text(encoding="utf-8").splitlines()
+                lines = errors.read_text(encoding="utf-8").splitlines()
                 words = [line for line in lines if "Error" in line and not line.startswith(" ")]
-                ended = _ending(process.returncode)
-                self._tell(name, last, f"the process {ended}{': ' + words[-1] if words else ''}")
+                self._print(name, last, f"the process {_ending(process.returncode)}{': ' + words[-1] if words else ''}")
             return process.returncode
 
-    def _tell(self, name: str, call: str, text: str) -> None:
+    def _print(self, name: str, call: str, text: str) -> None:
         self.findings += 1
-        command = ["python", "-m", "tools.fuzz", "--environment", name]
         if not call:
             print(f"FINDING in environment {name!r}, before the first call: {text}\n", flush=True)
             return
-        command += ["--call", call] + (["--plant", self.plant] if self.plant else [])
+        command = ["python", "-m", "tools.fuzz", "--environment", name, "--call", call]
+        command += ["--plant", self.given.plant] if self.given.plant else []
         print(f"FINDING {Call.of(call).operator}: {text}", flush=True)
         print(f"  environment: {name}\n  call: {call}\n  again: {shlex.join(command)}\n", flush=True)
 
@@ -95,9 +134,55 @@ def _ending(status: int) -> str:
     return f"ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
 
 
+def _kind(call: Call, text: str) -> str:
+    """What tells findings apart: the operator and the words, not the figures."""
+    return f"{call.operator}: {' '.join(word for word in text.split() if word.isalpha())}"
+
+
+def work(given: argparse.Namespace) -> None:
+    """Draw calls in this process and print each kind of finding once.
+
+    A call is written into the journal before it is made: the run knows what a process was at that ends or hangs.
+    """
+    if given.environment == NO_MKLDNN:
+        torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+    if given.plant:
+        module, _, name = given.plant.partition(":")
+        getattr(importlib.import_module(module), name)()
+    tried, known, end = 0, {*json.loads(given.known)}, time.monotonic() + given.seconds
+
+    def judged(call: Call) -> str:
+        nonlocal tried
+        tried += 1
+        given.journal.write_text(call.json(), encoding="utf-8")
+        return finding(call)
+
+    def smallest(call: Call, text: str, end: float) -> tuple[Call, str]:
+        for other in simpler(call):
+            if time.monotonic() > end:
+                break
+            found = judged(other)
+            if found and _kind(other, found) == _kind(call, text):
+                return smallest(other, found, end)
+        return call, text
+
+    chance, operators = random.Random(given.seed), given.only.split(",") if given.only else [*OPERATORS]
+    while tried < given.calls and time.monotonic() < end:
+        call = draw(chance, max(2, os.cpu_count() or 1), operators) if given.call is None else Call.of(given.call)
+        text = judged(call)
+        if text and _kind(call, text) not in known:
+            if given.call is None:
+                call, text = smallest(call, text, time.monotonic() + _SHRINK_SECONDS)
+            known.add(_kind(call, text))
+            print(json.dumps({"call": call.json(), "text": text}), flush=True)
+        if given.call is not None:
+            break
+    print(json.dumps({"tried": tried}), flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
-    names = list(environments.environments())
+    names = list(environments())
     parser.add_argument("--seconds", type=float, default=60.0, help="for all environments together (60)")
     parser.add_argument("--calls", type=int, default=sys.maxsize, help="at most so many in each environment")
     parser.add_argument("--seed", type=int, help="repeats a run; printed by each")
@@ -105,17 +190,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help=f"operators, with commas: {','.join(OPERATORS)}")
     parser.add_argument("--call", help="one call, as a finding prints it")
     parser.add_argument("--plant", default="", help="module:function that is called first in every worker; for tests")
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--known", default="[]", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.journal is not None:
+        work(given)
+        return 0
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
-    run = Run(seed, given.calls, given.only, given.plant)
-    if given.call is not None:
-        run.call(given.environment or names[0], given.call)
-    else:
-        chosen = [given.environment] if given.environment else names
+    chosen = [given.environment] if given.environment else names if given.call is None else names[:1]
+    if given.call is None:
         print(f"fuzz: seed {seed}, {given.seconds:g} s in {len(chosen)} environments: {', '.join(chosen)}", flush=True)
-        end = time.monotonic() + given.seconds
-        for place, name in enumerate(chosen):
-            run.environment(name, max(0.0, end - time.monotonic()) / (len(chosen) - place))
+    run, end = Run(given), time.monotonic() + given.seconds
+    for place, name in enumerate(chosen):
+        run.environment(name, max(0.0, end - time.monotonic()) / (len(chosen) - place), seed)
     print(f"fuzz: {run.tried} calls, {run.findings} findings", flush=True)
     return 1 if run.findings else 0 if run.tried else 2
 

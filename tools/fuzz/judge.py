@@ -17,8 +17,7 @@ from mindspeed_lite.bench.operators.equivalence import outcome, output_gradient,
 from mindspeed_lite.bench.selftest.numerics import in_float64
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Function, Problem
-from tools.fuzz.build import NoCall, inputs_of, problem
-from tools.fuzz.call import Call
+from tools.fuzz.calls import Call, NoCall, inputs_of, problem
 
 _FORK_SECONDS = 300
 # Multiples of the dtype's eps, of a result and of the numbers it is made of; and of the reference's own error in that

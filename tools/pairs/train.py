@@ -214,17 +214,9 @@ def _ending(result: Result) -> tuple[str, str]:
 
 
 def _last_error(log: str) -> str:
-    """The exception of the last traceback, with where it was raised."""
+    """The exception of the last traceback, with the file and line that raised it."""
     _, found, trace = log.rpartition("Traceback (most recent call last):")
-    if not found:
-        return ""
-    lines = trace.splitlines()
+    lines = trace.splitlines()[1:] if found else []
     places = [line.strip() for line in lines if line.startswith("  File ")]
-    text = next((line for line in lines[1:] if line and not line.startswith(" ")), "")
-    own = [each for each in places if "mindspeed_lite" in each or "/patches/" in each]
-    return f"{text[:300]} [{_short(places[-1]) if places else ''}{', by ' + _short(own[-1]) if own else ''}]"
-
-
-def _short(place: str) -> str:
-    file, line, name = (part.split(" ", 1)[1] for part in place.split(", "))
-    return f"{'/'.join(Path(file.strip(chr(34))).parts[-2:])}:{line} {name}"
+    text = next((line for line in lines if line and not line.startswith(" ")), "")
+    return f"{text[:300]} [{places[-1] if places else ''}]" if found else ""

@@ -1,4 +1,4 @@
-"""`python -m tools.matrix_scripts`: what it says of a tag's script, from what two trainings left."""
+"""`python -m tools.matrix`: what it says of a tag's script, from what two trainings left; bad input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness.training import Result
-from tools import matrix_scripts
+from tools import matrix
 
 LOSSES = (5.5, 5.25, 5.0)
 
@@ -53,6 +53,6 @@ def test_what_is_wrong_with_a_script(
         {"feature": "b", "status": "skipped", "reasons": reasons},
     ]
     trainer: Any = _Trainer(tmp_path, on, entries, code)
-    row = matrix_scripts.trained(trainer, tmp_path, "single")
+    row = matrix.script_row(trainer, tmp_path, "single")
     assert row["fault"] == fault
     assert row == {"fault": fault, "on": 0} if code else row == {"fault": fault, "on": 1, "drift": 0.0}
