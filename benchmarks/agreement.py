@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.harness import checkouts
 from tests.harness.checkouts import ROOT
-from tests.harness.core_trainings import MOE, MOE_CONFIGURED
+from tests.harness.rows import WORDS
 from tests.harness.training import Trainer
 
 RESULTS = ROOT / "docs" / "benchmarks" / "agreement.json"
@@ -251,11 +251,11 @@ def _exchanged(
         if name == "moe_fb_overlap" and "pp" in options and "vpp" not in options:
             continue  # Megatron's combined schedule wants virtual stages.
         given = _merged({"experts": 8, "wgrad_fusion": True, "overlap_grad_reduce": True}, options, always)
-        given = _merged({**given, "lr": 3e-4}, {"moe": MOE_CONFIGURED})
+        given = _merged({**given, "lr": 3e-4}, WORDS["moe_fused"])
         if name == "moe_alltoall_overlap_comm" and "moe_shared_expert_intermediate_size" in given["moe"]:
             # The place of the shared expert in the order of sums.
             given = _merged(given, {"moe": {"moe_shared_expert_overlap": True}})
-        common: dict[str, Any] = {**MOE, "use_gradient_accumulation_fusion": True}
+        common: dict[str, Any] = {name: True for name in (*EXPERTS, "use_gradient_accumulation_fusion", "strict")}
         if "cp" in given:
             common |= {**RING, "context_parallel_size": given["cp"]}
         if name == "moe_hierarchical_alltoallv":

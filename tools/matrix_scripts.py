@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import checkouts
-from tests.harness.core_trainings import fault
-from tests.harness.script_trainings import LAYOUTS, MODEL, NO_DROPOUT, lm_losses, lm_steps
-from tests.harness.training import Result, Trainer
+from tests.harness.training import LAYOUTS, MODEL, NO_DROPOUT, Result, Trainer, fault
 from tools import matrix
 
 # A wheel of a release holds no script. The newest release has no tag; that of its series is taken.
@@ -86,7 +84,7 @@ def trained(trainer: Trainer, root: Path, layout: str) -> dict[str, Any]:
     row: dict[str, Any] = {"fault": _ended(off, "off") or _ended(on, "auto"), "on": 0}
     if row["fault"]:
         return row
-    losses = [*zip(lm_losses(off), lm_losses(on), strict=False)]
+    losses = [*zip(off.losses(), on.losses(), strict=False)]
     row["drift"] = float(f"{max((abs(a - b) / abs(a) for a, b in losses), default=0.0):.2g}")
     entries = [each for each in json.loads(report.read_text())["entries"] if not each["feature"].startswith("device_")]
     row["on"] = sum(each["status"] == "applied" for each in entries)
@@ -96,7 +94,7 @@ def trained(trainer: Trainer, root: Path, layout: str) -> dict[str, Any]:
     elif silent:
         row["fault"] = f"left off without a reason: {', '.join(silent)}"
     else:
-        row["fault"] = fault(lm_steps(off), lm_steps(on))
+        row["fault"] = fault(off.steps(), on.steps())
     return row
 
 
