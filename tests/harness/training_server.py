@@ -20,6 +20,7 @@ of the last rank, which logs the iterations, holds the text.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import json
@@ -214,6 +215,8 @@ def main() -> None:
         importlib.import_module(name)
     from megatron.core.package_info import __version__
 
+    # What is loaded now lives as long as the process: collecting garbage in the forks need not look at it.
+    gc.freeze()
     answers.write(json.dumps({"ready": __version__}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line))) + "\n")
