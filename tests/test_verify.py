@@ -17,12 +17,10 @@ import mindspeed_lite
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Report, Session, Settings, VerifyError
 from mindspeed_lite.verify import Part, Verifier
+from tests.harness import checkouts
 from tests.harness.attention_modules import CASES, HEADS, SEQUENCE, inputs_of, module_of
-from tests.harness.checkouts import ROOT
 from tests.harness.norms import HIDDEN, norm_of
 from tests.harness.processes import forked
-from tests.harness.script_trainings import MODEL
-from tests.harness.training import Trainer
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -364,23 +362,15 @@ def test_without_the_flag_there_is_no_verifier_and_copies_of_a_model_have_none()
         other(torch.ones(2, HIDDEN))
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    server = Trainer(None, tmp_path_factory.mktemp("verify"), training=True)
-    yield server
-    server.close()
-
-
 def test_training_keeps_every_bit(trainer, tmp_path: Path):
     # The first layer is recomputed and the second is not, so one run has calls with gradients off and on. Dropout
     # of the hidden layers draws: a comparison that moved the stream would show in the losses.
     flags = "--hidden-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel "
     flags += "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     features = "--use-fused-rmsnorm --use-flash-attn --attention-dropout 0 --mindspeed-lite-strict"
-    base = [str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL, *features.split(), *flags.split(), "--train-iters", "3"]
 
     def train(*more):
-        return trainer.run(entry="script", arm="adaptor", nproc=2, argv=[*base, *more]).check()
+        return trainer(checkouts.installed()).script(2, [*features.split(), *flags.split(), *more], 3).check()
 
     def figures(result):
         norms = re.findall(r"grad norm: ([\d.]+)", result.log(-1))

@@ -35,9 +35,7 @@ from mindspeed_lite import runtime
 from mindspeed_lite.bench.selftest import FAILED, numerics
 from mindspeed_lite.engine import Feature
 from tests.harness import checkouts, live_undo, on_and_off
-from tests.harness.core_trainings import fault
-from tests.harness.script_trainings import LAYOUTS, MODEL, NO_DROPOUT, lm_losses, lm_steps
-from tests.harness.training import Result, Trainer
+from tests.harness.training import LAYOUTS, MODEL, NO_DROPOUT, Result, Trainer, fault
 
 FILE = checkouts.ROOT / "docs" / "matrix.json"
 # Trained by a script alone: they set arguments of Megatron's parser.
@@ -256,7 +254,7 @@ def script_row(trainer: Trainer, root: Path, layout: str) -> dict[str, Any]:
     row: dict[str, Any] = {"fault": _ended(off, "off") or _ended(on, "auto"), "on": 0}
     if row["fault"]:
         return row
-    losses = [*zip(lm_losses(off), lm_losses(on), strict=False)]
+    losses = [*zip(off.losses(), on.losses(), strict=False)]
     row["drift"] = float(f"{max((abs(a - b) / abs(a) for a, b in losses), default=0.0):.2g}")
     entries = [each for each in json.loads(report.read_text())["entries"] if not each["feature"].startswith("device_")]
     row["on"] = sum(each["status"] == "applied" for each in entries)
@@ -266,7 +264,7 @@ def script_row(trainer: Trainer, root: Path, layout: str) -> dict[str, Any]:
     elif silent:
         row["fault"] = f"left off without a reason: {', '.join(silent)}"
     else:
-        row["fault"] = fault(lm_steps(off), lm_steps(on))
+        row["fault"] = fault(off.steps(), on.steps())
     return row
 
 

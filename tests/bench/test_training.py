@@ -18,7 +18,7 @@ from mindspeed_lite.bench.harness import Job, Outcome
 from mindspeed_lite.bench.plan import Arm
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
-from tests.harness.script_trainings import MODEL, NO_DROPOUT
+from tests.harness.training import MODEL, NO_DROPOUT
 
 FAULTY_SCRIPT = str(ROOT / "tests" / "harness" / "faulty_script.py")
 FEATURE = ("use_fused_rmsnorm",)

@@ -6,6 +6,7 @@ dependencies). The release that the environment itself has installed needs no fo
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import subprocess
 import sys
@@ -18,6 +19,7 @@ ALL = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 # What `make matrix` and a rotating part of `make test` train on besides.
 OLDER = ("0.12.1", "0.13.1", "0.14.0", "0.15.3")
 EVERY = (*OLDER, *ALL)
+TODAY = OLDER[datetime.date.today().toordinal() % len(OLDER)]
 PIP_INSTALL = [sys.executable, *"-m pip install --quiet --no-deps --disable-pip-version-check".split()]
 # The wheels before 0.17 do not hold megatron.training.
 WITH_TRAINING = ALL[1:]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import mindspeed_lite
 from tests.harness import frozen
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
@@ -157,19 +157,16 @@ def _nudge(chunks: list[Any], seed: int) -> None:
             parameter.data.copy_(parameter.data.double() * (1 + sign * 2.0**-8))
 
 
-def _weigh_by_name(chunks: list[Any], local_experts: int) -> None:
+def weigh_by_name(chunks: list[Any], local_experts: int) -> None:
     """Give every matrix weights that follow from its name, a layer's and an expert's from its number among all: alike
     in any layout of the pipeline, of experts and of the sequence."""
     from megatron.core import parallel_state as ps
 
     for chunk in chunks:
-        layers = getattr(chunk.decoder, "layers", ())
         for name, parameter in chunk.named_parameters():
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the copy of it on another stage
-            within = re.match(r"(decoder\.layers\.)(\d+)(.*)", name)
-            if within:
-                name = f"{within[1]}{layers[int(within[2])].layer_number - 1}{within[3]}"
+            name = frozen.global_name(chunk, name)
             before, _, number_and_rest = name.partition("local_experts.")
             if number_and_rest:
                 number, _, rest = number_and_rest.partition(".")
@@ -235,7 +232,7 @@ class Training:
         self.options = options
         chunks, self.config = build(options)
         if options.get("by_name"):
-            _weigh_by_name(chunks, (options.get("experts") or 0) // options.get("ep", 1))
+            weigh_by_name(chunks, (options.get("experts") or 0) // options.get("ep", 1))
         if options.get("nudge"):
             _nudge(chunks, options["nudge"])
         if options.get("frozen"):
@@ -377,13 +374,18 @@ class Training:
 
 
 def train(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """Train `options["steps"]` steps; needs an environment of torchrun's variables."""
+    """Train `options["steps"]` steps, and two more without features if `undone`; needs torchrun's variables."""
     training = Training(options)
     found = []
     for _ in range(options.get("steps", 5)):
         found += training.step()
         if options.get("evaluate"):
             found += training.evaluate()
+    if options.get("undone"):
+        for model in training.models if options.get("overlap_param_gather") else ():
+            model.start_param_sync(force_sync=True)
+        mindspeed_lite.disable()
+        found += [*training.step(), *training.step()]
     return found
 
 

@@ -18,13 +18,15 @@ _TRAINED: dict[str, Callable[[str], bool]] = {
     "only linear_fc2": lambda name: name.endswith("linear_fc2.weight"),
     "only MLPs": lambda name: ".linear_fc" in name,
     "only norms": lambda name: name.split(".")[-2].endswith("norm"),
+    "only output layer": lambda name: name.startswith("output_layer."),
 }
 _ADAPTED: dict[str, tuple[tuple[str, ...], float]] = {
     "LoRA": (_LINEARS, 0.0),
     "LoRA on qkv": (("linear_qkv",), 0.0),
     "LoRA with dropout": (_LINEARS, 0.1),
 }
-KINDS = (*_TRAINED, *_ADAPTED)
+# What `on_and_off` trains with every feature.
+KINDS = (*(each for each in _TRAINED if each != "only output layer"), *_ADAPTED)
 # Schedules that run micro-batches in another order draw other numbers for each.
 DRAWING = "LoRA with dropout"
 
@@ -77,13 +79,13 @@ def freeze(model: Any, kind: str) -> None:
     """Freeze what a model of this kind does not train, and give it the adapters that it does."""
     is_trained = _TRAINED.get(kind, lambda name: False)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(_numbered(model, name)))
+        parameter.requires_grad_(is_trained(global_name(model, name)))
     names, dropout = _ADAPTED.get(kind, ((), 0.0))
     for parent, name, linear in [*_linears(model, names)]:
-        setattr(parent, name.rpartition(".")[2], Adapter(linear, _numbered(model, name), dropout))
+        setattr(parent, name.rpartition(".")[2], Adapter(linear, global_name(model, name), dropout))
 
 
-def _numbered(model: Any, name: str) -> str:
+def global_name(model: Any, name: str) -> str:
     """The name of a parameter or module with its layer's number among all, whatever stage it is on."""
     start, layers, rest = name.partition("decoder.layers.")
     place, dot, rest = rest.partition(".")

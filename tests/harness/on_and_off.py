@@ -23,8 +23,7 @@ from mindspeed_lite import runtime
 from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops import dispatch
 from tests.harness import core_loop, live_undo, training_server
-from tests.harness.core_trainings import DRIFT, FIRST_NORM, fault
-from tests.harness.training import Result, Trainer
+from tests.harness.training import DRIFT, FIRST_NORM, Result, Trainer, fault
 
 STEPS, FROZEN_STEPS = 4, 2
 # Seconds that a layout has to begin and to train without a feature, and that each feature has.

@@ -7,10 +7,12 @@ training. The reading imports the modules of the targets and changes nothing in 
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 
-from mindspeed_lite import runtime
+from mindspeed_lite import runtime, startup
 from mindspeed_lite.engine import Context, EngineError, Settings, make_plan
+from mindspeed_lite.engine.fingerprints import Table
 from mindspeed_lite.platform import megatron
 
 
@@ -31,6 +33,10 @@ def _read() -> None:
             )
             with contextlib.suppress(EngineError):
                 make_plan([alone], context, host_version=version, fingerprints=table)
+    for patch in startup._hooks(startup._CommandLine()):
+        if patch.target.partition(":")[0] in sys.modules:
+            hook = megatron.always("hook", "features by flag", patch)
+            make_plan([hook], context, host_version=version, fingerprints=Table(), allow_unverified=True)
 
 
 _read()

@@ -1,99 +1,99 @@
-"""Stand-ins for what a device has and this machine has not; a job names one as its `before`."""
+"""What a job calls `before` features are on: a device's streams emulated, events logged, messages late, ranks lost."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.harness.lanes import Lanes, LateLane
 
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 
-class _Said(Lanes):
-    """Says that something came back, and fails the run if memory was freed before it had been copied."""
 
-    def h2d(self, *args: Any) -> Any:
-        assert not self.faults, "memory was freed before it had been copied"
-        if not self.moved["back"]:
-            print("the first bytes came back", flush=True)
-        return super().h2d(*args)
+def log_first(owner: Any, name: str, text: str, when: Callable[..., bool] = lambda *args: True) -> None:
+    """Log `text` at the first call of a function whose arguments fulfil `when`, which is asked at each call."""
+    own, logged = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when(*args) and not logged:
+            logged.append(True)
+            print(text, flush=True)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams and operators of a device
+
+
+def _copy_engine(bandwidth: float) -> Lanes:
+    """Lanes that log the first copy back, and fail the run if memory was freed before it had been copied."""
+    lanes = Lanes(bandwidth)
+
+    def is_intact(*args: Any) -> bool:
+        assert not lanes.faults, "memory was freed before it had been copied"
+        return True
+
+    log_first(lanes, "h2d", "the first bytes came back", is_intact)
+    return lanes
 
 
 def swap_optimizer(bandwidth: float = 1e9) -> None:
-    """Let `--swap-optimizer` stand on CPU, over lanes with so many bytes a second, for tensors of a small model."""
+    """Let `--swap-optimizer` run on CPU, over lanes of that many bytes a second, for tensors of a small model."""
     from mindspeed_lite.memory import swapped_optimizer_state
     from mindspeed_lite.patches import swap_optimizer as patch
 
     swapped_optimizer_state._SMALLEST = 64
     patch._no_copy_engine = lambda device: []
-    patch.CopyEngine = lambda device: _Said(bandwidth)
+    patch.CopyEngine = lambda device: _copy_engine(bandwidth)
 
 
 def swap_attention(bandwidth: float = 2e9) -> None:
-    """Let `--swap-attention` stand on CPU, over lanes with so many bytes a second, for storages of any size."""
+    """Let `--swap-attention` run on CPU, over lanes of that many bytes a second, for storages of any size."""
     from mindspeed_lite.memory import offload
     from mindspeed_lite.patches import swap_attention as patch
 
     patch._why_not_here = lambda device: []
-    patch.CopyEngine = lambda device: _Said(bandwidth)
+    patch.CopyEngine = lambda device: _copy_engine(bandwidth)
     offload.SMALLEST = 1
 
 
-def late_messages(delay: float = 0.01) -> None:
-    """Emulate streams whose collectives finish up to so many seconds late, and say that one was pending."""
-    from lab import lanes, streams
-    from mindspeed_lite import platform
+def virtual_optimizer() -> None:
+    """Let `--virtual-optimizer` take moments of a small model."""
+    from mindspeed_lite.memory import host_mapped_moments
 
-    platform.activate()
-    streams.install()
-    own_put, said = lanes.Lane.put, []
-
-    def put(self: Any, finish: Any, *tensors: Any, **more: Any) -> None:
-        if not said:
-            said.append(True)
-            print("a message travels beside", flush=True)
-
-        def late() -> None:
-            time.sleep(random.random() * delay)
-            finish()
-
-        own_put(self, late, *tensors, **more)
-
-    lanes.Lane.put = put
+    host_mapped_moments._SMALLEST = 64
 
 
-def counted_messages() -> None:
-    """Say that a weight gradient was computed while a message of the exchange was under way."""
-    from mindspeed_lite.parallel.expert.exchange import Messages
+def moe_wgrad_side_stream(delay: float = 0.01) -> None:
+    """Let `--moe-wgrad-side-stream` run on CPU, over a thread in which every job is up to so many seconds late."""
+    from mindspeed_lite.patches import moe_wgrad_side_stream as patch
 
-    own, said = Messages.run_jobs, []
+    def executor(device: Any) -> LateLane:
+        lane = LateLane(delay)
+        wait = lane.wait
 
-    def run_jobs(self: Any) -> None:
-        if self._jobs and self._works and not said:
-            said.append(True)
-            print("a weight gradient beside a message", flush=True)
-        own(self)
+        def checked(mark: Any) -> None:
+            wait(mark)
+            assert not lane.faults, "memory was freed before it had been read"
 
-    Messages.run_jobs = run_jobs
+        lane.wait = checked  # type: ignore[method-assign]
+        log_first(lane, "wait", "a gradient came from the side")
+        return lane
 
-
-def counted_levels() -> None:
-    """Say that rows of tokens were sent between nodes."""
-    from mindspeed_lite.parallel.expert import hierarchy
-
-    own, said = hierarchy.Path.spread, []
-
-    def spread(self: Any, x: Any) -> Any:
-        if not said:
-            said.append(True)
-            print("rows crossed nodes once", flush=True)
-        return own(self, x)
-
-    hierarchy.Path.spread = spread
+    patch._why_not_here = lambda device: []
+    patch._executor_of = executor
 
 
 def alltoall_mc2() -> None:
-    """Let `--moe-alltoall-mc2` stand on CPU, with CANN's operators over gloo and no least sizes."""
+    """Let `--moe-alltoall-mc2` run on CPU, with CANN's operators over gloo and no least sizes."""
     import sys
 
     import torch.distributed as dist
@@ -102,22 +102,82 @@ def alltoall_mc2() -> None:
     from mindspeed_lite.patches import moe_alltoall_mc2 as patch
     from tests.harness.fused_collectives import alltoall_mc2_operators
 
-    said = []
-
     def communicator(group: Any, device: Any) -> str:
         sys.modules["torch_npu"] = alltoall_mc2_operators(group)  # type: ignore[assignment]
-        if not said:
-            said.append(True)
-            print("exchange and product in one", flush=True)
         return f"hccl-{dist.get_rank()}"
 
     alltoall_mc2.communicator = communicator
+    log_first(alltoall_mc2, "communicator", "exchange and product in one")
     alltoall_mc2.RANKS, alltoall_mc2.LEAST_BYTES = (2, 4), 0
     patch._why_not_here = lambda device: []
 
 
-def shared_expert_beside_messages() -> None:
-    """Say that both parts of the shared expert ran while a message of the exchange was under way, in both passes."""
+def late_messages(delay: float = 0.01) -> None:
+    """Emulate streams whose collectives finish up to so many seconds late, and log that one was pending."""
+    from lab import lanes, streams
+    from mindspeed_lite import platform
+
+    platform.activate()
+    streams.install()
+    own_put = lanes.Lane.put
+
+    def put(self: Any, finish: Any, *tensors: Any, **more: Any) -> None:
+        def late() -> None:
+            time.sleep(random.random() * delay)
+            finish()
+
+        own_put(self, late, *tensors, **more)
+
+    lanes.Lane.put = put
+    log_first(lanes.Lane, "put", "a message is in flight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routers
+
+
+def idle_rank() -> None:
+    """Send all tokens to the first half of the experts."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    own = TopKRouter.gating
+
+    def gating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = own(self, *args, **kwargs)
+        experts = torch.arange(logits.shape[-1], device=logits.device)
+        return logits - 100.0 * (experts >= logits.shape[-1] // 2).to(logits.dtype)
+
+    TopKRouter.gating = gating
+
+
+def skewed_router() -> None:
+    """Experts of the first half have 4 times the tokens of the others."""
+    from tests.harness.skewed_router import install
+
+    install(4.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events of experts
+
+
+def counted_messages() -> None:
+    """Log that a weight gradient was computed while a message of the exchange was in flight."""
+    from mindspeed_lite.parallel.expert.exchange import Messages
+
+    log_first(Messages, "run_jobs", "a weight gradient overlaps", lambda self: self._jobs and self._works)
+
+
+def counted_levels() -> None:
+    """Log that rows of tokens were sent between nodes."""
+    from mindspeed_lite.parallel.expert import hierarchy
+
+    log_first(hierarchy.Path, "spread", "rows crossed nodes once")
+
+
+def shared_expert_overlaps() -> None:
+    """Log that both parts of the shared expert ran while a message of the exchange was in flight, in both passes."""
     from mindspeed_lite.parallel.expert.exchange import Messages
     from mindspeed_lite.patches import moe_allgather_overlap_comm as patch
 
@@ -129,7 +189,7 @@ def shared_expert_beside_messages() -> None:
     def note(what: str) -> None:
         if last[0]._works and what not in seen:
             seen.add(what)
-            print(f"{what} beside a message", flush=True)
+            print(f"{what} overlaps", flush=True)
 
     def sending(self: Any, *args: Any) -> Any:
         last[:] = [self]
@@ -154,85 +214,27 @@ def shared_expert_beside_messages() -> None:
 
 
 def rows_exchanged_again() -> None:
-    """Say that rows which had been released came back by a message."""
+    """Log that rows which had been released came back by a message."""
     from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 
-    own, said = RecomputedRows.arrive, []
+    def is_again(self: Any) -> bool:
+        if self._released is None or self._collective is None:
+            return False
+        assert not self._released._values.untyped_storage().nbytes(), "they were still here"
+        return True
 
-    def arrive(self: Any) -> None:
-        if self._released is not None and self._collective is not None and not said:
-            assert not self._released._values.untyped_storage().nbytes(), "they were still here"
-            said.append(True)
-            print("rows were exchanged again", flush=True)
-        own(self)
-
-    RecomputedRows.arrive = arrive
-
-
-def a_rank_without_tokens() -> None:
-    """Send all tokens to the first half of the experts, and say that rows came back."""
-    import torch
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    rows_exchanged_again()
-    own = TopKRouter.gating
-
-    def gating(self: Any, *args: Any, **kwargs: Any) -> Any:
-        logits = own(self, *args, **kwargs)
-        experts = torch.arange(logits.shape[-1], device=logits.device)
-        return logits - 100.0 * (experts >= logits.shape[-1] // 2).to(logits.dtype)
-
-    TopKRouter.gating = gating
-
-
-class _SaidLate(LateLane):
-    """Says that a job was run, and fails the run if what a job reads was not kept for it."""
-
-    _said = False
-
-    def wait(self, mark: Any) -> None:
-        super().wait(mark)
-        assert not self.faults, "memory was freed before it had been read"
-        if not self._said:
-            self._said = True
-            print("a gradient came from the side", flush=True)
-
-
-def moe_wgrad_side_stream(delay: float = 0.01) -> None:
-    """Let `--moe-wgrad-side-stream` stand on CPU, over a thread in which every job is up to so many seconds late."""
-    from mindspeed_lite.patches import moe_wgrad_side_stream as patch
-
-    patch._why_not_here = lambda device: []
-    patch.DeviceStream = lambda device: _SaidLate(delay)
-
-
-def skewed_router() -> None:
-    """Experts of the first half have 4 times the tokens of the others."""
-    from tests.harness.skewed_router import install
-
-    install(4.0)
+    log_first(RecomputedRows, "arrive", "rows were exchanged again", is_again)
 
 
 def copied_experts() -> None:
-    """The same, and say that experts were copied."""
+    """Log that experts were copied."""
     from mindspeed_lite.parallel.balance import copies
 
-    own, said = copies.CopyPlan.make, []
-
-    def make(self: Any, given: Any) -> Any:
-        if not said:
-            said.append(True)
-            print(f"{len(self.owners)} experts were copied", flush=True)
-        return own(self, given)
-
-    copies.CopyPlan.make = make
-    skewed_router()
+    log_first(copies.CopyPlan, "make", "experts were copied")
 
 
 def seen_messages() -> None:
-    """Say after each step how often messages of experts were waited for, by lane, and the bytes that were sent."""
-    import json
-
+    """Log after each step how often messages of experts were waited for, by lane, and the bytes that were sent."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
@@ -260,7 +262,7 @@ def seen_messages() -> None:
 
 
 def drawn(seed: int) -> Any:
-    """In the place of `placement.chosen`: places at random, all ranks alike."""
+    """In the place of `placement.chosen`: places at random, the same on all ranks."""
     chance = random.Random(seed)
 
     def chosen(loads: Any, before: Any, ranks: int, price: float = 0.0) -> list[int]:
@@ -274,26 +276,23 @@ def drawn(seed: int) -> Any:
 
 
 def drawn_placements() -> None:
-    """Let experts change places at random at every placement, and say that they moved."""
+    """Let experts change places at random at every placement, and log that they are exchanged."""
     from mindspeed_lite.parallel.balance import placement, placer
 
-    own, said = placer.exchange, []
+    placement.chosen = drawn(1)
+    own = placer.exchange
 
     def exchange(*args: Any) -> int:
         sent = own(*args)
-        if sent and not said:
-            said.append(True)
+        if sent:
             print("experts changed places", flush=True)
         return sent
 
-    placement.chosen, placer.exchange = drawn(1), exchange
+    placer.exchange = exchange
 
 
 def killed_between_exchanges() -> None:
     """The same, and ranks die once experts are home for the second checkpoint, which is not written by then."""
-    import os
-    import signal
-
     from mindspeed_lite.patches import enable_expert_placement as patch
 
     drawn_placements()
@@ -306,6 +305,132 @@ def killed_between_exchanges() -> None:
             times.append(True)
             print(f"home {len(times)}", flush=True)
             if len(times) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+                _killed()
 
     patch._Placements.go_home = go_home
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages that are late, and ranks that are lost
+
+
+def count(
+    longest_delay: float = 0.0,
+    dies_after: int | None = None,
+    names: Sequence[str] = COLLECTIVES,
+    is_async: bool = True,
+) -> None:
+    """Count calls by name at run time, asynchronous ones or all; Megatron's linear layers took theirs when they were
+    imported."""
+    import torch.distributed as dist
+
+    sent = 0
+    chance = random.Random(int(os.environ["RANK"]))
+
+    def around(original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            if kwargs.get("async_op") or not is_async:
+                sent += 1
+                time.sleep(chance.random() * longest_delay)
+                if sent == dies_after:
+                    os._exit(9)
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name in names:
+        changed = around(getattr(dist, name))
+        # The device layer wraps what it finds in the second.
+        setattr(dist, name, changed)
+        setattr(dist.distributed_c10d, name, changed)
+    ended = dist.destroy_process_group
+
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        print(f"messages sent in flight: {sent}", flush=True)
+        ended(*args, **kwargs)
+
+    dist.destroy_process_group = destroy_process_group
+
+
+def sent(log: str) -> int:
+    """What a job's rank counted."""
+    return int(log.rpartition("messages sent in flight: ")[2].split()[0])
+
+
+def delay() -> None:
+    """Up to 5 ms before each message, different on every rank."""
+    count(5e-3)
+
+
+def delay_exchanges() -> None:
+    """Up to 3 ms before each message of an exchange, different on every rank."""
+    count(3e-3, names=EXCHANGES, is_async=False)
+
+
+def die() -> None:
+    """Rank 1 ends in the middle of a training, between two slices."""
+    count(dies_after=1001 if os.environ["RANK"] == "1" else None)
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at_call(owner: Any, name: str, number: int, act: Callable[[], None]) -> None:
+    """Act before call `number` of a function."""
+    original, calls = getattr(owner, name), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def _in_third_step(act: Callable[[], None]) -> None:
+    from megatron.training import training
+
+    if os.environ["RANK"] == "1":
+        _at_call(training, "train_step", 3, act)
+
+
+def killed_before_a_step() -> None:
+    """The others are in the forward pass's messages, or in those of the gradients."""
+    _in_third_step(_killed)
+
+
+def killed_in_a_ring() -> None:
+    """Between two hops of a ring."""
+    import torch.distributed
+
+    _in_third_step(lambda: _at_call(torch.distributed, "batch_isend_irecv", 2, _killed))
+
+
+def killed_in_an_exchange() -> None:
+    """Between two exchanges of experts' tokens: of a layer, one has been sent and another has not."""
+    import torch.distributed
+
+    _in_third_step(lambda: _at_call(torch.distributed, "all_to_all_single", 4, _killed))
+
+
+def killed_in_a_gather() -> None:
+    """Between two gatherings of experts' tokens."""
+    import torch.distributed
+
+    _in_third_step(lambda: _at_call(torch.distributed, "all_gather_into_tensor", 4, _killed))
+
+
+def single_samples() -> None:
+    """A fault: `--balance-sequence-lengths` takes micro-batches apart."""
+    from mindspeed_lite.parallel.balance import lengths
+
+    init = lengths.StepOrder.__init__
+
+    def __init__(self: Any, first: int, total: int, step: int, micro_batch: int, *rest: Any, **more: Any) -> None:
+        init(self, first, total, step, 1, *rest, **more)
+
+    lengths.StepOrder.__init__ = __init__  # type: ignore[method-assign]

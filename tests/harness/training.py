@@ -1,4 +1,4 @@
-"""The test side of `training_server`: one server per Megatron release, started when first used."""
+"""Trains on one Megatron release: jobs of `training_server`, what they recorded, and how near two trainings are."""
 
 from __future__ import annotations
 
@@ -6,11 +6,44 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.harness.checkouts import ROOT
+
+SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --bf16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --log-interval 1 --eval-iters 1 "
+    "--eval-interval 100 --seed 42 --split 90,5,5"
+).split()
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+# Ranks and flags of the script.
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "single": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
+    "dp2_distributed_optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "ep2": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+    ),
+}
+
+# bf16 keeps 8 bits, so one rounding moves an activation by up to 2^-9 of itself. The losses of two runs that round
+# differently drift apart step by step; 2^-8 of the loss holds with room over the steps here, and a wrong mask,
+# scale or missing gradient is off by far more.
+DRIFT = 2.0**-8
+# Gradient norms of such runs: before the first update, of the same weights, and later. AdamW divides by the size of
+# gradients, so losses do not show a gradient of a wrong size.
+FIRST_NORM, NORM_DRIFT = 2.0**-10, 2.0**-5
 
 
 @dataclass(frozen=True)
@@ -26,6 +59,19 @@ class Result:
         found: list[Any] = json.loads((self.out / f"rank{rank % len(self.codes)}.json").read_text())
         return found
 
+    def histories(self) -> list[Any]:
+        return [self.history(rank) for rank in range(len(self.codes))]
+
+    def steps(self, rank: int = -1) -> list[tuple[str, str]]:
+        """Losses and gradient norms as hexadecimal floats, of either kind of job."""
+        found = self.history(rank)
+        if found and isinstance(found[0], dict):
+            return [(step["lm loss"], step["grad norm"]) for step in found if "lm loss" in step]
+        return [(loss, norm) for loss, norm in found if loss not in ("gradients", "evaluation")]
+
+    def losses(self, rank: int = -1) -> list[float]:
+        return [float.fromhex(loss) for loss, _ in self.steps(rank)]
+
     def log(self, rank: int = 0) -> str:
         return (self.out / f"rank{rank % len(self.codes)}.log").read_text(errors="replace")
 
@@ -40,8 +86,28 @@ class Result:
         return self
 
 
+def fault(
+    off: Sequence[tuple[str, str]],
+    on: Sequence[tuple[str, str]],
+    drift: float = DRIFT,
+    first_norm: float = FIRST_NORM,
+    norm: float | None = None,
+) -> str:
+    """What is not near in two lists of losses and gradient norms, as hexadecimal floats; "" if all is."""
+    if not on or len(on) != len(off):
+        return f"{len(on)} steps with it, {len(off)} without"
+    norm = NORM_DRIFT * drift / DRIFT if norm is None else norm
+    for step, (one, other) in enumerate(zip(off, on, strict=True)):
+        bounds = (("loss", drift), ("gradient norm", norm if step else first_norm))
+        for (what, bound), x, y in zip(bounds, one, other, strict=True):
+            a, b = float.fromhex(x), float.fromhex(y)
+            if not abs(a - b) <= bound * abs(a):
+                return f"step {step}: {what} {a} off, {b} on: {abs(a - b) / abs(a):.2g}, and {bound:.2g} is allowed"
+    return ""
+
+
 class Trainer:
-    """Runs jobs on one release of Megatron."""
+    """Runs jobs on one release of Megatron, in processes that its server forks."""
 
     def __init__(self, release: Path | None, scratch: Path, training: bool) -> None:
         self.scratch = scratch
@@ -99,8 +165,18 @@ class Trainer:
         """Train the core loop, the same job once; fails the test if the run fails."""
         return self.once(entry="core", arm=arm, nproc=nproc, options=options, **job)
 
+    def script(self, nproc: int, flags: Sequence[str], steps: int = 4, **job: Any) -> Result:
+        """Train the example script with the adaptor line; does not check its outcome."""
+        argv = [SCRIPT, *MODEL, "--train-iters", str(steps), *flags]
+        return self.run(**{"arm": "adaptor", "entry": "script", "nproc": nproc, "argv": argv, **job})
+
+    def script_once(self, nproc: int, flags: Sequence[str], steps: int = 4, **job: Any) -> Result:
+        """The same, the same job once; fails the test if the run fails."""
+        argv = [SCRIPT, *MODEL, "--train-iters", str(steps), *flags]
+        return self.once(**{"arm": "adaptor", "entry": "script", "nproc": nproc, "argv": argv, **job})
+
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        # No job runs now, and ending an interpreter with Megatron takes seconds.
+        self._process.kill()
         self._process.wait(timeout=120)
         self._errors.close()

@@ -5,20 +5,22 @@ line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
 
     {"nproc": 2, "entry": "core" | "script", "options": {...} | "argv": [...], "arm": "device" | "adaptor" |
      "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}, "kill_when": {...}, "compile": BOOL,
-     "before": "MODULE:FUNCTION", "grace": SECONDS}
+     "before": "FUNCTION MODULE:FUNCTION", "grace": SECONDS}
 
 `entry` "core" trains `tests.harness.core_loop` with `options`; "script" runs `argv[0]` as `__main__`. `arm`:
 "device" puts only the device layer on, "adaptor" imports the adaptor line, "features" calls
 `mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
 losses and gradient norms. `compile`: let Megatron's fused functions compile, which every process does anew and which
 takes most of a short job's time; without it they run as they are written. `before`: called before features are turned
-on. `grace`: what the others have once a rank has failed, 3 unless given. `kill_when` {"path": P} or {"log": TEXT} sends
-SIGKILL to every rank as soon as the path exists or the log of the last rank, which logs the iterations, holds the text.
+on; those without a module are in `tests.harness.simulated`. `grace`: what the others have once a rank has failed, 3
+unless given. `kill_when` {"path": P} or {"log": TEXT} sends SIGKILL to every rank as soon as the path exists or the log
+of the last rank, which logs the iterations, holds the text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import json
@@ -102,9 +104,9 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     if not job.get("compile"):
         torch.compiler.set_stance("force_eager")
     _fork_helpers()
-    if "before" in job:
-        module, _, name = job["before"].partition(":")
-        getattr(importlib.import_module(module), name)()
+    for each in job.get("before", "").split():
+        module, _, name = each.rpartition(":")
+        getattr(importlib.import_module(module or "tests.harness.simulated"), name)()
     if job["arm"] == "device":
         os.environ["MINDSPEED_LITE_DISABLE"] = "1"
         importlib.import_module("mindspeed_lite.platform").activate()
@@ -213,6 +215,8 @@ def main() -> None:
         importlib.import_module(name)
     from megatron.core.package_info import __version__
 
+    # What is loaded now lives as long as the process: collecting garbage in the forks need not look at it.
+    gc.freeze()
     answers.write(json.dumps({"ready": __version__}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line))) + "\n")

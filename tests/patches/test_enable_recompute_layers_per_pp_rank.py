@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 import mindspeed_lite
 from mindspeed_lite.patches.enable_recompute_layers_per_pp_rank import layers_of_chunk
-from tests.harness import checkouts, matrix, recomputed_share
+from tests.harness import checkouts, matrix
 from tests.harness.processes import forked
 from tests.harness.training import Trainer
 
@@ -58,9 +57,28 @@ def test_a_block_recomputes_its_share_with_the_same_bits():
 
 
 # A chunk learns its number from the process in 0.12, and from an argument since.
-@pytest.mark.parametrize(
-    "release", [pytest.param(each, marks=() if each == "0.12.1" else matrix.whole) for each in checkouts.EVERY]
-)
+@pytest.mark.parametrize("release", matrix.only(["0.12.1"], checkouts.EVERY))
 def test_virtual_stages_of_a_rank_take_layers_in_turns(trainer: Callable[[str], Trainer], release: str) -> None:
-    script = str(Path(recomputed_share.__file__))
-    trainer(release).run(entry="script", arm="device", nproc=2, argv=[script]).check()
+    trainer(release).run(entry="script", arm="device", nproc=2, argv=[__file__]).check()
+
+
+def main() -> None:
+    """On two ranks: the layers that each virtual stage of a rank recomputes, on and off again."""
+    import torch.distributed as dist
+
+    from tests.harness import core_loop, live_undo
+
+    dist.init_process_group("nccl")
+    args = live_undo.host_args("recomputed")
+    mindspeed_lite.enable(host_args=args, strict=True, enable_recompute_layers_per_pp_rank=True)
+    training = core_loop.Training(live_undo.TRAINED_ALONE["recomputed"][1])
+    blocks = [chunk.module.module.decoder for chunk in training.models]
+    # Three of a rank.
+    assert [block.config.recompute_num_layers for block in blocks] == [2, 1]
+    training.step()
+    assert mindspeed_lite.disable() == []
+    assert [block.config.recompute_num_layers for block in blocks] == [3, 3]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The launch scripts of `examples/`: one set of flags at both sizes, and what `--tiny` starts trains."""
+"""What `examples/` has: launch scripts with one set of flags at both sizes, a notebook, and a plugin for frameworks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
 from tests.harness.commands import python
-from tests.harness.script_trainings import SCRIPT, lm_losses
-from tests.harness.training import Trainer
+from tests.harness.training import SCRIPT, Trainer
 
 OTHERS = "launch.sh", "long_context.sh"
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh") if path.name not in OTHERS)
@@ -66,7 +65,7 @@ def test_small_sizes_train(trainer: Callable[[str], Trainer], name: str, tmp_pat
     nproc = int(words[words.index("--nproc-per-node") + 1])
     place = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
     argv = [SCRIPT, *words[place + 1 :]]
-    losses = lm_losses(trainer("0.19.2").run(entry="script", arm="adaptor", nproc=nproc, argv=argv).check())
+    losses = trainer("0.19.2").run(entry="script", arm="adaptor", nproc=nproc, argv=argv).check().losses()
     assert len(losses) == 4 and all(0 < loss < 8 for loss in losses)
 
 
@@ -78,3 +77,17 @@ def test_the_notebook_runs_and_is_committed_without_outputs(tmp_path: Path) -> N
     run = python("-W", "ignore", "cells.py", cwd=tmp_path, MINDSPEED_LITE_DEVICE="cpu", OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stderr
     assert "did you mean use_flash_attn" in run.stdout and run.stdout.endswith("[]\n")
+
+
+# The plugin of `examples/frameworks`, as a framework imports it: before megatron.core, and after.
+PLUGIN = "import mindspeed_lite, mindspeed_lite_plugin as plugin"
+CORE = "import megatron.core"
+
+
+@pytest.mark.parametrize("order", [f"{PLUGIN}; assert mindspeed_lite.report() is None; {CORE}", f"{CORE}; {PLUGIN}"])
+def test_features_are_on_once_megatron_is_there(order: str) -> None:
+    names = "sorted(each.feature for each in mindspeed_lite.report().entries if each.status == 'applied')"
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'examples' / 'frameworks')!r}); "
+    found = python("-c", f"{path}{order}; print({names}, sorted(plugin.FEATURES))")
+    assert found.returncode == 0, found.stderr
+    assert all(found.stdout.count(f"'{name}'") == 2 for name in ("use_flash_attn", "use_fused_adamw"))

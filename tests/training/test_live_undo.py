@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite import runtime
-from tests.harness import checkouts, live_undo, matrix, on_and_off
+from tests.harness import checkouts, live_undo, matrix, on_and_off, switching
 from tests.harness.training import Trainer
 
 
@@ -63,3 +63,15 @@ def test_what_cannot_be_trained_here_says_why() -> None:
     for name in reasons.keys() - alone:
         assert runtime.catalogue()[name].patches or reasons[name] == ["it swaps nothing"]
     assert reasons["use_ascend_mc2"][0].startswith("the operators are CANN's, for an NPU, and the device is cpu")
+
+
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.ALL))
+def test_training_goes_on_as_if_never_switched(trainer: Callable[[str], Trainer], release: str, tmp_path: Path) -> None:
+    """Features off for generation and on again for training, as reinforcement learning has it, over one model."""
+    argv = [str(Path(switching.__file__)), str(tmp_path)]
+    trainer(release).run(entry="script", arm="device", nproc=1, argv=argv).check()
+    found = json.loads((tmp_path / "switched.json").read_text())
+    assert found["faults"] == []
+    # The heap settles within some switches; then 1 MB more would be a weight's copy a switch.
+    settled = found["resident"][switching.CYCLES // 2 :]
+    assert len(found["resident"]) == switching.CYCLES and max(settled) - min(settled) < 4e6, found["resident"]

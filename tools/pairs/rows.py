@@ -9,12 +9,12 @@ from typing import Any
 
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Option
-from tests.harness import script_trainings
+from tests.harness import training
 
 STEPS = 3
-SCRIPT = str(Path(script_trainings.__file__).with_name("paired_script.py"))
+SCRIPT = str(Path(training.__file__).with_name("paired_script.py"))
 
-_OF = script_trainings.LAYOUTS
+_OF = training.LAYOUTS
 _EXPERTS = _OF["ep2"][1].replace("--expert-model-parallel-size 2 ", "")
 LAYOUTS: dict[str, tuple[int, str]] = {
     **{name: _OF[name] for name in ("single", "tp2", "tp2_sp", "pp2", "pp2_vpp2", "ep2")},
@@ -187,7 +187,7 @@ class Row:
     @property
     def arguments(self) -> list[str]:
         """The command line, without the script."""
-        model, given = [*script_trainings.MODEL], [*_ALWAYS, *LAYOUTS[self.layout][1].split()]
+        model, given = [*training.MODEL], [*_ALWAYS, *LAYOUTS[self.layout][1].split()]
         for option in self.options:
             for word in OPTIONS[option].split():
                 if word.startswith("-") and not word.startswith("--"):
@@ -198,7 +198,7 @@ class Row:
         return [*model, *given, *_argv(flags_of(self.features))]
 
 
-_ALWAYS = f"{' '.join(script_trainings.NO_DROPOUT)} --train-iters {STEPS} --eval-iters 0 --split 100,0,0".split()
+_ALWAYS = f"{' '.join(training.NO_DROPOUT)} --train-iters {STEPS} --eval-iters 0 --split 100,0,0".split()
 TOKENS: dict[str, str] = {
     f"{feature.name}{'=' if variant else ''}{variant}": feature.name
     for feature in runtime.catalogue()

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite import runtime
-from tests.harness.core_trainings import DRIFT, FIRST_NORM, NORM_DRIFT
 from tests.harness.on_and_off import DEVIATION
-from tests.harness.training import Result, Trainer
+from tests.harness.training import DRIFT, FIRST_NORM, NORM_DRIFT, Result, Trainer
 from tools.pairs.rows import DRAWS, LAYOUTS, MOVES, SCRIPT, STEPS, Row, name_of
 
 # Seconds after which a training hangs; those that the other ranks have once one has failed.
 TIMEOUT, GRACE = 180, 3
-# Relative distances that rounding makes in three steps in bf16, by `core_trainings`; the first loss is of the same
+# Relative distances that rounding makes in three steps in bf16, by `harness.training`; the first loss is of the same
 # weights. Other types have more bits; float32 keeps room for sums in another order and for what Adam makes of small
 # gradients.
 BOUNDS = {
