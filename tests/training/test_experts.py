@@ -65,13 +65,13 @@ COMBINED = {
     "ep2": NEW, "tp2 sp etp1 ep2": "", "pp2 vpp2 layers4 ep2": "", "ep4": "", "ep2 dist overlap_gather": "",
     "ep2 first_dense": "", "ep2 dropped": "", "ep2 padded": "", "ep2 groups": "", "ep2 again_attention": "",
 }  # fmt: skip
-# With one expert a rank Megatron 0.16 frees what its backward pass reads.
-FREED = (("0.16.1", "ep4"),)
+# With one expert a rank Megatron 0.16 frees what its backward pass reads; further tokens want a pipeline there.
+FAILS_ALONE = tuple(("0.16.1", layout) for layout in ("ep4", "ep2 mtp", "ep2 mtp combined delayed"))
 SPLIT = "context_parallel_size=2 context_parallel_algo=ulysses_cp_algo use_flash_attn"
 LATE = ("a message is in flight",)
 combined = Rows(
     "combined schedule", COMBINED, "moe_fb_overlap", both=f"{BOTH} delay_wgrad_compute", base=MODEL,
-    more="combined delayed", before="late_messages", seen=LATE, absent=FREED,
+    more="combined delayed", before="late_messages", seen=LATE, absent=FAILS_ALONE,
 )  # fmt: skip
 plain = replace(combined, name="Megatron's combined schedule", on="", both="", base="experts4 overlap_grad",
                 more="combined", layouts=dict.fromkeys(COMBINED, ""))  # fmt: skip
