@@ -33,9 +33,6 @@ TABLE = [
          more="moe_fused wgrad", near=DRIFT, steps=8, releases=[NEW]),
     Rows("activations again", {"ep2 overlap_grad dist wgrad moe_fused experts4": ""},
          both=f"{EXPERTS} {WGRAD} use_fused_swiglu", more="again_activation", steps=8, releases=[NEW]),
-    # What --moe-tp-extend-ep sets, against experts that are split.
-    Rows("whole experts", {"tp2 sp etp1 ep2 experts4": ""}, reference="tp2 sp experts4", near=DRIFT, steps=8,
-         releases=[NEW]),
     Rows("delayed wgrad", {"ep2 experts4 wgrad ddp_delayed overlap_grad moe_fused combined": ""},
          both=f"{EXPERTS} {WGRAD} delay_wgrad_compute", more="delayed", releases=TWO),
     # Grouped layers are not called, and Megatron waits before such calls; of many buckets, since one is waited for.
