@@ -1,6 +1,6 @@
 """Which part of a matrix of tests `make test` runs, and which only `make test-whole`.
 
-Twenty minutes on two cores do not hold every layout on every release. The newest release runs most; the older ones run
+Fifteen minutes on two cores do not hold every layout on every release. The newest release runs most; the older ones run
 what differs between releases.
 """
 

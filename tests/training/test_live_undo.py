@@ -24,7 +24,7 @@ def faults(trainer: Trainer, layout: str, features: list[str], out: Path) -> dic
         entry="script",
         arm="device",
         nproc=ranks,
-        timeout=600,
+        timeout=1200,
         argv=[script, str(out), layout, *features],
     ).check()
     found = {rank: json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)}
