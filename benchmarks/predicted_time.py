@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.bench import harness
-from mindspeed_lite.bench.calibration import measure
+from mindspeed_lite.bench.calibration import CalibrationError, measure
 from mindspeed_lite.bench.plan import Arm
 from mindspeed_lite.planner import arguments, calibrated, step_time
 from mindspeed_lite.planner.step_time import Pricer
@@ -202,7 +202,7 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
         file = Path(options.calibration or Path(name, "calibration.json"))
         if not options.calibration:
-            file.write_text(json.dumps(measure.measure(min(2, cores), 30.0)))
+            file.write_text(json.dumps(measure(min(2, cores), 30.0)))
         for case in CASES:
             if options.only and case.name not in options.only:
                 continue
@@ -228,5 +228,5 @@ def main(given: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (measure.CalibrationError, RuntimeError) as error:
+    except (CalibrationError, RuntimeError) as error:
         sys.exit(f"predicted_time: {error}")

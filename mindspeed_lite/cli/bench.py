@@ -60,25 +60,24 @@ def main(arguments: Sequence[str]) -> int:
     except (training.BenchError, output.OutputError) as error:
         raise CommandError(error) from error
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
+    job = Job(
+        command=tuple(command),
+        folder=folder,
+        warmup=options.warmup,
+        steps=options.steps,
+        timeout=options.timeout,
+        allocator=options.allocator or "",
+        beside=beside,
+    )
     benchmark = training.Benchmark(
-        training.Request(
-            job=Job(
-                command=tuple(command),
-                folder=folder,
-                warmup=options.warmup,
-                steps=options.steps,
-                timeout=options.timeout,
-                allocator=options.allocator or "",
-                beside=beside,
-            ),
-            mode=options.mode or "features",
-            features=features,
-            repeats=options.repeats,
-            baseline=options.rounding_baseline == "auto",
-            profile=not options.no_profile,
-            trace=options.trace,
-            title=options.title or Path(scripts[0] if scripts else command[0]).name,
-        )
+        job,
+        title=options.title or Path(scripts[0] if scripts else command[0]).name,
+        mode=options.mode or "features",
+        features=features,
+        repeats=options.repeats,
+        baseline=options.rounding_baseline == "auto",
+        profile=not options.no_profile,
+        trace=options.trace,
     )
     return _measure(benchmark, folder, is_new)
 

@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
             PROGRAM,
             f"--processes is 1 to {most} on these {cores} cores, and --seconds above 0 and at most {MOST_SECONDS:g}",
         )
-    from mindspeed_lite.bench.calibration import measure
+    from mindspeed_lite.bench import calibration
 
     try:
-        found = measure.measure(ranks, options.seconds)
-    except measure.CalibrationError as error:
+        found = calibration.measure(ranks, options.seconds)
+    except calibration.CalibrationError as error:
         return fail(PROGRAM, error, 1)
     try:
         file.write_text(json.dumps(found, indent=1) + "\n")

@@ -386,7 +386,7 @@ def test_an_interrupt_of_the_first_run_of_bench() -> None:
     from mindspeed_lite import cli
 
     folder = _folder()
-    begun = folder / "out" / "runs" / "01-off" / "plan.json"
+    begun = folder / "out" / "runs" / "01-off" / "plan"
     what = [*BENCH.split(), "--", "sleep", "50"]
     (ending,) = endings(lambda rank: cli.main(what), folder, interrupt_when=begun.exists)
     _check(ending, ["ended before the first run was finished"], 130)

@@ -103,19 +103,11 @@ def _figure(
     name: str, ours: torch.Tensor, reference: torch.Tensor | None, exact: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
     eps = torch.finfo(dtype).eps
-    other = None if reference is None else _error(reference, exact)
+    error, other = (None if x is None else equivalence.relative_error(x.cpu(), exact) for x in (ours, reference))
     bound = _MOST_EPS * eps
     if other is not None and math.isfinite(other) and bool(exact.any()):
         bound = min(bound, 2 * other + eps)
-    return {"result": name, "ours": _error(ours, exact), "reference": other, "bound": bound}
-
-
-def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    wide = got.detach().cpu().double()
-    if wide.shape != exact.shape or not bool(wide.isfinite().all()):
-        return math.inf
-    size = float(exact.norm().item()) or float(max(exact.numel(), 1)) ** 0.5
-    return float((wide - exact).norm().item()) / size
+    return {"result": name, "ours": error, "reference": other, "bound": bound}
 
 
 def _share(figure: dict[str, Any]) -> float:
