@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, Plan
+from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, RunPlan
 from mindspeed_lite.child_process import child_process, terminate
 
 _INJECT = Path(__file__).parent / "inject"
@@ -108,7 +108,7 @@ def run(
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
     log, plan, launched = folder / "log.txt", folder / "plan", time.time()
-    Plan(job, arm, folder, profile, trace, launched).write(plan)
+    RunPlan(job, arm, folder, profile, trace, launched).write(plan)
     outcome = Outcome(arm, repeat, str(log.relative_to(job.folder)), launched)
     with log.open("w") as output, held_port() as port:
         started = child_process(

@@ -59,7 +59,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """One run of one arm.
 
     Attributes:
@@ -80,6 +80,6 @@ class Plan:
         path.write_bytes(pickle.dumps(self))
 
     @classmethod
-    def read(cls, path: str) -> Plan:
-        found: Plan = pickle.loads(Path(path).read_bytes())
+    def read(cls, path: str) -> RunPlan:
+        found: RunPlan = pickle.loads(Path(path).read_bytes())
         return found

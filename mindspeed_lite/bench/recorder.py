@@ -20,7 +20,7 @@ import torch
 
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.bench import breakdown, environment
-from mindspeed_lite.bench.plan import Plan
+from mindspeed_lite.bench.plan import RunPlan
 from mindspeed_lite.bench.probes import profiler_ranges, train_step
 from mindspeed_lite.bench.probes.memory import MemoryProbe
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
@@ -32,7 +32,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Recorder:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         self.memory = MemoryProbe() if plan.job.memory else None
         self._rank = int(os.environ.get("RANK", "0"))

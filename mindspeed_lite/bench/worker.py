@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mindspeed_lite.bench.plan import Plan
+from mindspeed_lite.bench.plan import RunPlan
 
 
 @functools.cache
@@ -17,7 +17,7 @@ def start(path: str) -> None:
     from mindspeed_lite.bench.recorder import Recorder
     from mindspeed_lite.platform import allocator
 
-    plan = Plan.read(path)
+    plan = RunPlan.read(path)
     current = platform.current()
     if plan.job.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
@@ -35,7 +35,7 @@ def start(path: str) -> None:
     train_step.install(recorder.step)
 
 
-def choose_features(args: Any, plan: Plan) -> list[str]:
+def choose_features(args: Any, plan: RunPlan) -> list[str]:
     """Turn features off and on; return those of the command itself."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite.bench import harness, memory_run
-from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, Plan
+from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, RunPlan
 from mindspeed_lite.planner import ranks, read
 from tests.harness import checkouts, matrix
 from tests.harness.checkouts import ROOT
@@ -215,7 +215,7 @@ Measured = Callable[[str, str], list[memory_run.Measured]]
 
 def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
     job = Job((), folder, warmup=0, steps=2, timeout=1e4, memory=True)
-    Plan(job, Arm("memory", "given"), folder).write(folder / "plan")
+    RunPlan(job, Arm("memory", "given"), folder).write(folder / "plan")
     environment = {VARIABLE: str(folder / "plan"), "MINDSPEED_LITE_DEVICE": "cpu"}
     trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()
     processes = harness.read(folder)

@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.bench import selftest
-from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, Outcome, device, numerics, perform
+from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, CheckResult, device, numerics, perform
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Contender, Problem, Work
 from mindspeed_lite.ops.discovery import cases
@@ -212,7 +212,7 @@ class SameTime(streams.Event):
 )
 def test_a_device_that_does_it_wrong_fails(name, planted, said):
     wrong = type("Wrong", (Module,), planted)
-    line = perform(Check("device", name, lambda: Outcome(CHECKS[name](wrong(), "cpu"))))
+    line = perform(Check("device", name, lambda: CheckResult(CHECKS[name](wrong(), "cpu"))))
     assert line["status"] == FAILED and said in line["text"]
 
 
@@ -250,11 +250,11 @@ def aborts():
 
 def plan(device, quick):
     runs = {
-        "one": lambda: Outcome("fine"),
+        "one": lambda: CheckResult("fine"),
         "aborts": aborts,
         "exits": lambda: os._exit(3),
         "hangs": lambda: time.sleep(600),
-        "last": lambda: Outcome("fine"),
+        "last": lambda: CheckResult("fine"),
     }
     if os.environ["SELFTEST_NAMES"] == "":
         sys.exit("no device any more")
@@ -310,5 +310,5 @@ def test_the_worker_writes_down_what_raises():
 
     line = perform(Check("device", "it", breaks))
     assert (line["status"], line["text"]) == (FAILED, "ZeroDivisionError: of all things")
-    assert perform(Check("device", "it", lambda: Outcome("fine")))["status"] == OK
+    assert perform(Check("device", "it", lambda: CheckResult("fine")))["status"] == OK
     assert sys.modules.get("torch_npu") is None

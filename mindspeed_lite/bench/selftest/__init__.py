@@ -32,7 +32,7 @@ Line = dict[str, Any]
 
 
 @dataclass
-class Outcome:
+class CheckResult:
     text: str
     status: str = OK
     figures: list[dict[str, Any]] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Outcome:
 class Check(NamedTuple):
     group: str
     name: str
-    run: Callable[[], Outcome]
+    run: Callable[[], CheckResult]
 
 
-Plan = Callable[[str, bool], list[Check]]
+ListChecks = Callable[[str, bool], list[Check]]
 
 
 def all_checks(device: str, quick: bool) -> list[Check]:
@@ -56,7 +56,7 @@ def all_checks(device: str, quick: bool) -> list[Check]:
 
 def run(
     device: str, *, quick: bool = False, facts: dict[str, Any] | None = None, seconds: float = SECONDS,
-    tell: Progress = lambda done, total, what: None, plan: Plan = all_checks,
+    tell: Progress = lambda done, total, what: None, plan: ListChecks = all_checks,
 ) -> dict[str, Any]:  # fmt: skip
     """Report of every check on `device`.
 
@@ -80,7 +80,7 @@ def run(
         if has_started and len(checks) == len(names):
             break
         name = names[len(checks)] if has_started else ("device", "start of the self-test")
-        checks.append(_line(*name, elapsed, Outcome(ending, FAILED)))
+        checks.append(_line(*name, elapsed, CheckResult(ending, FAILED)))
         if not has_started:
             break
     return {
@@ -108,16 +108,16 @@ def perform(check: Check) -> Line:
     except Exception as error:
         from mindspeed_lite.bench.timing import format_error
 
-        outcome = Outcome(format_error(error), FAILED)
+        outcome = CheckResult(format_error(error), FAILED)
     return _line(check.group, check.name, time.monotonic() - began, outcome)
 
 
-def _line(group: str, name: str, seconds: float, outcome: Outcome) -> Line:
+def _line(group: str, name: str, seconds: float, outcome: CheckResult) -> Line:
     return {"group": group, "name": name, "seconds": round(seconds, 3), **asdict(outcome)}
 
 
 def _run_rest(
-    plan: Plan, device: str, quick: bool, done: int, seconds: float, receive: Callable[[Any], None]
+    plan: ListChecks, device: str, quick: bool, done: int, seconds: float, receive: Callable[[Any], None]
 ) -> tuple[bool, str, float]:
     """Run checks from number `done` on in a process: whether it started, how it ended, seconds since its last check."""
     context = multiprocessing.get_context("spawn")
@@ -145,7 +145,7 @@ def _run_rest(
     return has_started, f"{ending}: {last}" if last else ending, time.monotonic() - since
 
 
-def _work(results: Connection, log: str, plan: Plan, device: str, quick: bool, done: int) -> None:
+def _work(results: Connection, log: str, plan: ListChecks, device: str, quick: bool, done: int) -> None:
     with open(log, "wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

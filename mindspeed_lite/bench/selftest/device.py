@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.bench.selftest import Check, Outcome
+from mindspeed_lite.bench.selftest import Check, CheckResult
 
 _MEGABYTE = 1 << 20
 
@@ -33,7 +33,7 @@ def checks(device: str) -> list[Check]:
         found["random state"] = functools.partial(random_state, module, device)
         found["memory statistics"] = functools.partial(memory, module, device)
     found[f"process group ({backend})"] = functools.partial(process_group, device, backend)
-    return [Check("device", name, lambda check=check: Outcome(check())) for name, check in found.items()]  # type: ignore[misc]
+    return [Check("device", name, lambda check=check: CheckResult(check())) for name, check in found.items()]  # type: ignore[misc]
 
 
 def _require(is_met: bool, problem: str) -> None:
