@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from benchmarks.configurations import COMMON
 from benchmarks.harness import ROOT, Benchmark, Options, Row, launcher, ms, train
-from mindspeed_lite.bench.calibration import measure as calibration
+from mindspeed_lite.bench import calibration
 from mindspeed_lite.planner import arguments, calibrated, step_time
 from mindspeed_lite.planner.step_time import Pricer
 

@@ -153,8 +153,7 @@ JSON_FILE = "mindspeed_lite.json_file"
 # What the package has written itself: its own tables, and what its processes tell each other in one run.
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "cli/npu_probe"),
-    *("cli/doctor_checks", "bench/selftest/__init__", "bench/records", "bench/training", "bench/plan"),
-    *("bench/inject/sitecustomize", "bench/calibration/measure"),
+    *("cli/doctor_checks", "bench/harness", "bench/training", "bench/calibration/__init__"),
 }
 
 

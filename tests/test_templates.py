@@ -21,10 +21,10 @@ NAME = "quick_gelu"
 MOST_FILES = 7
 
 JUDGE = f"""
-from mindspeed_lite.bench.selftest import numerics, worker
+from mindspeed_lite.bench.selftest import numerics, perform
 checks = [check for check in numerics.checks("cpu", True) if "{NAME}" in check.name]
 assert [check.group for check in checks] == ["numerics"] * 5, checks
-for line in map(worker.run, checks):
+for line in map(perform, checks):
     assert line["status"] == "ok", line
 """
 

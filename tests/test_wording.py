@@ -25,9 +25,7 @@ SHARED_NAMES = {
     "Case",
     "Event",
     "Kernels",
-    "Outcome",
     "Plan",
-    "Ratio",
     "Shape",
     "Table",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +80,13 @@ class _Decision(NamedTuple):
 _UNKNOWN = _Decision(OTHER, False)
 
 
-class _Placed(NamedTuple):
+@dataclass
+class _Placed:
+    """An event with its innermost enclosing event `outer`; own: nanoseconds outside nested events."""
+
     event: Event
     decision: _Decision
-    own: list[int]
+    own: int
     outer: _Placed | None
 
 
@@ -100,53 +104,30 @@ def _of_name(name: str) -> _Decision:
     return next((_Decision(category, False) for category, names in _BY_NAME if names.match(name)), _UNKNOWN)
 
 
-class _Forward:
-    """Decision under which each autograd node was created, by thread and sequence number.
-
-    An operator records the next node's number: the last operator up to a number created its node.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, list[int]] = {}
-        self._decisions: dict[int, list[_Decision]] = {}
-
-    def add(self, event: Event, decision: _Decision) -> None:
-        self._numbers.setdefault(event.thread, []).append(event.sequence)
-        self._decisions.setdefault(event.thread, []).append(decision)
-
-    def find(self, event: Event) -> _Decision:
-        position = bisect.bisect_right(self._numbers.get(event.forward_thread, ()), event.sequence)
-        return self._decisions[event.forward_thread][position - 1] if position else _UNKNOWN
-
-
-def _decide(event: Event, outer: _Decision, forward: _Forward) -> _Decision:
-    said = _of_name(event.name)
-    if said.scoped:
-        return said
-    if event.forward_thread and event.sequence >= 0:
-        made = forward.find(event)
-        if made.scoped:
-            return made
-    # Without a scope the outermost known name counts, such as a GEMM around a copy.
-    return outer if outer.scoped or outer.category != OTHER else said
-
-
 def _place(events: Iterable[Event]) -> list[_Placed]:
     placed: list[_Placed] = []
-    stacks: dict[int, list[_Placed]] = {}
-    forward = _Forward()
+    stacks: dict[int, list[_Placed]] = defaultdict(list)
+    # By thread. An operator records the next autograd node's number: the last operator up to a number created its node.
+    nodes: dict[int, list[tuple[int, _Decision]]] = defaultdict(list)
     for event in sorted(events, key=lambda each: (each.start, -each.end, each.id)):
-        stack = stacks.setdefault(event.thread, [])
+        stack = stacks[event.thread]
         while stack and stack[-1].event.end <= event.start:
             stack.pop()
         outer = stack[-1] if stack else None
-        decision = _decide(event, outer.decision if outer else _UNKNOWN, forward)
+        decision = _of_name(event.name)
+        if not decision.scoped:
+            created = nodes[event.forward_thread] if event.forward_thread and event.sequence >= 0 else []
+            last = bisect.bisect_right(created, event.sequence, key=lambda each: each[0])
+            forward, around = created[last - 1][1] if last else _UNKNOWN, outer.decision if outer else _UNKNOWN
+            # Without a scope the outermost known name counts, such as a GEMM around a copy.
+            known = around if around.scoped or around.category != OTHER else decision
+            decision = forward if forward.scoped else known
         if event.sequence >= 0 and not event.forward_thread and not _COLLECTIVE.match(event.name):
-            forward.add(event, decision)
-        end = min(event.end, outer.event.end) if outer else event.end
+            nodes[event.thread].append((event.sequence, decision))
+        own = (min(event.end, outer.event.end) if outer else event.end) - event.start
         if outer:
-            outer.own[0] -= end - event.start
-        stack.append(_Placed(event, decision, [end - event.start], outer))
+            outer.own -= own
+        stack.append(_Placed(event, decision, own, outer))
         placed.append(stack[-1])
     return placed
 
@@ -170,15 +151,12 @@ def attribute(events: Sequence[Event]) -> Breakdown:
     step = next((each for each in events if each.name == STEP and not each.is_device), None)
     if step is None:
         raise ValueError(f"there is no event `{STEP}` among the {len(events)} events of the profiler")
-    spans = [each for each in events if each.is_async and not each.is_device]
-    launches = [each for each in events if not each.is_async and not each.is_device and _LAUNCH.match(each.name)]
-    apart = {id(each) for each in (*spans, *launches)}
-    placed = _place(each for each in events if not each.is_device and id(each) not in apart)
+    host = [each for each in events if not each.is_device]
+    spans = [each for each in host if each.is_async]
+    launches = {each.id: each.start for each in host if not each.is_async and _LAUNCH.match(each.name)}
+    placed = _place(each for each in host if not each.is_async and not _LAUNCH.match(each.name))
     kernels = [each for each in events if each.is_device and not each.name.startswith((PREFIX, "nccl:", "hccl:"))]
-    if kernels:
-        times, total = _of_kernels(step, kernels, placed, launches)
-    else:
-        times, total = _of_host(step, spans, placed)
+    times, total = _of_kernels(step, kernels, placed, launches) if kernels else _of_host(step, spans, placed)
     wall = step.end - step.start
     times[OTHER] += wall - sum(times.values())
     exposed = times[COMMUNICATION]
@@ -194,42 +172,37 @@ def attribute(events: Sequence[Event]) -> Breakdown:
     }
 
 
-def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[dict[str, int], int]:
+Times = tuple[dict[str, int], int]
+
+
+def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> Times:
+    """Nanoseconds by category, and of communication."""
     times = dict.fromkeys(CATEGORIES, 0)
     busy = [(each.start, each.end) for each in spans if _COLLECTIVE.match(each.name)]
-    for event, decision, own, outer in placed:
-        if event.thread != step.thread or not step.start <= event.start < step.end:
-            continue
-        times[decision.category] += own[0]
-        if decision.category == COMMUNICATION and (outer is None or outer.decision.category != COMMUNICATION):
-            busy.append((event.start, event.end))
+    for each in placed:
+        if each.event.thread == step.thread and step.start <= each.event.start < step.end:
+            times[each.decision.category] += each.own
+            if each.decision.category == COMMUNICATION:
+                busy.append((each.event.start, each.event.end))
     return times, _length(_union(busy, (step.start, step.end)))
 
 
-def _of_kernels(
-    step: Event, kernels: list[Event], placed: list[_Placed], launches: list[Event]
-) -> tuple[dict[str, int], int]:
-    """Kernel nanoseconds by category; the first of overlapping kernels counts."""
+def _of_kernels(step: Event, kernels: list[Event], placed: list[_Placed], launches: dict[int, int]) -> Times:
+    """Nanoseconds by category, and of communication; the first of overlapping kernels counts."""
     operators = {each.event.id: each.decision for each in placed}
-    launched = {each.id: each.start for each in launches}
     starts = [each.event.start for each in placed]
 
-    def decision(kernel: Event) -> _Decision:
-        if kernel.linked and kernel.linked in operators:
-            return operators[kernel.linked]
-        # Not launched by an operator: use a scope or node open at the launch.
-        if kernel.id not in launched:
-            return _UNKNOWN
-        moment = launched[kernel.id]
-        before = reversed(placed[: bisect.bisect_right(starts, moment)])
-        return next((each.decision for each in before if each.event.end >= moment), _UNKNOWN)
-
     def category(kernel: Event) -> str:
-        said = _of_name(kernel.name).category
-        if said == COMMUNICATION:
-            return said
-        found = decision(kernel).category
-        return found if found != OTHER else said
+        named = _of_name(kernel.name).category
+        if named == COMMUNICATION:
+            return named
+        found = operators.get(kernel.linked) if kernel.linked else None
+        if found is None and kernel.id in launches:
+            # Not launched by an operator: use a scope or node open at the launch.
+            moment = launches[kernel.id]
+            before = reversed(placed[: bisect.bisect_right(starts, moment)])
+            found = next((each.decision for each in before if each.event.end >= moment), None)
+        return named if found is None or found.category == OTHER else found.category
 
     times = dict.fromkeys(CATEGORIES, 0)
     communication: list[Interval] = []
@@ -237,17 +210,13 @@ def _of_kernels(
     covered = step.start
     for kernel in sorted(kernels, key=lambda each: each.start):
         kind = category(kernel)
-        if kind == COMMUNICATION:
-            communication.append((kernel.start, kernel.end))
-            continue
-        computing.append((kernel.start, kernel.end))
+        (communication if kind == COMMUNICATION else computing).append((kernel.start, kernel.end))
         start, end = max(kernel.start, covered), min(kernel.end, step.end)
-        if start < end:
+        if kind != COMMUNICATION and start < end:
             times[kind] += end - start
             covered = end
     window = (step.start, step.end)
-    total = _length(_union(communication, window))
-    either = _length(_union(communication + computing, window))
+    total, either = (_length(_union(each, window)) for each in (communication, communication + computing))
     times[COMMUNICATION] = either - _length(_union(computing, window))
     return times, total
 
@@ -304,17 +273,15 @@ def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
 
 
 def merge(breakdowns: Sequence[Breakdown]) -> Breakdown:
+    """Means over processes."""
     count = sum(each["processes"] for each in breakdowns)
 
-    def mean(of: Callable[[Breakdown], Any]) -> float:
-        return float(sum(of(each) * each["processes"] for each in breakdowns) / count)
+    def mean(values: Iterable[float]) -> float:
+        weights = (each["processes"] for each in breakdowns)
+        return float(sum(value * weight for value, weight in zip(values, weights, strict=True)) / count)
 
-    def means(name: str) -> dict[str, float]:
-        return {key: mean(lambda each: each[name][key]) for key in breakdowns[0][name]}  # noqa: B023
-
-    return {
-        "wall_seconds": mean(lambda each: each["wall_seconds"]),
-        "categories": means("categories"),
-        "communication": means("communication"),
-        "processes": count,
+    means = {
+        group: {key: mean(each[group][key] for each in breakdowns) for key in breakdowns[0][group]}
+        for group in ("categories", "communication")
     }
+    return {"wall_seconds": mean(each["wall_seconds"] for each in breakdowns), **means, "processes": count}

@@ -7,22 +7,22 @@ cache can be faster.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
+from mindspeed_lite.bench.timing import Effort, time_interleaved
+from mindspeed_lite.ops.case import DTYPES as DTYPES
+from mindspeed_lite.ops.case import dtype_name
 from mindspeed_lite.platform import cpu_matmul
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
 _SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-_MATMUL_SECONDS = 1.2
-_COPY_SECONDS = 0.5
+# Seconds of each size, and of the copy.
+_SECONDS = 0.15
 # Larger than a last-level cache.
 _COPY_BYTES = {"cpu": 1 << 28}
 _COPY_BYTES_ELSEWHERE = 1 << 30
@@ -65,7 +65,7 @@ def measure(device: str, dtype: torch.dtype) -> Ceiling:
     best, size = _matmul(device, dtype)
     copied = _COPY_BYTES.get(device, _COPY_BYTES_ELSEWHERE)
     name = str(dtype).removeprefix("torch.")
-    precision = " in tf32" if device == "cuda" and _kind(device, dtype) == "tf32" else ""
+    precision = " in tf32" if _kind(device, dtype) == "tf32" else ""
     source = (
         f"measured: {name} matmul of {size} x {size}{precision}, copy of {copied >> 20} MiB (read and write counted)"
     )
@@ -86,60 +86,35 @@ def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str 
     return measured
 
 
-def synchronizer(device: str) -> Callable[[], None]:
-    if device == "cpu":
-        return lambda: None
-    module: Any = getattr(torch, device)
-    wait: Callable[[], None] = module.synchronize
-    return wait
-
-
 def _kind(device: str, dtype: torch.dtype) -> str:
-    if dtype == torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return next((name for name, each in DTYPES.items() if each == dtype), str(dtype))
+    is_tf32 = dtype == torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if is_tf32 else dtype_name(dtype)
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
-    best, best_size, left = 0.0, _SIZES[0], _MATMUL_SECONDS
+    best, best_size = 0.0, 0
     for size in _SIZES:
         operations = 2.0 * size**3
-        if best and 2 * operations / best > left:
-            break  # no time for a warm-up and one repetition
-        a = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
-        b = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
-        out = torch.empty(size, size, device=device, dtype=dtype)
-        start = time.perf_counter()
-        seconds = _best_time(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, left / 2)  # type: ignore[misc]
-        left -= time.perf_counter() - start
-        if operations / seconds > best:
-            best, best_size = operations / seconds, size
+        if best and operations / best > 2 * _SECONDS:
+            break
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        rate = operations / _best_seconds(functools.partial(torch.mm, a, b, out=torch.empty_like(a)), device)
+        if rate > best:
+            best, best_size = rate, size
     return best, best_size
 
 
 def _copy(device: str, size: int) -> float:
     source = torch.ones(size, device=device, dtype=torch.uint8)
-    target = torch.zeros(size, device=device, dtype=torch.uint8)
-    return 2 * size / _best_time(lambda: target.copy_(source), device, _COPY_SECONDS)
+    target = torch.zeros_like(source)
+    return 2 * size / _best_seconds(lambda: target.copy_(source), device)
 
 
-def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
-    """Shortest run after a warm-up, within `budget` seconds or 50 runs."""
-    synchronize = synchronizer(device)
-    synchronize()
-    deadline = time.perf_counter() + budget
-    run()
-    synchronize()
-    best = float("inf")
-    for _ in range(50):
-        start = time.perf_counter()
-        run()
-        synchronize()
-        end = time.perf_counter()
-        best = min(best, end - start)
-        if end > deadline:
-            break
-    return best
+def _best_seconds(run: Callable[[], object], device: str) -> float:
+    timed, errors = time_interleaved({"": run}, Effort(0.0, rounds=(1, 50), seconds=_SECONDS, warmup=1), device)
+    if errors:
+        raise RuntimeError(errors[""])
+    return min(sample.seconds for sample in timed[""].samples)
 
 
 def main(device: str, dtype: str, threads: str) -> None:

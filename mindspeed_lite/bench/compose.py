@@ -9,23 +9,15 @@ from typing import Any
 
 from mindspeed_lite.bench import breakdown, judge
 from mindspeed_lite.bench.harness import Outcome
-from mindspeed_lite.bench.statistics import CONFIDENCE, paired_ratio, quantile
+from mindspeed_lite.bench.statistics import CONFIDENCE, paired_ratio, spread
 
-SCHEMA_VERSION = 1
-
+# Severity, arm, text.
+Finding = tuple[str, str | None, str]
 _ROUNDING_BASELINES = {"float32": "itself in float32", "other order": "itself with sums in another order"}
 
 
-def report(
-    outcomes: Sequence[Outcome],
-    *,
-    title: str,
-    created: str,
-    command: Sequence[str],
-    complete: bool,
-    ceiling: dict[str, Any] | None,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
+def report(outcomes: Sequence[Outcome], complete: bool, ceiling: dict[str, Any] | None, **about: Any) -> dict[str, Any]:
+    """The record. about: further entries, with `settings`."""
     by_arm: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_arm.setdefault(outcome.arm.name, []).append(outcome)
@@ -36,26 +28,22 @@ def report(
     judged = [outcome for outcome in outcomes if outcome.arm.role != "rounding_baseline"]
     complete = complete and all(outcome.status == "ok" for outcome in judged)
     affinity = [each.run["environment"]["affinity"] for each in outcomes[0].processes if each.run]
+    found: list[Finding] = [each for arm in arms for each in _of_arm(arm)]
+    found += [each for row in comparisons for each in _of_comparison(row)]
+    if not complete:
+        found.append(("warning", None, "this report is incomplete: a run failed or was interrupted"))
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 1,
         "kind": "bench",
-        "created": created,
-        "title": title,
-        "command": list(command),
+        **about,
         "complete": complete,
-        "settings": {**settings, "confidence": CONFIDENCE},
+        "settings": {**about["settings"], "confidence": CONFIDENCE},
         "environment": {**first["environment"], "affinity": affinity},
         "model": first["model"],
         "ceiling": ceiling,
         "arms": arms,
         "comparisons": comparisons,
-        "findings": [finding for arm in arms for finding in _of_arm(arm)]
-        + [finding for row in comparisons for finding in _of_comparison(row)]
-        + (
-            []
-            if complete
-            else [_finding("warning", None, "this report is incomplete: a run failed or was interrupted")]
-        ),
+        "findings": [{"severity": severity, "arm": name, "text": text} for severity, name, text in found],
         "files": {"trace": [], "plots": []},
     }
 
@@ -65,21 +53,10 @@ def needs_rounding_baseline(record: Mapping[str, Any]) -> bool:
     return any(loss["class"] == "ulp" and loss["verdict"] != "identical" for loss in losses)
 
 
-def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if one is None or other is None:
-        found = one if other is None else other
-        return None if found is None else dict(found)
-    first = one if one["flops_per_second"] >= other["flops_per_second"] else other
-    return {
-        **{name: max(value, other[name]) for name, value in one.items() if name != "source"},
-        "source": first["source"],
-    }
-
-
 def _arm(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
     arm = outcomes[0].arm
-    told = next((outcome.run for outcome in outcomes if outcome.run), None)
-    entries = (told["report"] or {}).get("entries", []) if told else []
+    described = next((outcome.run for outcome in outcomes if outcome.run), None)
+    entries = (described["report"] or {}).get("entries", []) if described else []
     features = [entry for entry in entries if entry["status"] == "applied" and entry["flags"]]
     processes = [process for outcome in outcomes for process in outcome.processes]
     profiles = [process.breakdown for process in processes if process.breakdown]
@@ -107,24 +84,23 @@ def _run(outcome: Outcome) -> dict[str, Any]:
 
 
 def _summary(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any] | None:
-    told = next((outcome.run for outcome in outcomes if outcome.run), None)
-    if told is None:
+    described = next((outcome.run for outcome in outcomes if outcome.run), None)
+    if described is None:
         return None
     seconds = [each for outcome in outcomes for each in outcome.measured_seconds]
-    step = statistics.median(seconds)
-    processes = told["environment"]["world_size"]
-    tokens = told["model"]["tokens_per_step"] / step
-    flops = told["model"]["flops_per_step"] / step / processes
+    step, (low, high) = statistics.median(seconds), spread(seconds)
+    model, processes = described["model"], described["environment"]["world_size"]
+    tokens, flops = model["tokens_per_step"] / step, model["flops_per_step"] / step / processes
     return {
         "step_seconds": step,
-        "step_seconds_p10": quantile(seconds, 0.1),
-        "step_seconds_p90": quantile(seconds, 0.9),
+        "step_seconds_p10": low,
+        "step_seconds_p90": high,
         "tokens_per_second": tokens,
         "tokens_per_second_per_process": tokens / processes,
         "flops_per_second": flops,
         "utilisation": flops / ceiling["flops_per_second"] if ceiling else None,
         "peak_memory_bytes": statistics.median(max(outcome.peaks) for outcome in outcomes),
-        "memory_kind": told["memory_kind"],
+        "memory_kind": described["memory_kind"],
         "first_step_seconds": statistics.median(outcome.first_step or 0.0 for outcome in outcomes),
     }
 
@@ -158,37 +134,33 @@ def _ratio(
     return None if found is None else {**asdict(found), "verdict": found.verdict(*verdicts)}
 
 
-def _finding(severity: str, arm: str | None, text: str) -> dict[str, Any]:
-    return {"severity": severity, "arm": arm, "text": text}
-
-
-def _of_arm(arm: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _of_arm(arm: Mapping[str, Any]) -> list[Finding]:
+    name = arm["name"]
     failed = "warning" if arm["role"] == "rounding_baseline" else "failure"
     found = [
-        (failed, f"repeat {run['repeat']}: {run['status']}: {run['reason']} ({run['log']})")
+        (failed, name, f"repeat {run['repeat']}: {run['status']}: {run['reason']} ({run['log']})")
         for run in arm["runs"]
         if run["status"] != "ok"
     ]
     for feature, reasons in arm["skipped"].items():
-        found.append(("warning", f"{feature} was requested and not applied: {'; '.join(reasons)}"))
-    if arm["role"] == "on" and arm["name"] != "off again" and not arm["features"] and arm["summary"]:
-        found.append(("warning", "no feature was applied: this arm is off once more"))
-    found += [("warning", f"fallback: {text}") for text in arm["fallbacks"]]
-    return [_finding(severity, arm["name"], text) for severity, text in found]
+        found.append(("warning", name, f"{feature} was requested and not applied: {'; '.join(reasons)}"))
+    if arm["role"] == "on" and name != "off again" and not arm["features"] and arm["summary"]:
+        found.append(("warning", name, "no feature was applied: this arm is off once more"))
+    return [*found, *(("warning", name, f"fallback: {text}") for text in arm["fallbacks"])]
 
 
-def _of_comparison(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _of_comparison(row: Mapping[str, Any]) -> list[Finding]:
+    loss, speed, growth = (row[key] or {} for key in ("loss", "speed", "growth"))
     found = []
-    loss, speed, growth = row["loss"], row["speed"], row["growth"]
-    if loss and loss["verdict"] == "differs":
+    if loss.get("verdict") == "differs":
         found.append(("failure", f"the training is not the same: {loss['reason']}"))
-    if loss and loss["verdict"] == "not judged":
+    if loss.get("verdict") == "not judged":
         found.append(("warning", f"the losses were not judged: {loss['reason']}"))
     if speed and speed["low"] is None:
         found.append(("warning", "there is only one pair of runs: any difference may be noise; raise --repeats"))
-    if speed and speed["verdict"] == "slower":
+    if speed.get("verdict") == "slower":
         found.append(("warning", f"a step is slower: {speed['ratio']:.3f} times the speed of off"))
-    if growth and growth["verdict"] == "grows":
+    if growth.get("verdict") == "grows":
         more = growth["bytes_per_step_on"] / 1e6
         found.append(("failure", f"memory grows by {more:.1f} MB with every step, and does not with features off"))
-    return [_finding(severity, row["arm"], text) for severity, text in found]
+    return [(severity, row["arm"], text) for severity, text in found]

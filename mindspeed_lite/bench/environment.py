@@ -23,6 +23,7 @@ _NOT = (("TORCHELASTIC_", "MINDSPEED_LITE_BENCH"), ("_DIR", "_PATH", "_HOME"))
 
 
 def describe(device: Device) -> dict[str, Any]:
+    names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES)]
     return {
         "device": device.describe(),
         "device_type": device.name,
@@ -32,9 +33,7 @@ def describe(device: Device) -> dict[str, Any]:
         "affinity": _affinity(),
         "allocator": _allocator(device),
         "variables": {
-            name: os.environ[name]
-            for name in sorted(os.environ)
-            if name.startswith(_PREFIXES) and not name.startswith(_NOT[0]) and not name.endswith(_NOT[1])
+            name: os.environ[name] for name in names if not (name.startswith(_NOT[0]) or name.endswith(_NOT[1]))
         },
     }
 
@@ -46,22 +45,21 @@ def _affinity() -> str:
 
 
 def _versions(device: Device) -> dict[str, str]:
-    found = {"mindspeed_lite": __version__, "torch": str(torch.__version__)}
-    host = megatron.version()
-    if host is not None:
-        found[megatron.HOST] = host
-    found["python"] = python_platform.python_version()
-    if device.name == "cuda" and torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+    found = {
+        "mindspeed_lite": __version__,
+        "torch": str(torch.__version__),
+        megatron.HOST: megatron.version(),
+        "python": python_platform.python_version(),
+        "cuda": torch.version.cuda if device.name == "cuda" else None,
+    }
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    return found
+    return {name: version for name, version in found.items() if version}
 
 
 def _allocator(device: Device) -> str:
     if device.name != "cpu":
         return "PyTorch's caching allocator"
-    if allocator.keeps():
-        return "glibc, keeping what is freed (as mindspeed-lite run does)"
-    return "the system's"
+    keeps = "glibc, keeping what is freed (as mindspeed-lite run does)"
+    return keeps if allocator.keeps() else "the system's"

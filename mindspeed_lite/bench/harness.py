@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mindspeed_lite
-from mindspeed_lite.bench import records
-from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
-from mindspeed_lite.bench.records import Process
+from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, RunPlan
 from mindspeed_lite.child_process import child_process, terminate
 
 _INJECT = Path(__file__).parent / "inject"
-_ROOT = Path(mindspeed_lite.__file__).parent.parent
 
 _POLL = 0.25  # seconds
 _MOST_TO_END = 60.0  # seconds from the last step to the end
+_GRACE = 10.0  # seconds for a hung process to write its stacks and end
 _TAIL = 40
 
 
-@dataclass(frozen=True)
-class Job:
-    """The user's command and how to run it; see also `Plan`.
+@dataclass
+class Process:
+    """Records of one process by kind (see `recorder`); ranks may repeat."""
 
-    Attributes:
-        timeout: seconds without a step after which a run is hung.
-        environment: added to this process's.
-    """
-
-    command: tuple[str, ...]
-    folder: Path
-    warmup: int
-    steps: int
-    timeout: float
-    allocator: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    memory: bool = False
-    beside: tuple[str, ...] = ()
+    rank: int
+    run: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    breakdown: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
 
 
 @dataclass
@@ -55,13 +43,13 @@ class Outcome:
 
     arm: Arm
     repeat: int
-    status: str
-    reason: str | None
     log: str
-    seconds: float
-    exit_code: int | None
-    processes: list[Process]
     launched: float
+    status: str = "ok"
+    reason: str | None = None
+    seconds: float = 0.0
+    exit_code: int | None = None
+    processes: list[Process] = field(default_factory=list)
     log_tail: list[str] = field(default_factory=list)
 
     @property
@@ -71,7 +59,22 @@ class Outcome:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        return records.merged_steps(self.processes)
+        """Steps that every process finished: slowest time, losses of the last rank that has them."""
+        merged = []
+        for rows in zip(*(process.steps for process in self.processes), strict=False):
+            live = [row["live_bytes"] for row in rows]
+            norms = (row["grad_norm"] for row in reversed(rows) if row["grad_norm"] is not None)
+            merged.append(
+                {
+                    "iteration": rows[0]["iteration"],
+                    "measured": rows[0]["measured"],
+                    "seconds": max(row["seconds"] for row in rows),
+                    "loss": next((row["loss"] for row in reversed(rows) if row["loss"]), {}),
+                    "grad_norm": next(norms, None),
+                    "live_bytes": None if None in live else max(live),
+                }
+            )
+        return merged
 
     @property
     def measured_seconds(self) -> list[float]:
@@ -104,88 +107,90 @@ def run(
         old.unlink()
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
-    plan = Plan(
-        arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile, trace=str(trace or ""),
-        allocator=job.allocator, package_root=str(_ROOT), memory=job.memory, beside=job.beside,
-    )  # fmt: skip
-    plan.write(folder / "plan.json")
-    log = folder / "log.txt"
-    outcome = Outcome(arm, repeat, "ok", None, str(log.relative_to(job.folder)), 0.0, None, [], time.time())
-    with log.open("w") as output, held_port() as port, contextlib.ExitStack() as stack:
+    log, plan, launched = folder / "log.txt", folder / "plan", time.time()
+    RunPlan(job, arm, folder, profile, trace, launched).write(plan)
+    outcome = Outcome(arm, repeat, str(log.relative_to(job.folder)), launched)
+    with log.open("w") as output, held_port() as port:
         started = child_process(
-            job.command, end=partial(_end, folder=folder), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, env=_environment(job, folder / "plan.json", port),
+            job.command, terminate, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=_environment(job, plan, port),
         )  # fmt: skip
         try:
-            process = stack.enter_context(started)
+            with started as process:
+                idle = _watch(process, folder, job, progress)
         except OSError as error:
             outcome.status, outcome.reason = "crashed", f"{job.command[0]}: {error.strerror}"
             return outcome
-        hung = _watch(process, folder, job, progress)
-    outcome.seconds, outcome.exit_code = time.time() - outcome.launched, process.returncode
-    outcome.processes = records.read(folder)
-    _set_status(outcome, hung, job)
+    outcome.seconds, outcome.exit_code = time.time() - launched, process.returncode
+    outcome.processes = read(folder)
+    outcome.status, outcome.reason = _status(outcome, idle, job)
     if outcome.status != "ok":
         outcome.log_tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
     return outcome
 
 
-def _set_status(outcome: Outcome, hung: str | None, job: Job) -> None:
-    has_ended = bool(outcome.processes) and all(process.end is not None for process in outcome.processes)
-    steps, code = outcome.steps, outcome.exit_code
-    if hung and not has_ended:
-        outcome.status, outcome.reason = "hung", hung
-    elif code and not (hung and has_ended):
+def _status(outcome: Outcome, idle: float, job: Job) -> tuple[str, str | None]:
+    steps, code = len(outcome.steps), outcome.exit_code
+    has_ended = _have_ended(outcome.processes)
+    if idle >= job.timeout and not has_ended:
+        where = f"after step {steps}" if steps else "before its first step"
+        return "hung", f"no progress for {job.timeout:.0f} s {where}; every thread's stack is at the end of its log"
+    if code and not (has_ended and idle >= min(_MOST_TO_END, job.timeout)):
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if code == -signal.SIGKILL:
-            how += " (out of memory?)"
-        outcome.status, outcome.reason = "crashed", f"{how} after {len(steps)} steps"
-    elif not steps:
-        outcome.status = "no steps"
-        outcome.reason = (
-            "Megatron was imported, but it ended without a training step"
-            if outcome.processes
-            else "it ended without a training step of Megatron that could be seen: the command must start "
+        out_of_memory = " (out of memory?)" * (code == -signal.SIGKILL)
+        return "crashed", f"{how}{out_of_memory} after {steps} steps"
+    if not steps and outcome.processes:
+        return "no steps", "Megatron was imported, but it ended without a training step"
+    if not steps:
+        return "no steps", (
+            "it ended without a training step of Megatron that could be seen: the command must start "
             "megatron.training's pretrain, in Python processes that read PYTHONPATH"
         )
-    elif len(outcome.measured_seconds) < 2:
-        outcome.status = "no steps"
-        outcome.reason = (
-            f"it trained for {len(steps)} steps, and {job.warmup} of warm-up and 2 measured ones are needed: "
+    if len(outcome.measured_seconds) < 2:
+        return "no steps", (
+            f"it trained for {steps} steps, and {job.warmup} of warm-up and 2 measured ones are needed: "
             "raise --train-iters of the command or lower --warmup"
         )
+    return "ok", None
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: Callable[[int], None]) -> str | None:
+def _have_ended(processes: list[Process]) -> bool:
+    return bool(processes) and all(process.end is not None for process in processes)
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: Callable[[int], None]) -> float:
+    """Wait for the command, or until it is hung; seconds since its last step."""
     seen, since = -1, time.monotonic()
     while process.poll() is None:
-        found = records.read(folder)
+        found = read(folder)
         steps = min((len(each.steps) for each in found), default=0)
         if steps != seen:
             seen, since = steps, time.monotonic()
             progress(steps)
-        has_ended = bool(found) and all(each.end is not None for each in found)
-        limit = min(_MOST_TO_END, job.timeout) if has_ended else job.timeout
+        limit = min(_MOST_TO_END, job.timeout) if _have_ended(found) else job.timeout + _GRACE
         if time.monotonic() - since > limit:
-            # Training processes write their stacks into the log.
-            for pid in records.pids(folder):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGUSR2)
-            time.sleep(1.0)
-            where = f"after step {seen}" if seen else "before its first step"
-            return f"no progress for {limit:.0f} s {where}; every thread's stack is at the end of its log"
+            break
         time.sleep(_POLL)
-    return None
+    return time.monotonic() - since
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    terminate(process)
-    # Workers may have their own sessions; their environment names the plan.
-    mark = f"{VARIABLE}={folder / 'plan.json'}".encode()
-    for pid in records.pids(folder):
-        with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+def read(folder: Path) -> list[Process]:
+    chosen: dict[int, Process] = {}
+    for path in sorted(folder.glob("rank*.jsonl")):
+        process = Process(int(path.stem.removeprefix("rank").partition("-")[0]))
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # unfinished line
+                entry = json.loads(line)
+                kind = entry.pop("kind")
+                if kind == "step":
+                    process.steps.append(entry)
+                else:
+                    setattr(process, kind, entry)
+        best = chosen.setdefault(process.rank, process)
+        if len(process.steps) > len(best.steps):
+            chosen[process.rank] = process
+    training = [process for process in chosen.values() if process.steps]
+    return sorted(training or chosen.values(), key=lambda process: process.rank)
 
 
 def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
@@ -209,4 +214,4 @@ def held_port() -> Iterator[int]:
         yield int(held.getsockname()[1])
 
 
-__all__ = ["Job", "Outcome", "held_port", "run"]
+__all__ = ["Arm", "Job", "Outcome", "Process", "held_port", "run"]

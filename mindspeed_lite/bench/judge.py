@@ -31,16 +31,11 @@ def _distance(x: float | None, y: float | None) -> float:
 
 
 def _loss_distances(first: Steps, second: Steps) -> list[tuple[float, int]]:
-    return [
-        (
-            max(
-                (_distance(a["loss"].get(name), b["loss"].get(name)) for name in {**a["loss"], **b["loss"]}),
-                default=0.0,
-            ),
-            a["iteration"],
-        )
-        for a, b in zip(first, second, strict=False)
-    ]
+    found = []
+    for a, b in zip(first, second, strict=False):
+        distances = (_distance(a["loss"].get(name), b["loss"].get(name)) for name in {**a["loss"], **b["loss"]})
+        found.append((max(distances, default=0.0), a["iteration"]))
+    return found
 
 
 def _rms(distances: Sequence[tuple[float, int]]) -> float:
@@ -71,31 +66,29 @@ def compare_losses(
     largest, iteration = max((each for row in distances for each in row), key=lambda each: each[0])
     shown = next(pair for pair, row in zip(pairs, distances, strict=True) if (largest, iteration) in row)
     norms = [norm for a, b in pairs for norm in _norm_distances(a, b)]
-    found: dict[str, Any] = {
-        "class": numerics,
-        "largest_difference": largest,
-        "rms_difference": max(map(_rms, distances)),
-        "step": iteration,
-        "grad_norm_difference": max(norms, default=None),
-        "series": _series(*shown, rounding_baseline[1] if rounding_baseline else ()),
-        "rounding_baseline": None,
-        "times_rounding_baseline": None,
-    }
+    rms, baseline, times = max(map(_rms, distances)), None, None
     if rounding_baseline is not None:
         reference = _loss_distances(off[0], rounding_baseline[1])
         allowed = _rms(reference)
-        found["rounding_baseline"] = {
-            "kind": rounding_baseline[0],
-            "largest_difference": max(reference, default=(0.0, 0))[0],
-            "rms_difference": allowed,
-        }
+        largest_of_baseline = max(reference, default=(0.0, 0))[0]
+        kind = rounding_baseline[0]
+        baseline = {"kind": kind, "largest_difference": largest_of_baseline, "rms_difference": allowed}
         if allowed and math.isfinite(allowed):
-            found["times_rounding_baseline"] = found["rms_difference"] / allowed
-    if all(_are_identical(a, b) for a, b in pairs):
-        found["verdict"], found["reason"] = "identical", "every loss and gradient norm has the same bits"
-    else:
-        found["verdict"], found["reason"] = _verdict(found, off)
-    return found
+            times = rms / allowed
+    found: dict[str, Any] = {
+        "class": numerics,
+        "largest_difference": largest,
+        "rms_difference": rms,
+        "step": iteration,
+        "grad_norm_difference": max(norms, default=None),
+        "series": _series(*shown, rounding_baseline[1] if rounding_baseline else ()),
+        "rounding_baseline": baseline,
+        "times_rounding_baseline": times,
+    }
+    verdict, reason = "identical", "every loss and gradient norm has the same bits"
+    if not all(_are_identical(a, b) for a, b in pairs):
+        verdict, reason = _verdict(found, off)
+    return found | {"verdict": verdict, "reason": reason}
 
 
 def _verdict(found: dict[str, Any], off: Sequence[Steps]) -> tuple[str, str]:

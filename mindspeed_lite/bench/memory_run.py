@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.bench import harness
-from mindspeed_lite.bench.harness import Job
-from mindspeed_lite.bench.plan import Arm
-from mindspeed_lite.bench.records import Process
+from mindspeed_lite.bench.harness import Arm, Job, Process
 from mindspeed_lite.planner import Rank
 
 # Allowed relative deviation of predictions of at least JUDGED bytes.
@@ -73,14 +71,14 @@ class Run:
 def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
     job = Job(tuple(command), folder, warmup=0, steps=2, timeout=timeout, memory=True)
     outcome = harness.run(job, Arm("memory", "given"), 1)
-    if outcome.status != "ok":
-        raise MeasureError(f"{outcome.reason} (log: {folder / outcome.log})", outcome.log_tail)
+    log = f"(log: {folder / outcome.log})"
+    if outcome.status != "ok" or outcome.run is None:
+        raise MeasureError(f"{outcome.reason} {log}", outcome.log_tail)
     for process in outcome.processes:
         if process.end is None or not process.end["memory"]:
-            raise MeasureError(f"rank {process.rank} counted nothing (log: {folder / outcome.log})")
-    found = [measured(process) for process in outcome.processes]
-    assert outcome.run is not None
+            raise MeasureError(f"rank {process.rank} counted nothing {log}")
     environment = outcome.run["environment"]
+    found = [measured(process) for process in outcome.processes]
     return Run(found, int(environment["world_size"]), str(environment["device_type"]))
 
 
@@ -102,6 +100,3 @@ def compare(predicted: Sequence[Rank], processes: Sequence[Measured]) -> list[Co
             if category != "host" or size or counted:
                 found.append(Comparison(process.rank, rank.stage, category, size, counted))
     return found
-
-
-__all__ = ["Comparison", "JUDGED", "MeasureError", "Measured", "Run", "TOLERANCE", "compare", "measured", "run"]

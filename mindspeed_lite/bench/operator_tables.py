@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
-from .tables import Record, Table, View, command, conditions, filled, findings
-from .wording import UNKNOWN, judged, listed, percent, seconds
+from .tables import Record, Table, View, conditions, findings
+from .wording import UNKNOWN, judged, percent, seconds
 
 OURS = "mindspeed_lite"
 _MARGINS = (
@@ -18,19 +18,20 @@ _MARGINS = (
 
 
 def view(record: Record) -> View:
-    title, tone = _headline(record)
+    names = dict.fromkeys(row["operator"] for row in record["rows"])
+    tables = (_operator(name, [row for row in record["rows"] if row["operator"] == name]) for name in names)
     return View(
-        title=record["title"],
-        headline=title,
-        tone=tone,
-        summary=filled(_facts(record), findings(record)),
-        details=filled(*operators(record), conditions(record)),
-        blocks=command(record),
+        record["title"],
+        *_headline(record),
+        summary=(_facts(record), findings(record)),
+        details=(*tables, conditions(record)),
+        blocks=(),
     )
 
 
 def _headline(record: Record) -> tuple[str, str]:
-    shares = [each["of_ceiling"] for row in record["rows"] if (each := _ours(row)) and each["of_ceiling"] is not None]
+    ours = [each for row in record["rows"] for each in row["contenders"] if each["name"] == OURS]
+    shares = [each["of_ceiling"] for each in ours if each["of_ceiling"] is not None]
     if not shares:
         return f"No operator of {OURS} was measured.", "bad"
     title = f"{OURS} reaches {percent(statistics.median(shares))} of the ceiling in the median case."
@@ -42,16 +43,13 @@ def _headline(record: Record) -> tuple[str, str]:
 
 def _facts(record: Record) -> Table:
     rows = record["rows"]
-    counts = Counter(map(_margin, rows))
-    facts = [["cases", f"{len(rows)}: {listed([f'{counts[each]} {each}' for each in _MARGINS if counts[each]])}"]]
+    margins = Counter(map(_margin, rows))
+    counts = ", ".join(f"{margins[each]} {each}" for each in _MARGINS if margins[each])
+    facts = [("cases", f"{len(rows)}: {counts}")] if rows else []
     if verdicts := Counter(row["earlier"]["verdict"] for row in rows if row["earlier"]):
-        facts.append(["since the earlier run", listed([f"{many} {verdict}" for verdict, many in verdicts.items()])])
+        facts.append(("since the earlier run", ", ".join(f"{many} {verdict}" for verdict, many in verdicts.items())))
     note = f"Other columns than our time are times over it: above 1, {OURS} is faster."
-    return Table("", ("", ""), facts if rows else [], note)
-
-
-def _ours(row: Record) -> Record | None:
-    return next((each for each in row["contenders"] if each["name"] == OURS), None)
+    return Table("", ("", ""), facts, note)
 
 
 def _margin(row: Record) -> str:
@@ -63,13 +61,6 @@ def _margin(row: Record) -> str:
     return _MARGINS[0 if all(each["ratio_low"] > 1 for each in others) else 2]
 
 
-def operators(record: Record) -> list[Table]:
-    return [
-        _operator(name, [row for row in record["rows"] if row["operator"] == name])
-        for name in dict.fromkeys(row["operator"] for row in record["rows"])
-    ]
-
-
 def _operator(name: str, rows: list[Record]) -> Table:
     others = list(dict.fromkeys(each["name"] for row in rows for each in row["contenders"] if each["name"] != OURS))
     earlier = any(row["earlier"] for row in rows)
@@ -77,15 +68,10 @@ def _operator(name: str, rows: list[Record]) -> Table:
     for row in rows:
         found = {each["name"]: each for each in row["contenders"]}
         ours = found.get(OURS, {})
-        cells.append(
-            [
-                f"{row['case']}, {row['direction']}",
-                _failure(ours) or seconds(ours.get("seconds")),
-                percent(ours.get("of_ceiling")),
-                *(_against(found.get(other, {})) for other in others),
-                *([judged(row["earlier"])] if earlier else []),
-            ]
-        )
+        times = (_failure(ours) or seconds(ours.get("seconds")), percent(ours.get("of_ceiling")))
+        against = (_against(found.get(other, {})) for other in others)
+        since = [judged(row["earlier"])] if earlier else []
+        cells.append((f"{row['case']}, {row['direction']}", *times, *against, *since))
     headers = ("case", "time", "of ceiling", *others)
     return Table(name, (*headers, "since the earlier run") if earlier else headers, cells)
 

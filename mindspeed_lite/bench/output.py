@@ -20,9 +20,8 @@ def check_writable(folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OutputError(
-            f"--out: cannot write into {folder}: {error.strerror or error}; give a folder you may write"
-        ) from error
+        reason = error.strerror or error
+        raise OutputError(f"--out: cannot write into {folder}: {reason}; give a folder you may write") from error
 
 
 def write(record: dict[str, Any], folder: str | Path) -> list[str]:
@@ -36,10 +35,15 @@ def write(record: dict[str, Any], folder: str | Path) -> list[str]:
     write_file(Path(folder, "report.json"), dumps(record))
     drawn = plots.draw(record, folder)
     files["plots"] = [*drawn]
-    write_file(Path(folder, "report.json"), dumps(record))
-    write_file(Path(folder, "report.md"), report.markdown(record, {name: plots.CAPTIONS[name] for name in drawn}))
-    write_file(Path(folder, "report.html"), report.html(record, drawn))
-    return ["report.json", "report.md", "report.html", *drawn]
+    captions = {name: plots.CAPTIONS[name] for name in drawn}
+    found = {
+        "report.json": dumps(record),
+        "report.md": report.render(record, captions, html=False),
+        "report.html": report.render(record, drawn, html=True),
+    }
+    for name, text in found.items():
+        write_file(Path(folder, name), text)
+    return [*found, *drawn]
 
 
 def dumps(record: dict[str, Any]) -> str:

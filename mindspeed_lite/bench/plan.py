@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 # Environment variable with the plan file's path.
 VARIABLE = "MINDSPEED_LITE_BENCH"
@@ -33,35 +35,51 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Job:
+    """The user's command and how to run it.
+
+    Attributes:
+        warmup: unmeasured first steps.
+        timeout: seconds without a step after which a run is hung.
+        allocator: `keep`, `system`, or empty for the command's.
+        environment: added to this process's.
+        memory: count bytes by category.
+        beside: features that are on in every arm.
+    """
+
+    command: tuple[str, ...]
+    folder: Path
+    warmup: int
+    steps: int
+    timeout: float
+    allocator: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    memory: bool = False
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunPlan:
     """One run of one arm.
 
     Attributes:
         records: folder for measurements.
-        warmup: unmeasured first steps.
         profile: one extra profiled step.
-        trace: folder for its Chrome traces, or empty.
-        allocator: `keep`, `system`, or empty for the command's.
-        package_root: import folder where the command's Python lacks mindspeed_lite.
-        beside: features that are on in every arm.
+        trace: folder for its Chrome traces.
+        launched: time of the start, in seconds since the epoch.
     """
 
+    job: Job
     arm: Arm
-    records: str
-    warmup: int
-    steps: int
+    records: Path
     profile: bool = False
-    trace: str = ""
-    allocator: str = ""
-    package_root: str = ""
-    memory: bool = False
-    beside: tuple[str, ...] = ()
+    trace: Path | None = None
+    launched: float = field(default_factory=time.time)
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
+        path.write_bytes(pickle.dumps(self))
 
     @classmethod
-    def read(cls, path: str) -> Plan:
-        data: dict[str, Any] = json.loads(Path(path).read_text())
-        arm = data.pop("arm")
-        return cls(Arm(**arm | {"features": tuple(arm["features"])}), **data | {"beside": tuple(data["beside"])})
+    def read(cls, path: str) -> RunPlan:
+        found: RunPlan = pickle.loads(Path(path).read_bytes())
+        return found

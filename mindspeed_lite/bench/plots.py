@@ -29,26 +29,23 @@ COLORS = (
 )  # fmt: skip
 _TEXT = "#000000"
 _NEUTRAL = "#8a8f98"
-_WIDTH = 9.0
+WIDTH = 9.0
 
 
 def draw(record: Record, folder: str | Path) -> dict[str, str]:
-    record = cleaned(record)
-    drawn: dict[str, str] = {}
+    """Write PNG files; return SVG by name."""
+    record, drawn = cleaned(record), {}
     for name, figure_of in (("time.png", _time), ("loss.png", _loss)) if record["kind"] == "bench" else ():
         with style():
-            figure = figure_of(record)
+            figure, stream = figure_of(record), io.StringIO()
             if figure is None:
                 continue
             figure.savefig(Path(folder, name), dpi=150, facecolor="#ffffff")
-            stream = io.StringIO()
-            figure.savefig(
-                stream, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            )
+            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
         svg = stream.getvalue()
-        svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{CAPTIONS[name]}"', 1)
+        svg = svg[svg.index("<svg") :].replace("<svg", f'<svg fill="currentColor" aria-label="{CAPTIONS[name]}"', 1)
         # Text follows the page's colour.
-        drawn[name] = svg.replace("<svg", '<svg fill="currentColor"', 1).replace(_TEXT, "currentColor")
+        drawn[name] = svg.replace(_TEXT, "currentColor")
     return drawn
 
 
@@ -60,6 +57,7 @@ def style() -> Iterator[None]:
         raise ImportError("The plots need matplotlib: pip install 'mindspeed-lite[bench]'") from error
     settings: dict[str, Any] = {
         "axes.axisbelow": True,
+        "axes.grid": True,
         "axes.spines.right": False,
         "axes.spines.top": False,
         "axes.titlelocation": "left",
@@ -82,15 +80,14 @@ def _time(record: Record) -> Figure | None:
     profiled = [arm for arm in arms if arm["breakdown"]]
     if not arms:
         return None
-    panels = [(arms, _step_times, 0.6)] + ([(profiled, _categories, 0.5)] if profiled else [])
-    heights = [0.9 + height * len(shown) for shown, _, height in panels]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 1.2 * bool(profiled)), layout="constrained")
+    panels = [(arms, _step_times)] + ([(profiled, _categories)] if profiled else [])
+    heights = [0.9 + 0.55 * len(shown) for shown, _ in panels]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 1.2 * bool(profiled)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for panel, (shown, paint, _) in zip(axes[:, 0], panels, strict=True):
+    for panel, (shown, paint) in zip(axes[:, 0], panels, strict=True):
         panel.set_yticks(range(len(shown)), [label(arm["name"]) for arm in shown])
         panel.set_ylim(len(shown) - 0.45, -0.55)
-        panel.tick_params(axis="y", length=0)
-        panel.grid(True, axis="x")
+        panel.grid(False, axis="y")
         panel.xaxis.set_major_formatter(EngFormatter("s"))
         paint(panel, shown)
     return figure
@@ -103,10 +100,10 @@ def _step_times(axes: Any, arms: Sequence[Record]) -> None:
         axes.barh(place, high - low, left=low, height=0.72, color=color, alpha=0.25)
         for lane, run in enumerate(arm["runs"]):
             steps = [step["seconds"] for step in run["steps"] if step["measured"]]
-            shift = 0.5 * (lane + 0.5) / len(arm["runs"]) - 0.25
-            axes.plot(steps, [place + shift] * len(steps), "o", color=color, markersize=3.4, markeredgewidth=0)
+            height = place + 0.5 * (lane + 0.5) / len(arm["runs"]) - 0.25
+            axes.plot(steps, [height] * len(steps), "o", color=color, markersize=3.4, markeredgewidth=0)
         axes.vlines(summary["step_seconds"], place - 0.4, place + 0.4, color=_TEXT, linewidth=2)
-        _at_the_right(axes, place, seconds(summary["step_seconds"]))
+        _write_at_the_right(axes, place, seconds(summary["step_seconds"]))
     axes.set_title("Step time (dots: steps, a lane per run; bar: 10 % to 90 %; tick: median)")
 
 
@@ -120,7 +117,7 @@ def _categories(axes: Any, arms: Sequence[Record]) -> None:
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     for place, (arm, end) in enumerate(zip(arms, ends, strict=True)):
         hidden = arm["breakdown"]["communication"]["hidden_seconds"]
-        _at_the_right(axes, place, seconds(end) + (f"\n+{seconds(hidden)} hidden" if hidden else ""))
+        _write_at_the_right(axes, place, seconds(end) + (f"\n+{seconds(hidden)} hidden" if hidden else ""))
     axes.set_title("Where the time of the profiled step goes")
     axes.figure.legend(loc="outside lower left", ncols=3)
 
@@ -131,7 +128,7 @@ def _loss(record: Record) -> Figure | None:
     shown = [each for each in record["comparisons"] if each["loss"] and each["loss"]["series"]]
     if not shown:
         return None
-    figure = Figure(figsize=(_WIDTH, 5.6 + 0.2 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 5.6 + 0.2 * len(shown)), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     iterations, off = _curve(shown[0], "off")
     upper.plot(iterations, off, color=_NEUTRAL, linewidth=5, alpha=0.6, label="off")
@@ -154,8 +151,6 @@ def _loss(record: Record) -> Figure | None:
     lower.set_title("Distance from off (equal steps have no point)")
     lower.set_xlabel("iteration")
     lower.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (upper, lower):
-        axes.grid(True)
     figure.legend(loc="outside lower left", ncols=2)
     return figure
 
@@ -170,5 +165,5 @@ def _color(name: str, arms: Sequence[Record]) -> str:
     return COLORS[names.index(name) % len(COLORS)] if name in names else _NEUTRAL
 
 
-def _at_the_right(axes: Any, place: float, text: str) -> None:
+def _write_at_the_right(axes: Any, place: float, text: str) -> None:
     axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=9)

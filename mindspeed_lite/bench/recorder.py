@@ -7,6 +7,7 @@ Lines of `rank<R>-<pid>.jsonl`: `run` (model, device, features), `step` (time, l
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ import torch
 
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.bench import breakdown, environment
-from mindspeed_lite.bench.plan import Plan
+from mindspeed_lite.bench.plan import RunPlan
 from mindspeed_lite.bench.probes import profiler_ranges, train_step
 from mindspeed_lite.bench.probes.memory import MemoryProbe
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
@@ -31,18 +32,24 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Recorder:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        self.memory = MemoryProbe() if plan.memory else None
+        self.memory = MemoryProbe() if plan.job.memory else None
         self._rank = int(os.environ.get("RANK", "0"))
         path = Path(plan.records, f"rank{self._rank}-{os.getpid()}.jsonl")
         self._file = path.open("a", buffering=1)
         self._number = 0
-        self._last = plan.warmup + plan.steps + plan.profile
+        self._last = plan.job.warmup + plan.job.steps + plan.profile
         self._base = self._peak = 0
         self._live_base: int | None = 0
         self._given: list[str] = []
         self._building = contextlib.ExitStack()
+        self._end_if_hung(since=plan.launched)
+
+    def _end_if_hung(self, since: float) -> None:
+        """After the timeout print the stacks of all threads and exit."""
+        seconds = since + self.plan.job.timeout - time.time()
+        faulthandler.dump_traceback_later(min(max(1.0, seconds), 1e8), exit=True)
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
@@ -65,28 +72,28 @@ class Recorder:
         result = self._profiled(run) if is_profiled else self._timed(run)
         seconds = time.perf_counter() - began
         losses, grad_norm = train_step.read(result)
-        memory = _memory() - self._base
+        memory = (process_memory.resident() if _is_cpu() else torch.cuda.memory_allocated()) - self._base
         if not is_profiled:
-            self._peak = max(self._peak, _peak() - self._base)
+            peak = process_memory.peak_resident() if _is_cpu() else torch.cuda.max_memory_allocated()
+            self._peak = max(self._peak, peak - self._base)
         self._write(
             "step",
             iteration=self._number,
             seconds=seconds,
-            measured=not is_profiled and self._number > self.plan.warmup,
+            measured=not is_profiled and self._number > self.plan.job.warmup,
             loss=losses,
             grad_norm=grad_norm,
             live_bytes=_live(self._live_base, memory),
             peak_memory_bytes=self._peak,
             time=time.time(),
         )
+        self._end_if_hung(since=time.time())
         if self._number == self._last:
+            faulthandler.cancel_dump_traceback_later()
             active = runtime.current()
             fallbacks = active.session.report.fallbacks if active is not None else []
-            self._write(
-                "end",
-                fallbacks=[f"{each.feature}: {each.reason}" for each in fallbacks],
-                memory=self.memory.counted if self.memory else None,
-            )
+            texts = [f"{each.feature}: {each.reason}" for each in fallbacks]
+            self._write("end", fallbacks=texts, memory=self.memory.counted if self.memory else None)
         return result
 
     def _begin(self) -> None:
@@ -105,22 +112,18 @@ class Recorder:
         )
 
     def _timed(self, run: Callable[[], Any]) -> Any:
-        order: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.plan.arm.arithmetic == "other order":
-            order = ReversedReductionOrder()  # type: ignore[no-untyped-call, unused-ignore]
-        with order:
+        is_reversed = self.plan.arm.arithmetic == "other order"
+        with ReversedReductionOrder() if is_reversed else contextlib.nullcontext():  # type: ignore[no-untyped-call, unused-ignore]
             result = run()
         if not _is_cpu():
             torch.cuda.synchronize()
         return result
 
     def _profiled(self, run: Callable[[], Any]) -> Any:
-        remove = profiler_ranges.install()
-        try:
-            trace = Path(self.plan.trace, f"rank{self._rank}.json") if self.plan.trace else None
+        trace = self.plan.trace / f"rank{self._rank}.json" if self.plan.trace else None
+        with contextlib.ExitStack() as stack:
+            stack.callback(profiler_ranges.install())
             result, found = breakdown.profile(run, trace)
-        finally:
-            remove()
         self._write("breakdown", **found)
         return result
 
@@ -128,14 +131,6 @@ class Recorder:
 def _is_cpu() -> bool:
     current = platform.current()
     return current is None or current.name == "cpu"
-
-
-def _memory() -> int:
-    return process_memory.resident() if _is_cpu() else int(torch.cuda.memory_allocated())
-
-
-def _peak() -> int:
-    return process_memory.peak_resident() if _is_cpu() else int(torch.cuda.max_memory_allocated())
 
 
 def _live(base: int | None, memory: int) -> int | None:

@@ -6,36 +6,27 @@ import io
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import operator_tables, training_tables
-from .tables import Record, Table, View, tone
+from .tables import Record, View, tone
 from .wording import cleaned
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Markdown markup; an underscore inside a word is none.
 _MARKUP = re.compile(r"[\\`*\[\]|~$#!]|(?<!\w)_|_(?!\w)")
 _STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
 _LOG_LINES = 5
-_INDENT = (0, 0, 0, 2)
 
 
 def view(record: Record) -> View:
     record = cleaned(record)
-    return operator_tables.view(record) if record["kind"] == "bench-ops" else training_tables.view(record)
+    found = operator_tables.view(record) if record["kind"] == "bench-ops" else training_tables.view(record)
+    summary, details = ([table for table in tables if table.rows] for tables in (found.summary, found.details))
+    return found._replace(summary=summary, details=details)
 
 
-def markdown(record: Record, plots: Mapping[str, str]) -> str:
-    return _render(record, plots, html=False)
-
-
-def html(record: Record, plots: Mapping[str, str]) -> str:
-    return _render(record, plots, html=True)
-
-
-def _render(record: Record, plots: Mapping[str, str], html: bool) -> str:
+def render(record: Record, plots: Mapping[str, str], html: bool) -> str:
+    """HTML with SVG plots by name, or Markdown with captions of plots by name."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -58,6 +49,7 @@ def _escaped(value: Any) -> Any:
 def text(record: Record, columns: int, color: bool) -> str:
     from rich.console import Console
     from rich.padding import Padding
+    from rich.table import Table as Grid
     from rich.text import Text
 
     stream, shown = io.StringIO(), view(record)
@@ -66,29 +58,25 @@ def text(record: Record, columns: int, color: bool) -> str:
         force_jupyter=False, legacy_windows=False, no_color=not color, highlight=False, markup=False, emoji=False,
         _environ={},
     )  # fmt: skip
-    console.print(Text(shown.title, "bold", overflow="fold"))
-    console.print(Text(shown.headline, f"bold {_STYLES.get(shown.tone, '')}", overflow="fold"))
+
+    def show(content: str, style: str = "", indent: int = 0) -> None:
+        console.print(Padding(Text(content, style, overflow="fold"), (0, 0, 0, indent)))
+
+    show(shown.title, "bold")
+    show(shown.headline, f"bold {_STYLES.get(shown.tone, '')}")
     for table in (*shown.summary, *shown.details):
-        _print_table(console, table)
-    for block in shown.blocks:
-        console.print(Text(f"\n{block.title}", "bold", overflow="fold"))
-        for line in block.lines[-_LOG_LINES:]:
-            console.print(Padding(Text(line, overflow="fold"), _INDENT))
+        if table.title:
+            show(f"\n{table.title}", "bold")
+        grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.headers), header_style="dim")
+        for header, is_figure in zip(table.headers, table.figures, strict=True):
+            grid.add_column(header, justify="right" if is_figure else "left", overflow="fold")
+        for row in table.rows:
+            grid.add_row(*(Text(cell, _STYLES.get(tone(cell), "")) for cell in row))
+        console.print(Padding(grid, (0, 0, 0, 2)))
+        if table.note:
+            show(table.note, "dim", 2)
+    for title, lines in shown.blocks:
+        show(f"\n{title}", "bold")
+        for line in lines[-_LOG_LINES:]:
+            show(line, indent=2)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
-
-
-def _print_table(console: Console, table: Table) -> None:
-    from rich.padding import Padding
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    if table.title:
-        console.print(Text(f"\n{table.title}", "bold", overflow="fold"))
-    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.headers), header_style="dim")
-    for header, is_figure in zip(table.headers, table.figures, strict=True):
-        grid.add_column(header, justify="right" if is_figure else "left", overflow="fold")
-    for row in table.rows:
-        grid.add_row(*(Text(cell, _STYLES.get(tone(cell), "")) for cell in row))
-    console.print(Padding(grid, _INDENT))
-    if table.note:
-        console.print(Padding(Text(table.note, "dim", overflow="fold"), _INDENT))

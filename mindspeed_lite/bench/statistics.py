@@ -57,14 +57,14 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     mean = statistics.fmean(logs)
     if len(logs) == 1:
         return Ratio(math.exp(mean), None, None, pairs)
-    quantile = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else 1.98
-    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    t = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else 1.98
+    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), pairs)
 
 
-def quantile(values: Sequence[float], fraction: float) -> float:
-    ordered = sorted(values)
-    place = fraction * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """10 % and 90 % quantile."""
+    if len(values) == 1:
+        return values[0], values[0]
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return deciles[0], deciles[-1]

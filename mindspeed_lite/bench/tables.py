@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .wording import UNKNOWN, rate
 
@@ -35,20 +35,15 @@ class Table:
         return [all(map(_is_figure, column)) for column in zip(*self.rows, strict=True)]
 
 
-@dataclass(frozen=True)
-class Block:
-    title: str
-    lines: Sequence[str]
+class View(NamedTuple):
+    """Plots stand between `summary` and `details`; tables without rows are left out. blocks: title and lines."""
 
-
-@dataclass(frozen=True)
-class View:
     title: str
     headline: str
     tone: str
     summary: Sequence[Table]
     details: Sequence[Table]
-    blocks: Sequence[Block]
+    blocks: Sequence[tuple[str, Sequence[str]]]
 
 
 def tone(cell: str) -> str:
@@ -58,10 +53,6 @@ def tone(cell: str) -> str:
 
 def _is_figure(cell: str) -> bool:
     return cell == UNKNOWN or (cell[:1].isdigit() and ", " not in cell)
-
-
-def filled(*tables: Table) -> list[Table]:
-    return [table for table in tables if table.rows]
 
 
 def findings(record: Record) -> Table:
@@ -81,13 +72,10 @@ def conditions(record: Record) -> Table:
         "settings": record["settings"],
         "measured": record["created"],
         "files": [name for names in record.get("files", {}).values() for name in names],
+        "command": shlex.join(record.get("command") or ()),
     }
     rows = [(name.replace("_", " "), text) for name, value in found.items() if (text := _text(value))]
     return Table("Conditions", ("", ""), rows)
-
-
-def command(record: Record) -> list[Block]:
-    return [Block("Command", [shlex.join(record["command"])])] if record.get("command") else []
 
 
 def _text(value: Any) -> str:

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_lite.bench.statistics import quantile
-
-CONFIDENCE = 0.95
+from mindspeed_lite.bench.statistics import spread
 
 _MAX_CALLS = 100_000
 _MAX_QUEUED_CALLS = 16  # launch queues are finite
@@ -25,6 +23,7 @@ _SPIN_CYCLES = 2_000_000
 _CYCLES_PER_SECOND = 3e9  # half again as many as a GPU has
 
 Call = Callable[[], object]
+_clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,26 @@ class Sample(NamedTuple):
 
     device: float
     host: float
-    waits: bool
+    waits: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return max(self.device, self.host)
 
 
 @dataclass(frozen=True)
 class Timing:
+    """Median seconds of a call; low, high: 10 % and 90 % quantile."""
+
+    samples: Sequence[Sample]
     seconds: float
     low: float
     high: float
-    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Timing:
+        seconds = [each.seconds for each in samples]
+        return cls(samples, statistics.median(seconds), *spread(seconds))
 
     @property
     def device(self) -> float:
@@ -67,52 +77,35 @@ class Timing:
     def host(self) -> float:
         return statistics.median(each.host for each in self.samples)
 
-
-class Ratio(NamedTuple):
-    """Median of the rounds' ratios with its confidence interval."""
-
-    ratio: float
-    low: float
-    high: float
+    def over(self, other: Timing) -> tuple[float, float, float]:
+        """Median, 10 % and 90 % quantile of the rounds' ratios."""
+        ratios = [a.seconds / b.seconds for a, b in zip(self.samples, other.samples, strict=True)]
+        return (statistics.median(ratios), *spread(ratios))
 
 
 def time_interleaved(
-    contenders: Mapping[str, Call],
-    effort: Effort,
-    device: str = "cpu",
-    clock: Callable[[], float] = time.perf_counter,
+    contenders: Mapping[str, Call], effort: Effort, device: str = "cpu"
 ) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Timings by name, and errors of those that failed."""
     errors: dict[str, str] = {}
     calls: dict[str, int] = {}
     for name, run in contenders.items():
         try:
-            calls[name] = _calls(run, effort, device, clock)
+            calls[name] = _calls(run, effort, device)
         except Exception as error:
             errors[name] = format_error(error)
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
-    start = clock()
-    least, most = effort.rounds
-    for number in range(most):
-        if number >= least and clock() - start >= effort.seconds:
+    start = _clock()
+    for number in range(effort.rounds[1]):
+        if number >= effort.rounds[0] and _clock() - start >= effort.seconds:
             break
         for name in list(calls):
             try:
-                samples[name].append(_sample(contenders[name], calls[name], device, clock))
+                samples[name].append(_sample(contenders[name], calls[name], device))
             except Exception as error:
                 errors[name] = format_error(error)
                 del calls[name]
-    return {name: timing(samples[name]) for name in calls}, errors
-
-
-def timing(samples: Sequence[Sample]) -> Timing:
-    ordered = sorted(max(each.device, each.host) for each in samples)
-    return Timing(statistics.median(ordered), quantile(ordered, 0.1), quantile(ordered, 0.9), tuple(samples))
-
-
-def ratio(of: Timing, over: Timing) -> Ratio:
-    pairs = sorted(max(a[:2]) / max(b[:2]) for a, b in zip(of.samples, over.samples, strict=True))
-    skip = _outside(len(pairs))
-    return Ratio(statistics.median(pairs), pairs[skip], pairs[-1 - skip])
+    return {name: Timing.of(samples[name]) for name in calls}, errors
 
 
 def format_error(error: BaseException) -> str:
@@ -120,13 +113,13 @@ def format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:400].rstrip(": ")
 
 
-def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -> int:
+def _calls(run: Call, effort: Effort, device: str) -> int:
+    """Number of calls that take `sample_seconds`."""
     for _ in range(effort.warmup):
         run()
-    most = _MAX_CALLS if device == "cpu" else _MAX_QUEUED_CALLS
-    calls = 1
+    calls, most = 1, _MAX_CALLS if device == "cpu" else _MAX_QUEUED_CALLS
     while True:
-        seconds = max(_sample(run, calls, device, clock)[:2]) * calls
+        seconds = _sample(run, calls, device).seconds * calls
         if seconds >= effort.sample_seconds or calls >= most:
             return calls
         # Slightly more than needed, bounded for readings too short to trust.
@@ -134,12 +127,12 @@ def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -
         calls = min(most, max(calls + 1, min(math.ceil(wanted), calls * 100)))
 
 
-def _sample(run: Call, calls: int, device: str, clock: Callable[[], float]) -> Sample:
+def _sample(run: Call, calls: int, device: str) -> Sample:
     if device != "cpu":
         return _device_sample(getattr(torch, device), run, calls)
     # Without garbage collection, as in timeit.
-    seconds = timeit.Timer(run, timer=clock).timeit(calls) / calls
-    return Sample(seconds, seconds, False)
+    seconds = timeit.Timer(run, timer=_clock).timeit(calls) / calls
+    return Sample(seconds, seconds)
 
 
 def _device_sample(module: Any, run: Call, calls: int) -> Sample:
@@ -166,16 +159,3 @@ def _queued(module: Any, run: Call, calls: int, cycles: int) -> Sample:
     end.record()
     module.synchronize()
     return Sample(start.elapsed_time(end) / 1e3 / calls, seconds, waits)
-
-
-def _outside(count: int) -> int:
-    """Sorted values outside the median's confidence interval per side (sign test).
-
-    Below six values the interval is the whole range.
-    """
-    skip, missed = 0, 1 / 2**count  # probability that the median lies beyond the outermost value
-    while True:
-        missed += math.comb(count, skip + 1) / 2**count
-        if missed > (1 - CONFIDENCE) / 2:
-            return skip
-        skip += 1

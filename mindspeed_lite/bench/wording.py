@@ -15,7 +15,6 @@ UNKNOWN = "-"
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NOT_FINITE = ("nan", "inf", "-inf")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
-_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 
@@ -29,23 +28,18 @@ def cleaned(value: Any) -> Any:
 
 def significant(value: float, digits: int = 3) -> str:
     """Number to so many digits, without exponent, thousands separated."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return "0"
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
     rounded = float(f"{value:.{digits - 1}e}")
     return f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
 
 
-def _scaled(value: float | None, units: Sequence[tuple[str, float]], digits: int, suffix: str = "") -> str:
-    if value is None:
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return f"0 {units[0][0] if units is _SECONDS else units[-1][0]}{suffix}".rstrip()
-    unit, scale = next((each for each in units if float(f"{abs(value) / each[1]:.{digits - 1}e}") >= 1), units[-1])
-    return f"{significant(value / scale, digits)} {unit}{suffix}".rstrip()
+def _scaled(value: float | None, units: Sequence[tuple[str, float]], digits: int, unit: str = "") -> str:
+    if value is None or not math.isfinite(value):
+        return UNKNOWN if value is None else str(value)
+    fits = (each for each in units if float(f"{abs(value) / each[1]:.{digits - 1}e}") >= 1)
+    prefix, scale = next(fits, units[-1]) if value else next(each for each in units if each[1] == 1.0)
+    return f"{significant(value / scale, digits)} {prefix}{unit}"
 
 
 def seconds(value: float | None) -> str:
@@ -55,7 +49,7 @@ def seconds(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Decimal units: `812 MB`, `1.52 GB`."""
-    return _scaled(value, _BYTES, 3)
+    return _scaled(value, _PREFIXES[1:], 3, "B")
 
 
 def rate(value: float | None, unit: str) -> str:
@@ -80,15 +74,6 @@ def difference(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2e}" if value else "0"
 
 
-def between(low: float | None, high: float | None) -> str:
-    """`405.8 to 420.2 ms`."""
-    if low is None or high is None:
-        return UNKNOWN
-    first, last = seconds(low), seconds(high)
-    start, _, unit = first.partition(" ")
-    return f"{start if unit == last.partition(' ')[2] else first} to {last}"
-
-
 def interval(value: float | None, low: float | None = None, high: float | None = None) -> str:
     """`1.24x (1.20 to 1.28)`; three digits near 1."""
     if value is None:
@@ -106,10 +91,5 @@ def judged(ratio: Mapping[str, Any] | None) -> str:
         return UNKNOWN
     verdict = ratio["verdict"].partition(":")[0]
     if verdict == TOO_FEW:  # mean and interval have no meaning
-        low, high = min(ratio["pairs"]), max(ratio["pairs"])
-        return f"{low:.2f}x to {high:.2f}x, {verdict}"
+        return f"{min(ratio['pairs']):.2f}x to {max(ratio['pairs']):.2f}x, {verdict}"
     return f"{interval(ratio['ratio'], ratio.get('low'), ratio.get('high'))}, {verdict}"
-
-
-def listed(values: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(values[:-1]), *values[-1:])))

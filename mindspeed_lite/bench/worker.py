@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import signal
 from typing import Any
 
-from mindspeed_lite.bench.plan import Plan
+from mindspeed_lite.bench.plan import RunPlan
 
 
 @functools.cache
@@ -19,12 +17,10 @@ def start(path: str) -> None:
     from mindspeed_lite.bench.recorder import Recorder
     from mindspeed_lite.platform import allocator
 
-    plan = Plan.read(path)
+    plan = RunPlan.read(path)
     current = platform.current()
-    if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
+    if plan.job.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
-    if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
     recorder = Recorder(plan)
 
     def prepare(args: Any) -> None:
@@ -39,28 +35,26 @@ def start(path: str) -> None:
     train_step.install(recorder.step)
 
 
-def choose_features(args: Any, plan: Plan) -> list[str]:
+def choose_features(args: Any, plan: RunPlan) -> list[str]:
     """Turn features off and on; return those of the command itself."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings
 
-    catalogue = runtime.catalogue()
+    catalogue, arm = runtime.catalogue(), plan.arm
     settings = Settings.of(catalogue.options(), args)
     given = [feature.name for feature in catalogue if feature.is_enabled(settings)]
-    arm = plan.arm
     if arm.choice != "given":
         setattr(args, runtime.AUTO.dest, arm.choice == "all")
-    chosen = {*plan.beside, *{"only": arm.features, "given": given}.get(arm.choice, ())}
+    chosen = {*plan.job.beside, *(given if arm.choice in ("given", "all") else arm.features)}
     for feature in catalogue:
-        if feature.name in chosen and feature.name not in given:
-            switch = feature.options[0] if feature.options else None
-            if switch is None or not switch.is_switch:
+        if feature.name in given and feature.name not in chosen:
+            for option in feature.options:
+                setattr(args, option.dest, option.default)
+        elif feature.name in chosen and feature.name not in given:
+            if not feature.options or not feature.options[0].is_switch:
                 raise SystemExit(
                     f"mindspeed-lite bench: feature `{feature.name}` needs a value that only you can choose: "
                     f"give its flag in the command."
                 )
-            setattr(args, switch.dest, True)
-        elif feature.name in given and feature.name not in chosen and arm.choice != "all":
-            for option in feature.options:
-                setattr(args, option.dest, option.default)
+            setattr(args, feature.options[0].dest, True)
     return given

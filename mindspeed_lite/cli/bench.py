@@ -96,16 +96,14 @@ def main(options: argparse.Namespace) -> int:
         command, folder, options.warmup, options.steps, options.timeout, options.allocator, beside=options.beside
     )
     benchmark = training.Benchmark(
-        training.Request(
-            job=job,
-            mode=options.mode,
-            features=options.features,
-            repeats=options.repeats,
-            baseline=options.rounding_baseline == "auto",
-            profile=not options.no_profile,
-            trace=options.trace,
-            title=options.title or Path(scripts[0] if scripts else command[0]).name,
-        )
+        job,
+        title=options.title or Path(scripts[0] if scripts else command[0]).name,
+        mode=options.mode,
+        features=options.features,
+        repeats=options.repeats,
+        baseline=options.rounding_baseline == "auto",
+        profile=not options.no_profile,
+        trace=options.trace,
     )
     return _measure(benchmark, folder, is_new)
 

@@ -34,11 +34,11 @@ def main(options: argparse.Namespace) -> int:
     file = Path(options.out) if options.out else default_file()
     if file is None:
         raise CommandError("there is no folder for the file: name one with --out FILE")
-    from mindspeed_lite.bench.calibration import measure
+    from mindspeed_lite.bench import calibration
 
     try:
-        found = measure.measure(options.processes, options.seconds)
-    except measure.CalibrationError as error:
+        found = calibration.measure(options.processes, options.seconds)
+    except calibration.CalibrationError as error:
         raise CommandError(error, 1) from error
     with writing("--out", str(file)):
         file.write_text(json.dumps(found, indent=1) + "\n")

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from mindspeed_lite.bench.calibration import measure, operators
-from mindspeed_lite.bench.calibration.operators import OperatorCase
+from mindspeed_lite.bench import calibration
+from mindspeed_lite.bench.calibration import operators
 from mindspeed_lite.planner.calibrated import _SIZES
 
 
 def test_every_operator_runs_and_has_the_shape_that_the_planner_reads() -> None:
     seen = set()
-    for case in operators.cases():
-        assert len(case.shape) == _SIZES.get(case.key[0], 1) and case.work >= 1
-        if case.key not in seen:
-            seen.add(case.key)
-            case.run()
+    for key, shape, work, run in operators.cases():
+        assert len(shape) == _SIZES.get(key[0], 1) and work >= 1
+        if key not in seen:
+            seen.add(key)
+            run()
     names = {key[0] for key in seen}
     assert names == {
         *("product", "grouped", "scores", "flash", "optimizer", "norm", "activation", "rope", "loss", "residual"),
@@ -28,17 +28,18 @@ def test_every_operator_runs_and_has_the_shape_that_the_planner_reads() -> None:
 
 
 def test_times_are_positive_and_overheads_follow_the_cost_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "cases", lambda: iter([OperatorCase(("a",), (1.0,), 2.0, lambda: None)]))
-    (found,) = measure.time_operators(1e-3)
+    monkeypatch.setattr(operators, "cases", lambda: iter([(("a",), (1.0,), 2.0, lambda: None)]))
+    (found,) = calibration.time_operators(1e-3)
     assert found["seconds"] > 0 and (found["key"], found["shape"], found["work"]) == (("a",), (1.0,), 2.0)
-    monkeypatch.setattr(measure, "_median_seconds", lambda run, seconds: 50e-5)
-    assert measure.host_overheads() == pytest.approx({name: calls * 1e-5 for name, calls in measure.HOST_CALLS.items()})
+    monkeypatch.setattr(calibration, "_median_seconds", lambda run, seconds: 50e-5)
+    expected = {name: calls * 1e-5 for name, calls in calibration.HOST_CALLS.items()}
+    assert calibration.host_overheads() == pytest.approx(expected)
 
 
 def test_a_process_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any, **options: Any) -> None:
-        raise measure.ProcessRaisedException("\n-- Process 1 --\nTraceback\nMemoryError: no room\n", 1, 2)
+        raise calibration.ProcessRaisedException("\n-- Process 1 --\nTraceback\nMemoryError: no room\n", 1, 2)
 
-    monkeypatch.setattr(measure, "spawn", fails)
-    with pytest.raises(measure.CalibrationError, match=r"^a process failed: MemoryError: no room$"):
-        measure.measure(2, 1.0)
+    monkeypatch.setattr(calibration, "spawn", fails)
+    with pytest.raises(calibration.CalibrationError, match=r"^a process failed: MemoryError: no room$"):
+        calibration.measure(2, 1.0)

@@ -1,6 +1,5 @@
-"""bench-ops: that a wrong answer gets no time, what counts as a regression, the report, and the command."""
+"""bench-ops: a wrong answer gets no time, what is a regression, the report, and the command."""
 
-import copy
 import json
 import re
 from dataclasses import replace
@@ -51,135 +50,48 @@ def tiny(*contenders):
     )
 
 
-def measured(*contenders, **keywords):
-    return run.run([tiny(*contenders)], CPU, torch.float32, FAST, **keywords)
+def measured(*contenders, case=None, **keywords):
+    return run.run([case or tiny(*contenders)], CPU, torch.float32, FAST, **keywords)
 
 
 def contender(report, name, row=0):
     return next(each for each in report["rows"][row]["contenders"] if each["name"] == name)
 
 
-# Equivalence
-
-
-def test_a_wrong_contender_is_caught_and_not_timed():
-    report = measured(Contender("wrong", lambda: lambda x: 2.1 * x))
-    wrong = contender(report, "wrong")
-    assert wrong["seconds"] is None and wrong["ratio"] is None and "does not agree with ours" in wrong["error"]
-    assert any(each["severity"] == "warning" and "wrong" in each["text"] for each in report["findings"])
-    assert contender(report, "torch")["error"] is None and report["complete"]
-
-
 @pytest.mark.parametrize(
     ("planted", "word"),
     [
+        (lambda x: 2.1 * x, "output differs"),
         (lambda x: 2 * x.detach() + 0 * x, "gradient of input 1"),
         (lambda x: 2 * x if torch.is_grad_enabled() else x, "output without gradients"),
-        (lambda x: 2 * x * float("nan"), "nan"),
+        (lambda x: 2 * x * float("nan"), "inf"),
         (lambda x: (2 * x).double(), "torch.float64"),
         (lambda x: (2 * x)[None], "(1, 4)"),
     ],
 )
-def test_every_way_to_be_wrong_is_caught(planted, word):
-    assert word in contender(measured(Contender("wrong", lambda: planted)), "wrong")["error"]
+def test_every_way_to_be_wrong_is_caught_and_not_timed(planted, word):
+    report = measured(Contender("wrong", lambda: planted), Contender("near", lambda: lambda x: 2 * x * (1 + 1e-6)))
+    wrong = contender(report, "wrong")
+    assert wrong["seconds"] is None and wrong["ratio"] is None
+    assert "does not agree with ours" in wrong["error"] and word in wrong["error"]
+    assert any(each["severity"] == "warning" and "wrong" in each["text"] for each in report["findings"])
+    assert contender(report, "near")["error"] is None and report["complete"]
 
 
-def test_rounding_is_no_disagreement():
-    error = contender(measured(Contender("near", lambda: lambda x: 2 * x * (1 + 1e-6))), "near")["error"]
-    assert error is None
-
-
-def test_a_contender_that_fails_has_its_error():
+def test_what_fails_has_its_error_and_the_others_their_times():
     def no_compiler():
         raise ImportError("no C++ compiler")
 
     report = measured(Contender("peer", no_compiler))
     assert contender(report, "peer")["error"] == "ImportError: no C++ compiler"
     assert any(each["severity"] == "note" and "no C++ compiler" in each["text"] for each in report["findings"])
-
-
-def test_without_ours_the_others_still_have_times():
-    case = tiny()
     broken = Contender("mindspeed_lite", lambda: lambda x: x / [])
-    report = run.run([replace(case, contenders=(broken, *case.contenders[1:]))], CPU, torch.float32, FAST)
+    report = measured(case=replace(tiny(), contenders=(broken, *tiny().contenders[1:])))
     assert "TypeError" in contender(report, "mindspeed_lite")["error"]
     assert contender(report, "torch")["seconds"] > 0 and contender(report, "torch")["ratio"] is None
     assert report["findings"][0]["severity"] == "failure"
-
-
-def test_inputs_that_do_not_fit_are_an_error_of_every_contender():
-    def too_large():
-        raise MemoryError("no room")
-
-    report = run.run([replace(tiny(), make=too_large)], CPU, torch.float32, FAST)
-    assert {each["error"] for each in report["rows"][0]["contenders"]} == {"MemoryError: no room"}
-
-
-# The report
-
-
-def fields(heading):
-    """Field -> the names that its meaning puts in code, outside parentheses, from the tables of a section."""
-    text = DOC.read_text().split(f"## {heading}\n", 1)[1]
-    text = re.split(r"\n## ", text, maxsplit=1)[0]
-    found = {}
-    for names, meaning in re.findall(r"^\| (`[^|]*) \|(?: [a-z ]+ \|)? ?(.*) \|$", text, re.M):
-        outside = re.sub(r"\([^()]*\)", "", meaning)
-        for name in re.findall(r"`(\w+)`", names):
-            found[name] = (set(re.findall(r"`(\w+)`", outside)), set(re.findall(r"`(\w+)`", meaning)))
-    return text, found
-
-
-def test_the_report_has_the_fields_of_its_page():
-    report = measured(Contender("wrong", lambda: lambda x: 3 * x))
-    _, shared = fields('`kind: "bench"`')
-    text, own = fields('`kind: "bench-ops"`')
-    before = text.partition("as above")[0]
-    top = set(re.findall(r"`(\w+)`", before)) | {"rows"}
-    assert {"schema_version", "environment", "findings"} <= top <= set(report)
-    assert report["schema_version"] == 1 and report["kind"] == "bench-ops"
-    for field in ("settings", "environment", "ceiling"):
-        required, _ = shared[field]
-        assert required and required <= set(report[field]), field
-    assert shared["findings"][0] == set(report["findings"][0])
-    for row in report["rows"]:
-        assert set(row) == set(own)
-        required, named = own["contenders"]
-        required |= {"ratio_low", "ratio_high"}
-        for each in row["contenders"]:
-            assert set(each) == required and required <= named
-    assert own["earlier"][0] == set(earlier.judge(report["rows"][0], report["ceiling"], loaded(report)))
-    json.loads(json.dumps(report, allow_nan=False))
-
-
-def test_shares_of_the_ceiling():
-    report = measured()
-    assert [row["direction"] for row in report["rows"]] == ["forward", "forward+backward"]
-    row, ours = report["rows"][0], contender(report, "mindspeed_lite")
-    assert row["bound"] == "memory" and ours["ratio"] == ours["ratio_low"] == ours["ratio_high"] == 1
-    assert ours["bytes_per_second"] == pytest.approx(32 / ours["seconds"])
-    assert ours["of_ceiling"] == pytest.approx(ours["bytes_per_second"] / 1e10)
-
-
-def test_a_ceiling_that_is_higher_at_the_end_is_the_one_that_counts(monkeypatch):
-    found = iter([ceiling.Ceiling(2e11, 1e10, "at first"), ceiling.Ceiling(1e11, 3e10, "at the end")])
-    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: next(found))
-    report = measured()
-    assert report["ceiling"] == {"flops_per_second": 2e11, "bytes_per_second": 3e10, "source": "at first"}
-    ours = contender(report, "mindspeed_lite")
-    assert ours["of_ceiling"] == pytest.approx(ours["bytes_per_second"] / 3e10)
-
-
-def test_the_ceiling_of_a_row_is_measured_beside_its_operator(monkeypatch):
-    found = iter([ceiling.Ceiling(1e11, bandwidth, "measured") for bandwidth in (1e10, 3e10, 2e10)])
-    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: next(found))
-    cases = [tiny(), replace(tiny(), operator="triple")]
-    report = run.run([replace(each, both=None) for each in cases], CPU, torch.float32, FAST)
-    assert [row["ceiling_per_second"] for row in report["rows"]] == [3e10, 3e10]
-    found = iter([ceiling.Ceiling(1e11, bandwidth, "measured") for bandwidth in (1e10, 2e10, 3e10)])
-    report = run.run([replace(each, both=None) for each in cases], CPU, torch.float32, FAST)
-    assert [row["ceiling_per_second"] for row in report["rows"]] == [2e10, 3e10]
-    assert report["ceiling"]["bytes_per_second"] == 3e10
+    report = measured(case=replace(tiny(), make=lambda: 1 / 0))
+    assert {each["error"] for each in report["rows"][0]["contenders"]} == {"ZeroDivisionError: division by zero"}
 
 
 def test_a_library_with_a_layout_of_its_own_is_timed_in_it():
@@ -198,30 +110,54 @@ def test_a_library_with_a_layout_of_its_own_is_timed_in_it():
     assert notes[0] == "parts in double, not part of its time: two parts"
     wrong = replace(function, restore=lambda parts: torch.cat(parts[::-1]))
     assert "does not agree" in contender(measured(Contender("parts", lambda: wrong)), "parts")["error"]
-    full = replace(function, arrange=lambda x: (x.clone(),) if x.requires_grad else 1 / 0, call=lambda x: 2 * x,
-                   restore=lambda x: x)  # fmt: skip
-    assert "ZeroDivisionError" in contender(measured(Contender("parts", lambda: full)), "parts")["error"]
 
 
-def test_the_nearer_ceiling_is_the_bound():
-    case = replace(tiny(), forward=Work(32, 10**9))
-    report = run.run([case], CPU, torch.float32, FAST)
-    assert report["rows"][0]["bound"] == "compute"
+def test_the_report_has_the_fields_of_its_page():
+    """Outside parentheses, in code, the meaning of a field names the fields within."""
+    text = DOC.read_text().split('## `kind: "bench-ops"`\n', 1)[1]
+    documented = {
+        name: set(re.findall(r"`(\w+)`", re.sub(r"\([^()]*\)", "", meaning)))
+        for names, meaning in re.findall(r"^\| (`[^|]*) \| ?(.*) \|$", text, re.M)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    report = measured(Contender("wrong", lambda: lambda x: 3 * x))
+    assert set(re.findall(r"`(\w+)`", text.partition("a list:")[0])) == set(report) - {"command"}
+    for row in report["rows"]:
+        assert set(row) == set(documented)
+        assert all(set(each) == documented["contenders"] | {"ratio_low", "ratio_high"} for each in row["contenders"])
+    assert documented["earlier"] == set(earlier.judge(report["rows"][0], report["ceiling"], loaded(report)))
+    json.loads(json.dumps(report, allow_nan=False))
+
+
+def test_shares_of_the_nearer_ceiling():
+    report = measured()
+    assert [row["direction"] for row in report["rows"]] == ["forward", "forward+backward"]
+    row, ours = report["rows"][0], contender(report, "mindspeed_lite")
+    assert row["bound"] == "memory" and ours["ratio"] == ours["ratio_low"] == ours["ratio_high"] == 1
+    assert ours["bytes_per_second"] == pytest.approx(32 / ours["seconds"])
+    assert ours["of_ceiling"] == pytest.approx(ours["bytes_per_second"] / 1e10)
+    report = measured(case=replace(tiny(), forward=Work(32, 10**9)))
     ours = contender(report, "mindspeed_lite")
+    assert report["rows"][0]["bound"] == "compute"
     assert ours["of_ceiling"] == pytest.approx(ours["flops_per_second"] / 1e11)
+
+
+def test_the_ceiling_of_a_row_is_measured_before_its_operator_and_the_highest_is_the_reports(monkeypatch):
+    found = iter([ceiling.Ceiling(2e11, 1e10, "first"), ceiling.Ceiling(1e11, 3e10, "second")])
+    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: next(found))
+    problems = [replace(tiny(), both=None, operator=name) for name in ("double", "triple")]
+    report = run.run(problems, CPU, torch.float32, FAST)
+    assert [row["ceiling_per_second"] for row in report["rows"]] == [1e10, 3e10]
+    assert report["ceiling"] == {"flops_per_second": 2e11, "bytes_per_second": 3e10, "source": "first"}
 
 
 def test_being_slower_than_plain_torch_is_a_warning():
     row = measured()["rows"][0]
-    for each in row["contenders"]:
-        each.update(ratio=0.5, ratio_low=0.4, ratio_high=0.6)
-    findings = []
-    run._judge(row, findings)
-    assert [each["severity"] for each in findings] == ["warning"] and "slower than torch" in findings[0]["text"]
-    row["contenders"][1].update(ratio_high=1.1)
-    findings.clear()
-    run._judge(row, findings)
-    assert not findings
+    for high, expected in ((0.6, ["warning"]), (1.1, [])):
+        row["contenders"][1].update(ratio=0.5, ratio_low=0.4, ratio_high=high)
+        findings = run.Findings()
+        run._judge(row, findings)
+        assert [each["severity"] for each in findings if "slower than torch" in each["text"]] == expected
 
 
 def test_an_interruption_leaves_what_is_finished():
@@ -229,8 +165,8 @@ def test_an_interruption_leaves_what_is_finished():
         if done == 1:
             raise KeyboardInterrupt
 
-    cases = [tiny(), replace(tiny(), name="5"), replace(tiny(), name="6")]
-    report = run.run(cases, CPU, torch.float32, FAST, tell=interrupt)
+    problems = [replace(tiny(), name=name) for name in "456"]
+    report = run.run(problems, CPU, torch.float32, FAST, tell=interrupt)
     assert not report["complete"] and {row["case"] for row in report["rows"]} == {"4"}
     assert "interrupted after 1 of 3" in report["findings"][0]["text"]
 
@@ -243,37 +179,36 @@ def loaded(report):
     return earlier._REPORT(found)
 
 
-def row_taking(seconds, spread=0.05, bound="memory"):
+def row_taking(seconds, spread, bound):
     ours = {"name": "mindspeed_lite", "seconds": seconds, "low": seconds * (1 - spread), "high": seconds * (1 + spread)}
     names = ("operator", "case", "direction", "device", "dtype")
     return dict.fromkeys(names, "x") | {"bound": bound, "contenders": [ours]}
 
 
-def verdict(now, then, now_ceiling=1e10, **keywords):
-    row, before = row_taking(now, **keywords), row_taking(then, **keywords)
-    ceilings = {"flops_per_second": 1e11, "bytes_per_second": now_ceiling}
-    report = {"rows": [before], "environment": {"device": "x"}}
-    report["ceiling"] = {"flops_per_second": 1e11, "bytes_per_second": 1e10}
-    return earlier.judge(row, ceilings, loaded(report))
-
-
-def test_a_regression_is_found_and_noise_is_not():
-    assert verdict(1.5, 1.0)["verdict"] == "regression" and verdict(1.5, 1.0)["ratio"] == pytest.approx(1.5)
-    assert verdict(0.5, 1.0)["verdict"] == "faster"
-    assert verdict(1.05, 1.0)["verdict"] == "same"
-    assert verdict(1.5, 1.0, spread=0.3)["verdict"] == "same"  # the spreads overlap
-    assert verdict(1.08, 1.0, spread=0.001)["verdict"] == "same"  # apart, and less than the ceilings are worth
-
-
-def test_each_time_is_against_the_ceiling_of_its_own_run():
-    assert verdict(2.0, 1.0, now_ceiling=0.5e10)["verdict"] == "same"  # half the machine, twice the time
-    assert verdict(1.0, 1.0, now_ceiling=2e10)["verdict"] == "regression"
-    assert verdict(1.0, 1.0, now_ceiling=2e10, bound="compute")["verdict"] == "same"
+@pytest.mark.parametrize(
+    ("seconds", "spread", "bytes_per_second", "bound", "verdict"),
+    [
+        (1.5, 0.05, 1e10, "memory", "regression"),
+        (0.5, 0.05, 1e10, "memory", "faster"),
+        (1.05, 0.05, 1e10, "memory", "same"),
+        (1.5, 0.3, 1e10, "memory", "same"),  # the spreads overlap
+        (1.08, 0.001, 1e10, "memory", "same"),  # apart, and less than the ceilings are worth
+        (2.0, 0.05, 0.5e10, "memory", "same"),  # half the machine, twice the time
+        (1.0, 0.05, 2e10, "memory", "regression"),
+        (1.0, 0.05, 2e10, "compute", "same"),
+    ],
+)
+def test_a_regression_is_found_against_the_ceiling_of_each_run(seconds, spread, bytes_per_second, bound, verdict):
+    ceilings = [{"flops_per_second": 1e11, "bytes_per_second": each} for each in (bytes_per_second, 1e10)]
+    before = {"rows": [row_taking(1.0, spread, bound)], "environment": {"device": "x"}, "ceiling": ceilings[1]}
+    found = earlier.judge(row_taking(seconds, spread, bound), ceilings[0], loaded(before))
+    assert found["verdict"] == verdict and found["ratio"] == pytest.approx(
+        seconds * (bytes_per_second / 1e10 if bound == "memory" else 1)
+    )
 
 
 def test_a_row_without_a_counterpart_has_no_verdict():
-    report = measured()
-    other = copy.deepcopy(report)
+    other = json.loads(json.dumps(measured()))
     for row in other["rows"]:
         row["case"] = "another"
     other["environment"]["device"] = "another device"
@@ -294,15 +229,12 @@ def test_a_row_without_a_counterpart_has_no_verdict():
         ('{"kind": "bench-ops", "schema_version": 1, "ceiling": null}', "ceiling: want an object, not null"),
     ],
 )
-def test_an_earlier_report_that_cannot_be_used_is_one_error(tmp_path, capsys, text, word):
+def test_an_earlier_report_that_cannot_be_used_is_one_error(tmp_path, text, word):
     file = tmp_path / "report.json"
     if text is not None:
         file.write_text(text)
     with pytest.raises(JsonFileError, match=word):
         earlier.load(str(file))
-    assert cli.main(["bench-ops", "--compare", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "--compare" in said and word in said
 
 
 # The command line
@@ -326,26 +258,6 @@ def test_comparing_with_oneself_and_with_someone_faster(tmp_path, capsys):
     assert [each["severity"] for each in found["findings"]][:2] == ["failure"] * 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--op", "rms_nrm"], ["--op", "did you mean rms_norm?"]),
-        (["--shapes", "16x16"], ["--shapes", "NAME:16x16"]),
-        (["--op", "rms_norm", "--shapes", "16"], ["--shapes", "'16'", "ROWSxHIDDEN"]),
-        (["--op", "rms_norm", "--shapes", "attention:s=1,n=1,d=1"], ["not among the --op"]),
-        (["--shapes", "atention:s=1,n=1,d=1"], ["did you mean attention?"]),
-        (["--device", "cuda"], ["--device", "no CUDA"]),
-        (["--device", "cpu", "--against", "apex"], ["--against apex", "not installed", "build NVIDIA Apex"]),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_measured(arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: pytest.fail("measured"))
-    assert cli.main(["bench-ops", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(word in said for word in words), said
-
-
 def test_peers_that_were_asked_for_must_be_there_and_have_the_operators(capsys, monkeypatch):
     declared = {(peer, each.package) for name in OPERATORS for peer, each in cases(name).peers.items() if each.package}
     assert declared == {(name, module) for name, (module, _) in bench_ops.PEERS.items()}
@@ -361,13 +273,6 @@ def test_peers_that_were_asked_for_must_be_there_and_have_the_operators(capsys, 
     problems = bench_ops.chosen_problems({"adamw": [], "rms_norm": []}, **given)
     found = {each.operator: [one.name for one in each.contenders] for each in problems}
     assert found["rms_norm"][3:] == ["liger"] and "liger" not in found["adamw"]
-
-
-def test_an_unwritable_folder_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: pytest.fail("measured"))
-    (tmp_path / "file").write_text("")
-    assert cli.main(["bench-ops", *RMS_NORM, "--out", str(tmp_path / "file")]) == 2
-    assert "--out: cannot write into" in capsys.readouterr().err
 
 
 def test_shapes_of_several_operators(capsys):
@@ -386,8 +291,7 @@ def test_dtypes_are_those_of_the_ceiling():
 
 
 def test_help_names_every_shape(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench-ops", "--help"])
+    assert cli.main(["bench-ops", "--help"]) == 0
     said = capsys.readouterr().out
     assert all(cases(name).cpu[0] in said and name in said for name in OPERATORS)
 

@@ -11,8 +11,7 @@ from mindspeed_lite.bench import output, plots, report
 def renderers(monkeypatch):
     """Placeholders, so that this file tests the writing alone."""
     monkeypatch.setattr(plots, "draw", lambda record, folder: {"time.png": "<svg>"})
-    monkeypatch.setattr(report, "markdown", lambda record, pictures: f"# {[*pictures]}")
-    monkeypatch.setattr(report, "html", lambda record, pictures: "<html>")
+    monkeypatch.setattr(report, "render", lambda record, pictures, html: f"# {[*pictures]}")
 
 
 def test_what_is_not_finite_becomes_text():
@@ -31,10 +30,10 @@ def test_writes_every_file_and_names_the_plots(tmp_path):
 
 
 def test_a_renderer_that_fails_costs_no_measurement(tmp_path, monkeypatch):
-    def fails(record, pictures):
+    def fails(record, pictures, html):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(report, "html", fails)
+    monkeypatch.setattr(report, "render", fails)
     with pytest.raises(RuntimeError):
         output.write({"kind": "bench-ops"}, str(tmp_path))
     assert json.loads((tmp_path / "report.json").read_text())["kind"] == "bench-ops"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite.bench import memory_run, records
-from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
+from mindspeed_lite.bench import harness, memory_run
+from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, RunPlan
 from mindspeed_lite.planner import ranks, read
 from tests.harness import checkouts, matrix
 from tests.harness.checkouts import ROOT
@@ -214,11 +214,11 @@ Measured = Callable[[str, str], list[memory_run.Measured]]
 
 
 def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
-    plan = Plan(Arm("memory", "given"), str(folder), warmup=0, steps=2, package_root=str(ROOT), memory=True)
-    plan.write(folder / "plan.json")
-    environment = {VARIABLE: str(folder / "plan.json"), "MINDSPEED_LITE_DEVICE": "cpu"}
+    job = Job((), folder, warmup=0, steps=2, timeout=1e4, memory=True)
+    RunPlan(job, Arm("memory", "given"), folder).write(folder / "plan")
+    environment = {VARIABLE: str(folder / "plan"), "MINDSPEED_LITE_DEVICE": "cpu"}
     trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()
-    processes = records.read(folder)
+    processes = harness.read(folder)
     assert len(processes) == nproc
     return [memory_run.measured(process) for process in processes]
 

@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 import sys
-import textwrap
+import time
 import types
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.bench import selftest
-from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, Outcome, device, numerics, worker
+from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, CheckResult, device, numerics, perform
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Contender, Problem, Work
 from mindspeed_lite.ops.discovery import cases
@@ -31,7 +32,9 @@ def test_it_passes_here(tmp_path):
     assert (report["schema_version"], report["kind"], report["device"]) == (2, "selftest", "cpu")
     assert report["passed"] and report["environment"]["device_type"] == "cpu"
     assert f"All {len(report['checks'])} checks passed on cpu" in run.stdout and f"written: {out}" in run.stdout
-    by_group = {group: [check for check in report["checks"] if check["group"] == group] for group in selftest.GROUPS}
+    by_group = {
+        group: [check for check in report["checks"] if check["group"] == group] for group in ("device", "numerics")
+    }
     assert [check["name"] for check in by_group["device"]] == [
         "device layer", "copies and arithmetic", "process group (gloo)",
     ]  # fmt: skip
@@ -137,14 +140,14 @@ def test_an_error_of_the_device_is_no_refusal():
     def breaks(x, weight):
         raise RuntimeError("aicore exception")
 
-    line = worker.run(Check("numerics", "it", lambda: numerics.judge(problem(breaks), "cpu")))
+    line = perform(Check("numerics", "it", lambda: numerics.judge(problem(breaks), "cpu")))
     assert (line["status"], line["text"]) == (FAILED, "RuntimeError: aicore exception")
 
 
 def test_a_backend_that_does_not_load_fails(monkeypatch):
     monkeypatch.setattr(dispatch, "selected", lambda name, device: dispatch.Selection("reference", ("no CANN",)))
     first = numerics.checks("cpu", quick=True)[0]
-    assert worker.run(first)["status"] == FAILED and "no CANN" in worker.run(first)["text"]
+    assert perform(first)["status"] == FAILED and "no CANN" in perform(first)["text"]
 
 
 def test_every_operator_and_every_dtype_is_looked_at():
@@ -188,7 +191,7 @@ CHECKS = {"streams": device.streams, "random state": device.random_state, "memor
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_device_that_does_it_right_passes(name):
-    assert CHECKS[name](Module(), "cpu").status == OK
+    assert CHECKS[name](Module(), "cpu")
 
 
 class SameTime(streams.Event):
@@ -209,12 +212,12 @@ class SameTime(streams.Event):
 )
 def test_a_device_that_does_it_wrong_fails(name, planted, said):
     wrong = type("Wrong", (Module,), planted)
-    line = worker.run(Check("device", name, lambda: CHECKS[name](wrong(), "cpu")))
+    line = perform(Check("device", name, lambda: CheckResult(CHECKS[name](wrong(), "cpu"))))
     assert line["status"] == FAILED and said in line["text"]
 
 
 def test_arithmetic_that_is_off_fails(monkeypatch):
-    assert device.arithmetic("cpu").status == OK
+    assert device.arithmetic("cpu")
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a, b) + (a.dtype == torch.bfloat16) * 99)
     with pytest.raises(device.DeviceCheckError, match="bfloat16 matmul of integers is off by"):
         device.arithmetic("cpu")
@@ -237,68 +240,53 @@ def test_a_mapping_that_is_not_active_fails(monkeypatch):
         device.layer("npu")
 
 
-# Workers that crash and hang
-
-WORKER = """
-import json, os, sys, time
-device, skip = sys.argv[1], int(sys.argv[2])
-with open(sys.argv[sys.argv.index("--lines") + 1], "a") as file:
-    def tell(**entry):
-        file.write(json.dumps(entry) + "\\n")
-        file.flush()
-    {before}
-    plan = [["numerics", name] for name in ("one", "two", "three")]
-    tell(plan=plan, environment={{"device": device}})
-    for group, name in plan[skip:]:
-        if name == "two":
-            {two}
-        tell(check=dict(group=group, name=name, status="ok", text="fine", seconds=1.0, figures=[]))
-"""
+# Processes that crash and hang
 
 
-def with_worker(folder, two="pass", before="pass", seconds=20.0):
-    script = folder / "worker.py"
-    script.write_text(textwrap.dedent(WORKER.format(two=two, before=before)))
+def aborts():
+    print("bad kernel", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def plan(device, quick):
+    runs = {
+        "one": lambda: CheckResult("fine"),
+        "aborts": aborts,
+        "exits": lambda: os._exit(3),
+        "hangs": lambda: time.sleep(600),
+        "last": lambda: CheckResult("fine"),
+    }
+    if os.environ["SELFTEST_NAMES"] == "":
+        sys.exit("no device any more")
+    return [Check("numerics", name, runs[name]) for name in os.environ["SELFTEST_NAMES"].split()]
+
+
+def selftested(monkeypatch, names, tell=lambda *entry: None):
+    monkeypatch.setenv("SELFTEST_NAMES", names)
+    report = selftest.run("cpu", seconds=60.0, plan=plan, tell=tell)
+    return report, {check["name"]: check["text"] for check in report["checks"]}
+
+
+def test_a_check_that_takes_the_process_down_is_one_failure(monkeypatch):
     told = []
-    report = selftest.run("cpu", seconds=seconds, worker=[str(script)], tell=lambda *entry: told.append(entry))
-    return report, told
+    report, texts = selftested(monkeypatch, "one aborts exits last", lambda *entry: told.append(entry))
+    assert [check["status"] for check in report["checks"]] == ["ok", "failed", "failed", "ok"]
+    assert "SIGABRT: bad kernel" in texts["aborts"] and "exit code 3" in texts["exits"] and not report["passed"]
+    assert report["to_report"][0].startswith("numerics, aborts, on cpu: failed: ") and len(report["to_report"]) == 2
+    assert told[:2] == [(0, 4, "one"), (1, 4, "aborts")] and told[-1] == (4, 4, "")
+    assert report["environment"]["device_type"] == "cpu"
 
 
-def test_all_checks_of_a_worker_are_in_the_report(tmp_path):
-    report, told = with_worker(tmp_path)
-    assert [check["status"] for check in report["checks"]] == ["ok"] * 3 and report["passed"]
-    assert report["environment"] == {"device": "cpu"}
-    assert report["to_report"] == [] and told[-1] == (3, 3, "")
+@matrix.whole
+def test_a_check_that_hangs_is_one_failure(monkeypatch):
+    _, texts = selftested(monkeypatch, "hangs last")
+    assert texts == {"hangs": "did not end within 60 s", "last": "fine"}
 
 
-@pytest.mark.parametrize(
-    ("two", "said"),
-    [
-        ("print('bad kernel', file=sys.stderr, flush=True); os.abort()", "SIGABRT: bad kernel"),
-        ("os._exit(3)", "exit code 3"),
-        ("time.sleep(60)", "did not end within 3 s"),
-    ],
-)
-def test_a_check_that_takes_the_process_down_is_one_failure(tmp_path, two, said):
-    report, _ = with_worker(tmp_path, two, seconds=3.0)
-    assert [(check["name"], check["status"]) for check in report["checks"]] == [
-        ("one", "ok"), ("two", "failed"), ("three", "ok"),
-    ]  # fmt: skip
-    assert said in report["checks"][1]["text"] and not report["passed"]
-    (line,) = report["to_report"]
-    assert line.startswith("numerics, two, on cpu: failed: ") and said in line
-
-
-def test_a_worker_that_never_starts_is_a_failure(tmp_path):
-    report, _ = with_worker(tmp_path, before="sys.exit('no device today')")
-    (check,) = report["checks"]
-    assert check["status"] == "failed" and "exit code 1: no device today" in check["text"]
-
-
-def test_a_worker_that_does_not_start_again_is_the_end(tmp_path):
-    report, _ = with_worker(tmp_path, "os.abort()", before="skip and sys.exit('no device any more')")
-    assert [check["status"] for check in report["checks"]] == ["ok", "failed", "failed"]
-    assert "no device any more" in report["checks"][2]["text"]
+def test_a_process_that_does_not_start_again_is_the_end(monkeypatch):
+    report, texts = selftested(monkeypatch, "aborts last", lambda *entry: monkeypatch.setenv("SELFTEST_NAMES", ""))
+    assert [check["status"] for check in report["checks"]] == ["failed", "failed"]
+    assert "exit code 1: no device any more" in texts["start of the self-test"]
 
 
 def test_the_table_has_a_line_for_what_is_right_and_one_for_each_failure():
@@ -308,7 +296,7 @@ def test_the_table_has_a_line_for_what_is_right_and_one_for_each_failure():
         text = f"text of {name}"
         return {"group": group, "name": name, "status": status, "text": text, "seconds": 1.0, "figures": [figure]}
 
-    checks = [check("norm a", OK), check("norm b", OK), check("norm c", FAILED), check("a layer", OK, "device")]
+    checks = [check("a layer", OK, "device"), check("norm a", OK), check("norm b", OK), check("norm c", FAILED)]
     assert selftest.lines({"checks": checks}) == [
         ("ok", "device: a layer", "text of a layer"),
         ("failed", "numerics: norm", "c: text of norm c"),
@@ -320,7 +308,7 @@ def test_the_worker_writes_down_what_raises():
     def breaks():
         raise ZeroDivisionError("of all things")
 
-    line = worker.run(Check("device", "it", breaks))
+    line = perform(Check("device", "it", breaks))
     assert (line["status"], line["text"]) == (FAILED, "ZeroDivisionError: of all things")
-    assert worker.run(Check("device", "it", lambda: Outcome("fine")))["status"] == OK
+    assert perform(Check("device", "it", lambda: CheckResult("fine")))["status"] == OK
     assert sys.modules.get("torch_npu") is None

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindspeed_lite.bench.statistics import _T, TOO_FEW, paired_ratio, quantile
+from mindspeed_lite.bench.statistics import _T, TOO_FEW, paired_ratio, spread
 
 
 def test_nothing_against_nothing_is_one_nine_times_in_ten() -> None:
@@ -57,5 +57,5 @@ def test_the_table_of_t_is_that_of_student() -> None:
         assert inside * width == pytest.approx(0.95, abs=2e-4), degrees
 
 
-def test_quantiles() -> None:
-    assert quantile([3, 1, 2], 0.5) == 2 and quantile([1, 2], 0.1) == pytest.approx(1.1)
+def test_the_spread_is_between_the_10_and_90_per_cent_quantiles() -> None:
+    assert spread([2, 1]) == pytest.approx((1.1, 1.9)) and spread([4.0]) == (4.0, 4.0)

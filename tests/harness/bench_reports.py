@@ -1,205 +1,121 @@
-"""Records as the measurements write them: a full one, broken ones, and one of operators."""
+"""Records of made-up runs: a full one, broken ones, and one of operators."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from typing import Any
+
+from mindspeed_lite.bench import compose
+from mindspeed_lite.bench.breakdown import CATEGORIES
+from mindspeed_lite.bench.harness import Arm, Outcome, Process
 
 SCRIPT = "needs <script>alert('x')</script> & torch | 2.6"
 LONG = "use_flash_attn+use_fused_rmsnorm+use_fused_rotary_pos_emb+use_fused_swiglu+reuse_fp32_param"
-SHARES = {"linear": 0.46, "attention": 0.2, "moe": 0.0, "communication exposed": 0.04, "other": 0.3}
-PAIR = "one pair: no interval"
+SHARES = {"linear": 0.46, "attention": 0.2, "communication exposed": 0.04, "other": 0.3}
+TAIL = ["Traceback:", "\x1b[31mRuntimeError: </pre><script>alert('log')</script> ``` out | of memory\x1b[0m"]
+ENVIRONMENT = {
+    "device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "world_size": 2, "threads": 8,
+    "versions": {"torch": "2.9.1", "megatron-core": "0.16.0"}, "affinity": "0-3",
+    "allocator": "expandable_segments:True", "variables": {"OMP_NUM_THREADS": "8"},
+}  # fmt: skip
+MODEL = {
+    "layers": 12, "experts": None, "parallel": {"tensor": 2, "data": 1}, "tokens_per_step": 32768,
+    "flops_per_step": 4e13, "dtype": "bf16",
+}  # fmt: skip
+CEILING = {"flops_per_second": 6.2e14, "bytes_per_second": 2.9e12, "source": "measured: matmul in bfloat16"}
 
 
-def run(repeat: int, step: float, memory: float, apart: float = 0.0) -> dict[str, Any]:
-    """One good run: two steps of warm-up, then measured ones."""
+def outcome(
+    name: str, repeat: int, step: float, memory: float, apart: float = 0.0, grows: float = 0.0, broken: int = 99,
+    skipped: bool = False,
+) -> Outcome:  # fmt: skip
+    """A good run of two steps of warm-up and six more; the loss is no number from step `broken` on."""
     noise = random.Random(f"{repeat}{step}")
     steps = [
         {
             "iteration": at,
             "seconds": step * (1.0 + noise.gauss(0, 0.012)),
             "measured": at > 2,
-            "loss": {"lm loss": 10.8 * 0.93**at + apart * at},
+            "loss": {"lm loss": math.nan if at >= broken else 10.8 * 0.93**at + apart * at},
             "grad_norm": 2.5 * 0.96**at,
-            "live_bytes": int(memory * 0.8),
+            "live_bytes": int(memory * 0.8 + grows * at),
+            "peak_memory_bytes": int(memory * (1 + repeat / 1000)),
+            "time": 8.1 + step + repeat / 10,
         }
         for at in range(1, 9)
     ]
-    return {
-        "repeat": repeat, "status": "ok", "reason": None, "log": f"logs/run-{repeat}.log", "log_tail": [],
-        "seconds": step * 30, "exit_code": 0, "first_step_seconds": 8.1 + step, "median_step_seconds": step,
-        "peak_memory_bytes": [int(memory), int(memory * 0.98)], "steps": steps,
+    features = [] if name.startswith(("off", "rounding")) else name.split("+")
+    entries = [
+        {"feature": each, "status": "applied", "flags": ["--x"], "numerics": "ulp", "reasons": []} for each in features
+    ]
+    if skipped:
+        reasons = [SCRIPT, "the model has no SwiGLU"]
+        entries.append({"feature": "use_fused_swiglu", "status": "skipped", "flags": [], "reasons": reasons})
+    described = {
+        "environment": ENVIRONMENT, "model": MODEL, "memory_kind": "allocated by torch", "report": {"entries": entries},
     }  # fmt: skip
-
-
-def failed(repeat: int, status: str, reason: str) -> dict[str, Any]:
-    """A run that made no step, with the end of a log that holds markup and control characters."""
-    tail = ["Traceback:", "\x1b[31mRuntimeError: </pre><script>alert('log')</script> ``` out | of memory\x1b[0m"]
-    nothing = {"first_step_seconds": None, "median_step_seconds": None, "peak_memory_bytes": [], "steps": []}
-    return run(repeat, 0.1, 1e9) | {"status": status, "reason": reason, "exit_code": 1, "log_tail": tail} | nothing
-
-
-def arm(name: str, step: float, memory: float, repeats: int = 3, **changes: Any) -> dict[str, Any]:
-    """An arm whose runs went well."""
-    role = {"off": "off", "rounding baseline, float32": "rounding_baseline"}.get(name, "on")
-    made = {
-        "name": name,
-        "role": role,
-        "features": name.split("+") if role == "on" else [],
-        "skipped": {},
-        "fallbacks": [],
-        "numerics": "ulp" if role == "on" else "bitwise",
-        "runs": [run(repeat, step * (1 + repeat / 400), memory) for repeat in range(1, repeats + 1)],
-        "summary": {
-            "step_seconds": step, "step_seconds_p10": step * 0.985, "step_seconds_p90": step * 1.02,
-            "tokens_per_second": 32768 / step, "tokens_per_second_per_process": 16384 / step,
-            "flops_per_second": 2e13 / step, "utilisation": 0.084 / step, "peak_memory_bytes": memory,
-            "memory_kind": "allocated by torch on the device", "first_step_seconds": 8.1 + step,
-        },
-        "breakdown": {
-            "wall_seconds": step,
-            "categories": {category: share * step for category, share in SHARES.items()},
-            "communication": {"exposed_seconds": 0.04 * step, "hidden_seconds": 0.06 * step},
-            "processes": 2,
-        },
-    }  # fmt: skip
-    return made | changes
-
-
-def ratio(value: float, width: float | None, verdict: str, pairs: int = 3) -> dict[str, Any]:
-    low, high = (None, None) if width is None else (value - width, value + width)
-    return {"ratio": value, "low": low, "high": high, "pairs": [value] * pairs, "verdict": verdict}
-
-
-def comparison(name: str, speed: dict[str, Any], memory: dict[str, Any], apart: float = 2e-5, **loss: Any) -> Any:
-    losses = [10.8 * 0.93**at for at in range(1, 9)]
-    series = [{"iteration": at, "off": each, "on": each + apart * at} for at, each in enumerate(losses, 1)]
-    judged = {
-        "class": "ulp", "largest_difference": apart * 8, "rms_difference": apart * 5, "step": 8,
-        "grad_norm_difference": 3.1e-4, "series": series, "times_rounding_baseline": apart * 5 / 9e-5,
-        "rounding_baseline": {"kind": "itself in float32", "largest_difference": 9e-5, "rms_difference": 9e-5},
-        "verdict": "agrees", "reason": "the losses differ within what rounding explains",
-    }  # fmt: skip
-    steady = {"bytes_per_step_off": 0.0, "bytes_per_step_on": 0.0, "verdict": "steady"}
-    return {
-        "arm": name,
-        "against": "off",
-        "speed": speed,
-        "memory": memory,
-        "first_step": ratio(1.01, 0.03, "inside the noise") if speed["low"] else ratio(1.01, None, PAIR, 1),
-        "loss": judged | loss,
-        "growth": steady,
+    breakdown = {
+        "wall_seconds": step,
+        "categories": {category: SHARES.get(category, 0.0) * step for category in CATEGORIES},
+        "communication": {"exposed_seconds": 0.04 * step, "hidden_seconds": 0.06 * step},
+        "processes": 2,
     }
+    arithmetic: Any = "float32" if name.startswith("rounding") else "as given"
+    process = Process(0, described, steps, breakdown, {"fallbacks": []})
+    arm = Arm(name, "only", tuple(features), arithmetic)
+    return Outcome(arm, repeat, f"runs/{repeat}-{name[:20]}/log.txt", 0.0, processes=[process])
 
 
-def finding(severity: str, text: str, name: str | None = None) -> dict[str, Any]:
-    return {"severity": severity, "arm": name, "text": text}
+def failed(name: str, repeat: int, status: str, reason: str) -> Outcome:
+    """A run that made no step; its log holds markup and control characters."""
+    return Outcome(Arm(name, "all"), repeat, f"logs/run-{repeat}.log", 0.0, status, reason, exit_code=1, log_tail=TAIL)
+
+
+def runs(name: str, step: float, memory: float, repeats: int = 3, **given: Any) -> list[Outcome]:
+    return [outcome(name, each, step * (1 + each / 400), memory, **given) for each in range(1, repeats + 1)]
+
+
+def record(*outcomes: list[Outcome], complete: bool = True) -> dict[str, Any]:
+    return compose.report(
+        [each for some in outcomes for each in some], complete, CEILING, created="2025-06-01T12:00:00+00:00",
+        title="Features of mindspeed-lite in pretrain_gpt.py", settings={"repeats": 3, "mode": "each", "beside": []},
+        command=["torchrun", "pretrain_gpt.py", "--name", "a | b `c` <d>"],
+    )  # fmt: skip
+
+
+def off(repeats: int = 3) -> list[Outcome]:
+    return runs("off", 0.412, 21.4e9, repeats)
+
+
+def flash(step: float, repeats: int = 3, **given: Any) -> list[Outcome]:
+    return runs("use_flash_attn", step, 15.2e9, repeats, apart=2e-5, **given)
+
+
+BASELINE = [outcome("rounding baseline, float32", 1, 0.413, 21.4e9, apart=9e-5)]
 
 
 def full() -> dict[str, Any]:
-    """Three arms and a rounding baseline, three repeats, everything known."""
-    identical = {"apart": 0.0, "verdict": "identical", "reason": "every loss and gradient norm has the same bits"}
-    skipped = {"use_fused_swiglu": [SCRIPT, "the model has no SwiGLU"]}
-    return {
-        "schema_version": 1,
-        "kind": "bench",
-        "created": "2025-06-01T12:00:00+00:00",
-        "title": "Features of mindspeed-lite in pretrain_gpt.py",
-        "command": ["torchrun", "pretrain_gpt.py", "--name", "a | b `c` <d>"],
-        "complete": True,
-        "settings": {"repeats": 3, "warmup": 2, "timeout": 1800.0, "mode": "each", "beside": [], "confidence": 0.95},
-        "environment": {
-            "device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "world_size": 2, "threads": 8,
-            "versions": {"torch": "2.9.1", "megatron-core": "0.16.0"}, "affinity": ["0-3", "8-9"],
-            "allocator": "expandable_segments:True", "variables": {"OMP_NUM_THREADS": "8"},
-        },
-        "model": {"layers": 12, "experts": None, "parallel": {"tensor": 2, "data": 1}, "tokens_per_step": 32768},
-        "ceiling": {"flops_per_second": 6.2e14, "bytes_per_second": 2.9e12, "source": "measured: matmul in bfloat16"},
-        "arms": [
-            arm("off", 0.412, 21.4e9),
-            arm("use_flash_attn", 0.338, 15.2e9),
-            arm("use_fused_rmsnorm", 0.409, 21.4e9, skipped=skipped),
-            arm("rounding baseline, float32", 0.413, 21.4e9),
-        ],
-        "comparisons": [
-            comparison("use_flash_attn", ratio(1.219, 0.02, "faster"), ratio(0.71, 0.002, "smaller")),
-            comparison(
-                "use_fused_rmsnorm",
-                ratio(1.007, 0.013, "inside the noise"), ratio(1.0, 0.001, "inside the noise"), **identical,
-            ),
-        ],
-        "findings": [
-            finding("note", "use_fused_swiglu was requested and not applied.", "use_fused_rmsnorm"),
-            finding("warning", "The clock of the device fell by 4 % | during run 2 of `off`."),
-        ],
-        "files": {"trace": ["traces/off.json"], "plots": ["time.png", "loss.png"]},
-    }  # fmt: skip
+    return record(off(), flash(0.338), runs("use_fused_rmsnorm", 0.409, 21.4e9, skipped=True), BASELINE)
 
 
 def broken() -> dict[str, Any]:
     """Incomplete: an arm crashed in every run, another hung in its second and grows."""
-    report = full()
-    crashed = arm("use_flash_attn", 0.3, 1e9, summary=None, breakdown=None)
-    crashed["runs"] = [failed(at, "crashed", "out of memory <b>in</b> step 3") for at in (1, 2, 3)]
-    hung = arm("all", 0.331, 15.1e9, repeats=1)
-    hung["runs"].append(failed(2, "hung", "no step for 1800 s"))
-    grows = comparison("all", ratio(0.95, None, PAIR, 1), ratio(0.7, None, PAIR, 1))
-    grows["growth"] |= {"bytes_per_step_on": 2.5e6, "verdict": "grows"}
-    nothing = dict.fromkeys(("speed", "memory", "first_step", "loss", "growth"))
-    return report | {
-        "complete": False,
-        "arms": [report["arms"][0], crashed, hung],
-        "comparisons": [{"arm": "use_flash_attn", "against": "off", **nothing}, grows],
-        "findings": [finding("warning", "this is incomplete"), finding("failure", "it crashed", "use_flash_attn")],
-    }  # fmt: skip
-
-
-def compared(*comparisons: Any) -> dict[str, Any]:
-    """A report with these comparisons alone."""
-    return full() | {"comparisons": list(comparisons)}
-
-
-def single() -> dict[str, Any]:
-    """One pair: no interval anywhere."""
-    return compared(comparison("use_flash_attn", ratio(1.219, None, PAIR, 1), ratio(0.71, None, PAIR, 1)))
-
-
-def noise() -> dict[str, Any]:
-    return compared(full()["comparisons"][1])
-
-
-def slower() -> dict[str, Any]:
-    return compared(comparison("use_flash_attn", ratio(0.8, 0.05, "slower"), ratio(1.3, 0.05, "larger")))
+    crashed = [failed("use_flash_attn", at, "crashed", "out of memory <b>in</b> step 3") for at in (1, 2, 3)]
+    hung = [outcome("all", 1, 0.431, 15.1e9, apart=2e-5, grows=25e6), failed("all", 2, "hung", "no step for 1800 s")]
+    return record(off(), crashed, hung, complete=False)
 
 
 def too_few() -> dict[str, Any]:
-    """An interval from 0.01 to 400, which says nothing."""
-    speed = {"ratio": 2.13, "low": 0.01, "high": 400.0, "pairs": [0.91, 5.0], "verdict": "too few runs to tell"}
-    return compared(comparison("use_flash_attn", speed, ratio(1.0, 0.001, "inside the noise")))
-
-
-def diverged() -> dict[str, Any]:
-    """The loss of an arm stopped being a number."""
-    worst = {"largest_difference": "inf", "grad_norm_difference": "inf", "times_rounding_baseline": None, "step": 5}
-    found = comparison(
-        "use_flash_attn", ratio(1.219, 0.02, "faster"), ratio(0.71, 0.002, "smaller"), **worst, verdict="differs",
-        reason="a loss is missing or not a number in one of the two, first at iteration 5",
-    )  # fmt: skip
-    for point in found["loss"]["series"][4:]:
-        point["on"] = "nan"
-    return compared(found)
+    """An interval that holds everything says nothing."""
+    return record(off(2), [*flash(0.45, 1), outcome("use_flash_attn", 2, 0.08, 15.2e9)], BASELINE)
 
 
 def crowd() -> dict[str, Any]:
     """Eight arms, one of them with a very long name."""
-    report = full()
     names = [*(f"use_feature_number_{at}" for at in range(1, 7)), LONG]
-    report["arms"] = [report["arms"][0], *(arm(name, 0.4 - at / 100, 2e10) for at, name in enumerate(names))]
-    report["comparisons"] = [
-        comparison(name, ratio(1.0 + at / 30, 0.02, "faster"), ratio(1 - at / 20, 0.01, "smaller"))
-        for at, name in enumerate(names, 1)
-    ]
-    return report
+    return record(off(), *(runs(name, 0.4 - at / 100, 2e10) for at, name in enumerate(names)))
 
 
 def contender(name: str, time: float | None, error: str | None = None) -> dict[str, Any]:
@@ -237,12 +153,22 @@ def operators() -> dict[str, Any]:
     ]  # fmt: skip
     report = full()
     kept = ("schema_version", "created", "complete", "environment", "ceiling")
-    findings = [finding("note", "liger did not run"), finding("failure", "Regression in rms_norm")]
-    made = {"kind": "bench-ops", "title": "Operators", "command": [], "settings": {"repeats": 50, "confidence": 0.95}}
+    findings = [
+        {"severity": severity, "arm": None, "text": text}
+        for severity, text in (("failure", "Regression in rms_norm"), ("note", "liger did not run"))
+    ]
+    made = {"kind": "bench-ops", "title": "Operators", "command": [], "settings": {"quick": False}}
     return {key: report[key] for key in kept} | made | {"findings": findings, "rows": rows}
 
 
-EVERY = {
-    made.__name__: made
-    for made in (full, broken, single, noise, slower, too_few, diverged, crowd, operators)
-}  # fmt: skip
+EVERY: dict[str, Callable[[], dict[str, Any]]] = {
+    "full": full,
+    "broken": broken,
+    "single": lambda: record(off(1), flash(0.338, 1), BASELINE),
+    "noise": lambda: record(off(), runs("use_fused_rmsnorm", 0.409, 21.4e9)),
+    "slower": lambda: record(off(), flash(0.5), BASELINE),
+    "too_few": too_few,
+    "diverged": lambda: record(off(), flash(0.338, broken=5), BASELINE),
+    "crowd": crowd,
+    "operators": operators,
+}

@@ -4,7 +4,6 @@
 any other none.
 """
 
-import json
 import os
 import runpy
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 import mindspeed_lite.megatron_adaptor  # noqa: F401
+from mindspeed_lite.bench.plan import RunPlan
 from mindspeed_lite.patches.use_fused_rmsnorm import FusedRMSNorm
 
 # Compiling takes most of such a short run and is not what is tested.
@@ -21,7 +21,7 @@ torch.compiler.set_stance("force_eager")
 torch.set_num_threads(1)
 
 plan = os.environ.get("MINDSPEED_LITE_BENCH")
-fault = json.loads(Path(plan).read_text())["arm"]["name"] if plan else ""
+fault = RunPlan.read(plan).arm.name if plan else ""
 right = FusedRMSNorm.operator
 kept = []
 calls = 0

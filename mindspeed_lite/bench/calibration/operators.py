@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,52 +30,47 @@ PARAMETERS = (1 << 16, 1 << 19, 1 << 22)
 HIDDEN, VOCABULARY = 256, 2048
 
 
-@dataclass(frozen=True)
-class OperatorCase:
-    """An operator to time; `key`, `shape` and `work` (per call) as in `planner.calibrated`."""
-
-    key: tuple[str, ...]
-    shape: tuple[float, ...]
-    work: float
-    run: Run
+# Key, shape and work (per call) as in `planner.calibrated`, and the call.
+OperatorCase = tuple[tuple[str, ...], tuple[float, ...], float, Run]
 
 
 def cases() -> Iterator[OperatorCase]:
     for dtype in (torch.bfloat16, torch.float32):
-        for key, shape, work, run in (*_matmuls(dtype), *_attention(dtype)):
-            yield OperatorCase((*key, str(dtype.itemsize)), shape, work, run)
-        for count in ELEMENTS:
-            for key, run in _vector_operators(dtype, count):
-                yield OperatorCase((*key, str(dtype.itemsize)), (count,), count, run)
+        for key, *others in chain(_matmuls(dtype), _attention(dtype), _vector_operators(dtype)):
+            yield ((*key, str(dtype.itemsize)), *others)  # type: ignore[misc]
     for count in PARAMETERS:
         for name, run in _optimizers(count).items():
-            yield OperatorCase(("optimizer", name), (count,), count, run)
+            yield ("optimizer", name), (count,), count, run
 
 
-def _matmuls(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], float, Run]]:
-    for rows, inner, columns in MATMULS:
-        x, weight, dy = (torch.randn(shape).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns)))
-        runs: dict[str, Run] = {
-            "forward": partial(torch.matmul, x, weight.t()),
-            "input_grad": partial(torch.matmul, dy, weight),
-            "weight_grad": partial(torch.matmul, dy.t(), x),
-        }
-        for direction, run in runs.items():
-            yield ("product", direction), (rows, inner, columns), 2.0 * rows * inner * columns, run
-    for rows, inner, columns in EXPERT_MATMULS:
-        counts, total = torch.tensor([rows] * EXPERTS), rows * EXPERTS
-        x, dy = torch.randn(total, inner).to(dtype), torch.randn(total, columns).to(dtype)
-        weights = [torch.randn(columns, inner).to(dtype) for _ in range(EXPERTS)]
-        runs = {
-            "forward": partial(grouped_matmul.grouped_matmul, x, weights, counts),
-            "input_grad": partial(grouped_matmul.grouped_matmul, dy, weights, counts, transposed=False),
-            "weight_grad": partial(grouped_matmul.weight_gradients, dy, x, counts),
-        }
-        for direction, run in runs.items():
-            yield ("grouped", direction), (rows, inner, columns), 2.0 * total * inner * columns, run
+def _matmuls(dtype: torch.dtype) -> Iterator[OperatorCase]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    def of(name: str, shape: tuple[int, int, int], experts: int, *runs: Run) -> Iterator[OperatorCase]:
+        for direction, run in zip(("forward", "input_grad", "weight_grad"), runs, strict=True):
+            yield (name, direction), shape, 2.0 * math.prod(shape) * experts, run
+
+    for shape in MATMULS:
+        rows, inner, columns = shape
+        x, weight, dy = random(rows, inner), random(columns, inner), random(rows, columns)
+        yield from of(
+            "product", shape, 1,
+            partial(torch.matmul, x, weight.t()), partial(torch.matmul, dy, weight), partial(torch.matmul, dy.t(), x),
+        )  # fmt: skip
+    for shape in EXPERT_MATMULS:
+        rows, inner, columns = shape
+        counts, weights = torch.tensor([rows] * EXPERTS), [random(columns, inner) for _ in range(EXPERTS)]
+        x, dy = random(rows * EXPERTS, inner), random(rows * EXPERTS, columns)
+        yield from of(
+            "grouped", shape, EXPERTS,
+            partial(grouped_matmul.grouped_matmul, x, weights, counts),
+            partial(grouped_matmul.grouped_matmul, dy, weights, counts, transposed=False),
+            partial(grouped_matmul.weight_gradients, dy, x, counts),
+        )  # fmt: skip
 
 
-def _attention(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], float, Run]]:
+def _attention(dtype: torch.dtype) -> Iterator[OperatorCase]:
     for sequence, size in ATTENTION:
         qkv = [torch.randn(sequence, 1, HEADS, size).to(dtype).requires_grad_() for _ in range(3)]
         mask = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
@@ -90,7 +86,13 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int,
                 yield (name, direction), (sequence, size), 4.0 * sequence * sequence * HEADS * size, run
 
 
-def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[str, ...], Run]]:
+def _vector_operators(dtype: torch.dtype) -> Iterator[OperatorCase]:
+    for count in ELEMENTS:
+        for key, run in _vector_operators_of(dtype, count):
+            yield key, (count,), count, run
+
+
+def _vector_operators_of(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[str, ...], Run]]:
     rows = count // HIDDEN
 
     def random(*shape: int) -> Tensor:
@@ -121,18 +123,18 @@ def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[st
         best, experts = torch.topk(router_logits, 2, dim=1)
         return torch.zeros_like(router_logits).scatter(1, experts, torch.softmax(best, -1))
 
-    operators: tuple[tuple[str, Sequence[Tensor], Callable[[], Any], Callable[[], Any] | None], ...] = (
-        ("norm", (x, weight), lambda: F.rms_norm(x, (HIDDEN,), weight, 1e-5), lambda: rms_norm.rms_norm(x, weight)),
-        ("activation", (gated,), swiglu, lambda: activation.activation(gated, "swiglu")),
-        ("rope", (heads,), rotary, lambda: rope.rope(heads, cos, sin)),
-        ("loss", (logits,), loss, lambda: cross_entropy.cross_entropy(logits, targets)),
-        ("residual", (x, y), lambda: y + F.dropout(x, 0.0, True), None),
-        ("embedding", (), lambda: F.embedding(tokens, table), None),
-        ("permute", (x,), lambda: x.index_select(0, order), None),
-        ("router", (router_logits,), router, None),
-        ("latent", (transposed,), lambda: transposed.t().contiguous(), None),
-    )
-    for name, inputs, plain, fused in operators:
+    operators: dict[str, tuple[Sequence[Tensor], Callable[[], Tensor], Callable[[], Tensor] | None]] = {
+        "norm": ((x, weight), lambda: F.rms_norm(x, (HIDDEN,), weight), lambda: rms_norm.rms_norm(x, weight)),
+        "activation": ((gated,), swiglu, lambda: activation.activation(gated, "swiglu")),
+        "rope": ((heads,), rotary, lambda: rope.rope(heads, cos, sin)),
+        "loss": ((logits,), loss, lambda: cross_entropy.cross_entropy(logits, targets)),
+        "residual": ((x, y), lambda: y + F.dropout(x, 0.0, True), None),
+        "embedding": ((), lambda: F.embedding(tokens, table), None),
+        "permute": ((x,), lambda: x.index_select(0, order), None),
+        "router": ((router_logits,), router, None),
+        "latent": ((transposed,), lambda: transposed.t().contiguous(), None),
+    }
+    for name, (inputs, plain, fused) in operators.items():
         for kind, forward in (("plain", plain), ("fused", fused)):
             if forward is not None:
                 for direction, run in _passes(forward, inputs):

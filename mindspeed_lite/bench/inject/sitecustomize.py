@@ -4,11 +4,12 @@ Imports only the standard library until the process looks for Megatron. Runs the
 """
 
 import importlib.util
-import json
 import os
+import runpy
 import sys
 
 _PLAN = "MINDSPEED_LITE_BENCH"
+_HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _Watch:
@@ -17,26 +18,17 @@ class _Watch:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] == "megatron":
             sys.meta_path.remove(self)  # type: ignore[arg-type, unused-ignore]
-            with open(os.environ[_PLAN]) as file:
-                root = json.load(file)["package_root"]
             if importlib.util.find_spec("mindspeed_lite") is None:
-                sys.path.append(root)
+                sys.path.append(os.path.abspath(os.path.join(_HERE, "..", "..", "..")))
             from mindspeed_lite.bench import worker
 
             worker.start(os.environ[_PLAN])
 
 
-def _run_the_hidden_one() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    folders = [folder for folder in sys.path if os.path.abspath(folder or ".") != here]
-    for folder in folders:
-        path = os.path.join(folder, "sitecustomize.py")
-        if os.path.isfile(path):
-            with open(path) as file:
-                exec(compile(file.read(), path, "exec"), {"__name__": "sitecustomize", "__file__": path})
-            return
-
-
 if os.environ.get(_PLAN):
     sys.meta_path.insert(0, _Watch())  # type: ignore[arg-type, unused-ignore]
-_run_the_hidden_one()
+for _folder in sys.path:
+    _path = os.path.join(os.path.abspath(_folder or "."), "sitecustomize.py")
+    if os.path.isfile(_path) and os.path.dirname(_path) != _HERE:
+        runpy.run_path(_path, run_name="sitecustomize")
+        break

@@ -19,14 +19,14 @@ KIND = "bench-ops"
 MARGIN = 0.1
 
 _KEYS = ("operator", "case", "direction", "device", "dtype")
-Key = tuple[str, ...]
+_TIMES = ("seconds", "low", "high")
 
 
 @dataclass(frozen=True)
 class Earlier:
     """An earlier report: own times by row, ceiling per second, device."""
 
-    rows: Mapping[Key, Mapping[str, float]]
+    rows: Mapping[tuple[str, ...], Mapping[str, float]]
     ceiling: Mapping[str, float]
     device: str
 
@@ -37,20 +37,9 @@ def load(path: str) -> Earlier:
     return found
 
 
-def _contender(name: str, **times: float | None) -> tuple[str, Mapping[str, float] | None]:
-    given = {key: value for key, value in times.items() if value is not None}
-    if len(given) < len(times):
-        return name, None
-    if not given["low"] <= given["seconds"] <= given["high"]:
-        raise ValueError(
-            "want low, seconds and high in this order, not {low:g}, {seconds:g} and {high:g}".format(**given)
-        )
-    return name, given
-
-
 def _earlier(rows: Any, ceiling: Any, environment: Any, **_: Any) -> Earlier:
-    ours = {_key(row): dict(row["contenders"]).get(OURS) for row in rows}
-    return Earlier({key: times for key, times in ours.items() if times}, ceiling, environment["device"])
+    found = ((_key(row), _own_times(row)) for row in rows)
+    return Earlier({key: times for key, times in found if times is not None}, ceiling, environment["device"])
 
 
 def _fields(**known: Any) -> Any:
@@ -59,41 +48,40 @@ def _fields(**known: Any) -> Any:
 
 _TEXT, _RATE = json_file.text("a name"), json_file.number("a number a second", 1.0)
 _SECONDS = json_file.nullable(json_file.number("seconds", 1e-12, 1e6))
-_CONTENDER = {"name": _TEXT, **dict.fromkeys(("seconds", "low", "high"), _SECONDS)}
+_CONTENDERS = json_file.rows(_fields(name=_TEXT, **dict.fromkeys(_TIMES, _SECONDS)))
 _REPORT = json_file.fields(
     {
         "kind": json_file.one_of(KIND),
         "schema_version": json_file.one_of(SCHEMA_VERSION),
         "ceiling": _fields(flops_per_second=_RATE, bytes_per_second=_RATE),
         "environment": _fields(device=_TEXT),
-        "rows": json_file.rows(
-            _fields(
-                **dict.fromkeys(_KEYS, _TEXT),
-                contenders=json_file.rows(json_file.fields(_CONTENDER, others=True, make=_contender)),
-            )
-        ),
+        "rows": json_file.rows(_fields(**dict.fromkeys(_KEYS, _TEXT), contenders=_CONTENDERS)),
     },
     others=True,
     make=_earlier,
 )
 
 
-def _key(row: Mapping[str, Any]) -> Key:
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(row[name] for name in _KEYS)
 
 
+def _own_times(row: Mapping[str, Any]) -> dict[str, float] | None:
+    ours: Mapping[str, Any] = next((each for each in row["contenders"] if each["name"] == OURS), {})
+    times = {name: ours.get(name) for name in _TIMES}
+    return None if None in times.values() else times  # type: ignore[return-value]
+
+
 def judge(row: Mapping[str, Any], ceiling: Mapping[str, Any], earlier: Earlier) -> dict[str, Any] | None:
-    then = earlier.rows.get(_key(row))
-    now = next((each for each in row["contenders"] if each["name"] == OURS and each["seconds"] is not None), None)
+    then, now = earlier.rows.get(_key(row)), _own_times(row)
     if then is None or now is None:
         return None
     rate = "bytes_per_second" if row["bound"] == "memory" else "flops_per_second"
     scale = ceiling[rate] / earlier.ceiling[rate]
     ratio = now["seconds"] * scale / then["seconds"]
-    apart = now["low"] * scale > then["high"] or now["high"] * scale < then["low"]
     verdict = "same"
-    if apart and ratio > 1 + MARGIN:
+    if now["low"] * scale > then["high"] and ratio > 1 + MARGIN:
         verdict = "regression"
-    elif apart and ratio < 1 / (1 + MARGIN):
+    elif now["high"] * scale < then["low"] and ratio < 1 / (1 + MARGIN):
         verdict = "faster"
     return {"seconds": then["seconds"], "ratio": ratio, "verdict": verdict}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -62,8 +63,9 @@ def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| in the 2-norm; |got| where `want` is zero."""
+    """|got - want| / |want| in the 2-norm; the root mean square of `got` where `want` is zero."""
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return math.inf
     wide = torch.promote_types(want.dtype, torch.float32)
-    norm = float(torch.linalg.vector_norm(want, dtype=wide).item())
-    distance = float(torch.linalg.vector_norm(got.to(wide) - want.to(wide)).item())
-    return distance / norm if norm else distance
+    norm = float(torch.linalg.vector_norm(want, dtype=wide).item()) or max(want.numel(), 1) ** 0.5
+    return float(torch.linalg.vector_norm(got.to(wide) - want.to(wide)).item()) / norm

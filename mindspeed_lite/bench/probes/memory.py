@@ -67,25 +67,22 @@ def weights(model: list[Any]) -> Iterator[torch.Tensor]:
 def gradients(model: list[Any]) -> Iterator[torch.Tensor]:
     for chunk in model:
         # Megatron's data-parallel wrapper has a list here, a plain module a method.
-        own = getattr(chunk, "buffers", ())
-        for buffer in () if callable(own) else (*own, *chunk.expert_parallel_buffers):
-            yield buffer.grad_data
-    for parameter in weights(model):
-        for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
-            if isinstance(gradient, torch.Tensor):
-                yield gradient
+        if not callable(own := getattr(chunk, "buffers", ())):
+            yield from (buffer.grad_data for buffer in (*own, *chunk.expert_parallel_buffers))
+        for parameter in chunk.parameters():
+            found = (getattr(parameter, "main_grad", None), parameter.grad)
+            yield from (each for each in found if isinstance(each, torch.Tensor))
 
 
 def states(optimizer: Any) -> Iterator[torch.Tensor]:
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             yield from group["params"]
+        moments = getattr(inner, "quantized_moments", None)
         for parameter, state in inner.state.items():
             yield from (each for each in state.values() if isinstance(each, torch.Tensor))
-            moments = getattr(inner, "quantized_moments", None)
             yield from (moments.blocks(parameter) or ()) if moments is not None else ()
-        split = getattr(inner, "split_params", None)
-        if split is not None:
+        if split := getattr(inner, "split_params", None):
             yield from (low for _, low in split.halves().values())
 
 
@@ -98,9 +95,6 @@ def in_host_memory(optimizer: Any) -> tuple[int, int]:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    chained = getattr(optimizer, "chained_optimizers", None)
-    found = [getattr(each, "optimizer", None) for each in ([optimizer] if chained is None else chained)]
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = [getattr(each, "optimizer", None) for each in chained]
     return [each for each in found if isinstance(each, torch.optim.Optimizer)]
-
-
-__all__ = ["MemoryProbe", "gradients", "in_host_memory", "inner_optimizers", "install", "size", "states", "weights"]

@@ -1,6 +1,6 @@
 """`doctor --selftest`: checks the device, and every operator against float64.
 
-Checks run in a `worker` process; the next worker continues after a crash or hang. Report: schema_version, kind
+Checks run in a process of their own; after a crash or hang a new one continues. Report: schema_version, kind
 "selftest", created, device, quick, passed, environment (as in `bench-ops`), facts, checks, to_report. A check has
 group, name, status (ok, fallback, failed), text, seconds, and figures: relative errors `ours` and `reference` of output
 and gradients, and `bound`.
@@ -8,33 +8,31 @@ and gradients, and `bound`.
 
 from __future__ import annotations
 
-import json
+import contextlib
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from mindspeed_lite.child_process import child_process
 
 SCHEMA_VERSION = 2
 KIND = "selftest"
 SECONDS = 120.0
 
 OK, FALLBACK, FAILED = "ok", "fallback", "failed"
-GROUPS = ("device", "numerics")
 
 Progress = Callable[[int, int, str], None]
 Line = dict[str, Any]
 
 
 @dataclass
-class Outcome:
+class CheckResult:
     text: str
     status: str = OK
     figures: list[dict[str, Any]] = field(default_factory=list)
@@ -43,38 +41,48 @@ class Outcome:
 class Check(NamedTuple):
     group: str
     name: str
-    run: Callable[[], Outcome]
+    run: Callable[[], CheckResult]
+
+
+ListChecks = Callable[[str, bool], list[Check]]
+
+
+def all_checks(device: str, quick: bool) -> list[Check]:
+    from mindspeed_lite.bench.selftest import device as device_checks
+    from mindspeed_lite.bench.selftest import numerics
+
+    return [*device_checks.checks(device), *numerics.checks(device, quick)]
 
 
 def run(
-    device: str,
-    *,
-    quick: bool = False,
-    facts: dict[str, Any] | None = None,
-    seconds: float = SECONDS,
-    tell: Progress = lambda done, total, what: None,
-    worker: Sequence[str] = ("-m", "mindspeed_lite.bench.selftest.worker"),
-) -> dict[str, Any]:
+    device: str, *, quick: bool = False, facts: dict[str, Any] | None = None, seconds: float = SECONDS,
+    tell: Progress = lambda done, total, what: None, plan: ListChecks = all_checks,
+) -> dict[str, Any]:  # fmt: skip
     """Report of every check on `device`.
 
     quick: fewer shapes and dtypes. facts: added to the report. seconds: limit of one check. tell: called with (done,
-    total, next). worker: Python's arguments to start one.
+    total, next). plan: a function of a module, for the process.
     """
     checks: list[Line] = []
+    names: list[tuple[str, str]] = []
     environment: Any = None
-    plan: list[list[str]] | None = None
-    while plan is None or len(checks) < len(plan):
-        arguments = [*worker, device, str(len(checks)), *(["--quick"] if quick else [])]
-        lines, ending, elapsed = _work(arguments, seconds, len(checks), tell)
-        started = next((line for line in lines if "plan" in line), None)
-        checks += [line["check"] for line in lines if "check" in line]
-        if started is None:
-            checks.append(_failed("device", "start of the self-test", ending, elapsed))
+
+    def receive(message: Any) -> None:
+        nonlocal names, environment
+        if isinstance(message, dict):
+            checks.append(message)
+        else:
+            names, environment = message
+        tell(len(checks), len(names), names[len(checks)][1] if len(checks) < len(names) else "")
+
+    while not names or len(checks) < len(names):
+        has_started, ending, elapsed = _run_rest(plan, device, quick, len(checks), seconds, receive)
+        if has_started and len(checks) == len(names):
             break
-        plan, environment = plan or started["plan"], environment or started["environment"]
-        if len(checks) < len(plan):
-            group, name = plan[len(checks)]
-            checks.append(_failed(group, name, ending, elapsed))
+        name = names[len(checks)] if has_started else ("device", "start of the self-test")
+        checks.append(_line(*name, elapsed, CheckResult(ending, FAILED)))
+        if not has_started:
+            break
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": KIND,
@@ -93,71 +101,80 @@ def run(
     }
 
 
-def _failed(group: str, name: str, text: str, seconds: float) -> Line:
-    return {"group": group, "name": name, "status": FAILED, "text": text, "seconds": seconds, "figures": []}
+def perform(check: Check) -> Line:
+    began = time.monotonic()
+    try:
+        outcome = check.run()
+    except Exception as error:
+        from mindspeed_lite.bench.timing import format_error
+
+        outcome = CheckResult(format_error(error), FAILED)
+    return _line(check.group, check.name, time.monotonic() - began, outcome)
 
 
-def _work(arguments: list[str], seconds: float, done: int, tell: Progress) -> tuple[list[Line], str, float]:
+def _line(group: str, name: str, seconds: float, outcome: CheckResult) -> Line:
+    return {"group": group, "name": name, "seconds": round(seconds, 3), **asdict(outcome)}
+
+
+def _run_rest(
+    plan: ListChecks, device: str, quick: bool, done: int, seconds: float, receive: Callable[[Any], None]
+) -> tuple[bool, str, float]:
+    """Run checks from number `done` on in a process: whether it started, how it ended, seconds since its last check."""
+    context = multiprocessing.get_context("spawn")
+    results, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-") as folder:
-        path, log = Path(folder, "lines"), Path(folder, "log")
-        path.touch()
-        command = [sys.executable, *arguments, "--lines", str(path)]
-        with (
-            open(log, "wb") as output,
-            child_process(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as child,
-        ):
-            code, elapsed = _watch(child, path, seconds, done, tell)
-        if code is None:
-            ending = f"did not end within {seconds:g} s"
-        elif code < 0:
-            ending = f"ended the process with {signal.Signals(-code).name}"
-        else:
-            ending = f"ended the process with exit code {code}"
-        printed = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        last = " | ".join(filter(None, printed[-4:]))[-400:]
-        return _read(path), f"{ending}: {last}" if last else ending, round(elapsed, 3)
-
-
-def _watch(
-    child: subprocess.Popen[bytes], path: Path, seconds: float, done: int, tell: Progress
-) -> tuple[int | None, float]:
-    size, since = -1, time.monotonic()
-    while True:
-        code = child.poll()
-        if path.stat().st_size != size:
-            size, since = path.stat().st_size, time.monotonic()
-            lines = _read(path)
-            plan: list[list[str]] = next((line["plan"] for line in lines if "plan" in line), [])
-            ended = done + sum("check" in line for line in lines)
-            tell(ended, len(plan), plan[ended][1] if ended < len(plan) else "")
-        elapsed = time.monotonic() - since
-        if code is not None or elapsed > seconds:
-            return code, elapsed
-        time.sleep(0.05)
-
-
-def _read(path: Path) -> list[Line]:
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        log = Path(folder, "log")
+        process = context.Process(target=_work, args=(sender, str(log), plan, device, quick, done), daemon=True)
+        process.start()
+        sender.close()
+        has_started, since, ending = False, time.monotonic(), f"did not end within {seconds:g} s"
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:  # unfinished line
-            break
-    return found
+            while results.poll(seconds):
+                receive(results.recv())
+                has_started, since = True, time.monotonic()
+        except EOFError:
+            process.join(seconds)
+            code = process.exitcode or 0
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            ending = f"ended the process with {how}"
+        finally:
+            process.kill()
+            process.join()
+        printed = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    last = " | ".join(filter(None, (line.strip() for line in printed[-4:])))[-400:]
+    return has_started, f"{ending}: {last}" if last else ending, time.monotonic() - since
+
+
+def _work(results: Connection, log: str, plan: ListChecks, device: str, quick: bool, done: int) -> None:
+    with open(log, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from mindspeed_lite import platform
+    from mindspeed_lite.bench import environment
+
+    chosen = platform.choose(device)
+    checks = plan(chosen.name, quick)
+    results.send(([(check.group, check.name) for check in checks], environment.describe(chosen)))
+    if done:
+        # Normally done by the first check, which reports errors.
+        with contextlib.suppress(Exception):
+            platform.activate(chosen.name)
+    for check in checks[done:]:
+        results.send(perform(check))
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     passed: dict[str, list[Line]] = {}
-    for check in sorted(report["checks"], key=lambda each: GROUPS.index(each["group"])):
-        name, _, case = check["name"].partition(" ")
-        name = name.rstrip(",")
+    for check in report["checks"]:
+        operator, _, case = check["name"].partition(" ")
+        operator = operator.rstrip(",")
         if check["group"] == "device":
             rows.append((check["status"], f"device: {check['name']}", check["text"]))
         elif check["status"] == OK:
-            passed.setdefault(name, []).append(check)
+            passed.setdefault(operator, []).append(check)
         else:
-            rows.append((check["status"], f"numerics: {name}", f"{case}: {check['text']}"))
+            rows.append((check["status"], f"numerics: {operator}", f"{case}: {check['text']}"))
     return rows + [(OK, f"numerics: {name}", _summary(checks)) for name, checks in passed.items()]
 
 

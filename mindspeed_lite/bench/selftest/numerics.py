@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_lite.bench import timing
 from mindspeed_lite.bench.operators import equivalence
-from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, Outcome
+from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, CheckResult
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Function, Problem
 from mindspeed_lite.ops.discovery import OPERATORS, cases
@@ -46,7 +46,7 @@ def problems(device: str, quick: bool, backend: str = "") -> list[Problem]:
     ]
 
 
-def judge(problem: Problem, device: str) -> Outcome:
+def judge(problem: Problem, device: str) -> CheckResult:
     inputs = problem.make()
     ours_function, reference_function = (each.load() for each in problem.contenders[:2])
     refused = _refusal(problem.operator, device, ours_function, inputs)
@@ -67,7 +67,7 @@ def judge(problem: Problem, device: str) -> Outcome:
     if refused:
         text += f"; computed by the reference: {refused}"
         status = FAILED if device == "npu" or status == FAILED else FALLBACK
-    return Outcome(text + suffix, status, figures)
+    return CheckResult(text + suffix, status, figures)
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,11 +75,11 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     return moved.double().requires_grad_(tensor.requires_grad) if moved.is_floating_point() else moved
 
 
-def _backend(name: str, device: str) -> Outcome:
+def _backend(name: str, device: str) -> CheckResult:
     selected = dispatch.selected(name, device)
     if selected.reasons:
-        return Outcome(f"the reference, since {'; '.join(selected.reasons)}", FAILED)
-    return Outcome(selected.backend)
+        return CheckResult(f"the reference, since {'; '.join(selected.reasons)}", FAILED)
+    return CheckResult(selected.backend)
 
 
 def _on_own_backend(name: str, device: str) -> contextlib.AbstractContextManager[None]:
@@ -103,20 +103,12 @@ def _figure(
     name: str, ours: torch.Tensor, reference: torch.Tensor | None, exact: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
     eps = torch.finfo(dtype).eps
-    other = None if reference is None else _error(reference, exact)
+    error, other = (None if x is None else equivalence.relative_error(x.cpu(), exact) for x in (ours, reference))
     bound = _MOST_EPS * eps
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     if is_narrow and other is not None and math.isfinite(other) and bool(exact.any()):
         bound = min(bound, 2 * other + eps)
-    return {"result": name, "ours": _error(ours, exact), "reference": other, "bound": bound}
-
-
-def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    wide = got.detach().cpu().double()
-    if wide.shape != exact.shape or not bool(wide.isfinite().all()):
-        return math.inf
-    size = float(exact.norm().item()) or float(max(exact.numel(), 1)) ** 0.5
-    return float((wide - exact).norm().item()) / size
+    return {"result": name, "ours": error, "reference": other, "bound": bound}
 
 
 def _share(figure: dict[str, Any]) -> float:

@@ -146,10 +146,10 @@ def test_a_step_of_a_small_gpt_has_its_time_in_the_right_places(tmp_path):
         "aten::addcdiv_": {"optimizer"},
     }
     where, products = {}, dict.fromkeys(breakdown.CATEGORIES, 0)
-    for event, decision, own, _ in placed:
-        if event.thread == step.thread:
-            where.setdefault(event.name, set()).add(decision.category)
-            products[decision.category] += own[0] if event.name == "aten::mm" else 0
+    for each in placed:
+        if each.event.thread == step.thread:
+            where.setdefault(each.event.name, set()).add(each.decision.category)
+            products[each.decision.category] += each.own if each.event.name == "aten::mm" else 0
     for name in ("aten::mm", "aten::silu", "aten::silu_backward", "aten::bmm"):
         assert name in where, name
     for name, places in expected.items():
