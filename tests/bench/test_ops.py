@@ -386,8 +386,7 @@ def test_dtypes_are_those_of_the_ceiling():
 
 
 def test_help_names_every_shape(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench-ops", "--help"])
+    assert cli.main(["bench-ops", "--help"]) == 0
     said = capsys.readouterr().out
     assert all(cases(name).cpu[0] in said and name in said for name in OPERATORS)
 
