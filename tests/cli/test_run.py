@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 
 import pytest
@@ -59,7 +60,6 @@ def test_is_python_itself(folder, what, safe):
     "body",
     [
         "raise SystemExit('said')",
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
         "def f(): 1 / 0\nf()",
         "x = = 1",
         "import nothing_of_that_name",
@@ -74,6 +74,11 @@ def test_ends_as_python_ends(tmp_path, body):
     plain = python("script.py", cwd=tmp_path)
     run = command("run", "script.py", cwd=tmp_path, **OFF)
     assert (run.returncode, run.stdout, run.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+
+
+def test_an_interrupt_stays_an_interrupt(tmp_path):
+    (tmp_path / "script.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    assert command("run", "script.py", cwd=tmp_path, **OFF).returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
