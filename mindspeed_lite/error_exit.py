@@ -32,6 +32,7 @@ _DEPENDENCIES = {
     "first on PYTHONPATH",
     "wrapt": "wrapt is not installed: pip install wrapt",
     "packaging": "packaging is not installed: pip install packaging",
+    "rich": "rich is not installed: pip install rich",
 }
 
 # An error of a lost rank names one of the first and contains one of the second.

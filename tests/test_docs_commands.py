@@ -75,7 +75,7 @@ COVERED = {
     ),
     r"mindspeed-lite doctor": "tests/cli/test_doctor.py::test_here_it_says_something_about_everything",
     r"mindspeed-lite doctor --selftest": "tests/bench/test_selftest.py",
-    r"mindspeed-lite doctor --npu-selftest": "tests/cli/test_npu_doctor.py",
+    r"mindspeed-lite doctor --npu-selftest --out selftest\.json": "tests/cli/test_npu_doctor.py",
     r"mindspeed-lite bench-ops.*": "tests/bench/test_ops.py",
     r"mindspeed-lite bench --.* python examples/pretrain_gpt\.py .*": "tests/bench/test_benchmarks.py",
     r"mindspeed-lite bench --.* torchrun .* examples/pretrain_gpt\.py .*": "tests/bench/test_benchmarks.py",

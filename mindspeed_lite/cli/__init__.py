@@ -30,7 +30,6 @@ COMMANDS = {
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }
-RENAMED = {"load": "balance FILE", "balance-lengths": "balance INDEX.idx, or balance --generate-lengths"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,8 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     program = f"{PROGRAM} {command}" if command in COMMANDS else PROGRAM
     try:
-        if command in RENAMED:
-            raise terminal.CommandError(f"`{command}` is `{PROGRAM} {RENAMED[command]}` now")
         if command not in COMMANDS:
             kind = "option" if command[0] == "-" else "command"
             raise terminal.CommandError(f"there is no {kind} {command!r}; {terminal.suggestion(command, COMMANDS)}")

@@ -30,12 +30,11 @@ import builtins
 import importlib
 import importlib.util
 import os
-import pkgutil
 import sys
 import types
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from typing import NamedTuple
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from typing import Any
 
 from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator
@@ -43,14 +42,6 @@ from mindspeed_lite.platform import allocator
 from .terminal import CommandError
 
 PROGRAM = "mindspeed-lite run"
-
-
-class _Target(NamedTuple):
-    """What to run. is_program: a folder or archive with `__main__.py`."""
-
-    name: str
-    is_module: bool
-    is_program: bool
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,17 +52,21 @@ def main(arguments: Sequence[str]) -> int:
         if is_module is None:
             print(str(__doc__).rstrip())
             return 0
-        target = _target(rest, is_module)
-        _prepare_process(target)
+        if not rest:
+            raise CommandError(f"-m needs a module (see {PROGRAM} --help)" if is_module else "no script given")
+        name = rest[0]
+        if not is_module and not os.path.isfile(name):
+            raise CommandError(f"there is no script {name!r} in {os.getcwd()}")
+        _prepare_process(os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
         _import_adaptor(allocator_choice)
-        code, module = _load(target)
+        code, module = _load_module(name) if is_module else _load_script(name)
     except CommandError as error:
         error_exit.print_error(str(error), PROGRAM)
         return error_exit.EXIT_CODE
     except SyntaxError as error:  # python shows a script's syntax error without a frame
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
-    sys.argv[:] = [str(module.__file__) if is_module else target.name, *rest[1:]]
+    sys.argv[:] = [str(module.__file__) if is_module else name, *rest[1:]]
     # Stays: exit handlers of the interpreter may need it.
     sys.modules["__main__"] = module
     try:
@@ -108,24 +103,10 @@ def _options(rest: list[str]) -> tuple[str, bool | None]:
         raise CommandError(error) from error
 
 
-def _target(rest: list[str], is_module: bool) -> _Target:
-    if not rest:
-        raise CommandError(f"-m needs a module (see {PROGRAM} --help)" if is_module else "no script given")
-    name = rest[0]
-    if not is_module and not os.path.exists(name):
-        raise CommandError(f"there is no script {name!r} in {os.getcwd()}")
-    is_program = not is_module and (os.path.isdir(name) or pkgutil.get_importer(os.path.abspath(name)) is not None)
-    return _Target(name, is_module, is_program)
-
-
-def _prepare_process(target: _Target) -> None:
-    program = os.path.join(os.getcwd(), target.name)
+def _prepare_process(folder: str) -> None:
     # A safe path has no folder in front; Python 3.10 knows only -I.
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
-        folder = os.getcwd() if target.is_module else os.path.dirname(os.path.realpath(target.name))
-        sys.path[0] = program if target.is_program else folder
-    elif target.is_program:
-        sys.path.insert(0, program)
+        sys.path[0] = folder
     # torch.distributed needs an address even for one process without a launcher.
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "0"))  # 0: any free port
@@ -151,38 +132,39 @@ def _import_adaptor(allocator_choice: str) -> None:
         allocator.keep_freed_memory()
 
 
-def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
-    """Code and `__main__` module, with the attributes that python sets."""
-    name, module = target.name, types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
+def _main_module(**attributes: Any) -> types.ModuleType:
+    module = types.ModuleType("__main__")
     if sys.version_info < (3, 14):
         module.__annotations__ = {}
+    module.__dict__.update(attributes, __builtins__=builtins)
+    return module
+
+
+def _load_script(name: str) -> tuple[types.CodeType, types.ModuleType]:
     absolute = os.path.join(os.getcwd(), name)
-    code: types.CodeType | None
-    if target.is_module or target.is_program:
-        spec = _module_spec(name) if target.is_module else PathFinder.find_spec("__main__", [absolute])
-        if spec is None or spec.loader is None:
-            what = f"there is no module {name!r} to run" if target.is_module else f"there is no __main__.py in {name!r}"
-            raise CommandError(what)
-        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-        if code is None:
-            raise CommandError(f"{name} has no Python code to run")
-        attributes = {"__package__": spec.parent, "__spec__": spec, "__loader__": spec.loader}
-        module.__dict__.update(attributes, __file__=spec.origin, __cached__=spec.cached)
-        return code, module
     try:
         with open(name, "rb") as script:
-            code = pkgutil.read_code(script)
-            script.seek(0)
             source = script.read()
     except OSError as error:
         raise CommandError(f"{name!r} cannot be read: {error.strerror}") from error
-    module.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
+    module = _main_module(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
     # Do not inherit this module's `from __future__` lines.
-    return code or compile(source, absolute, "exec", dont_inherit=True), module
+    return compile(source, absolute, "exec", dont_inherit=True), module
 
 
-def _module_spec(name: str) -> ModuleSpec | None:
+def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
+    spec = _spec(name)
+    if spec is None or spec.loader is None:
+        raise CommandError(f"there is no module {name!r} to run")
+    code: types.CodeType | None = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+    if code is None:
+        raise CommandError(f"{name} has no Python code to run")
+    return code, _main_module(
+        __file__=spec.origin, __cached__=spec.cached, __package__=spec.parent, __spec__=spec, __loader__=spec.loader
+    )
+
+
+def _spec(name: str) -> ModuleSpec | None:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -31,7 +31,6 @@ BENCH = "bench --out out"
 # What is typed, and words of the line.
 COMMANDS: list[tuple[str, ...]] = [
     ("benhc", "no command 'benhc'", "did you mean bench"),
-    ("balance-lengths", "balance INDEX.idx"),
     ("features use_flash_atn", "did you mean use_flash_attn"),
     ("features quant_states --swap-attention", "one feature at a time"),
     ("features --diff", "--diff wants the name"),

@@ -39,7 +39,8 @@ def fake_megatron(tmp_path, monkeypatch):
     """`fake_megatron(version)` puts a Megatron of that version, with a training folder, first on the path."""
 
     def make(version, training=True, makefile=True, built=True):
-        core = tmp_path / "megatron" / "core"
+        folders = [tmp_path / "megatron", tmp_path / "other"]
+        core = folders[0] / "core"
         (core / "datasets").mkdir(parents=True)
         (core / "__init__.py").write_text("raise RuntimeError('doctor imports no Megatron')")
         (core / "package_info.py").write_text(f"__version__ = {version!r}")
@@ -47,7 +48,6 @@ def fake_megatron(tmp_path, monkeypatch):
             (core / "datasets" / "Makefile").write_text("")
         if built:
             (core / "datasets" / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}").write_text("")
-        folders = [tmp_path / "megatron", tmp_path / "other"]
         if training:
             (folders[training == "elsewhere"] / "training").mkdir(parents=True)
             (folders[training == "elsewhere"] / "training" / "__init__.py").write_text("")
@@ -66,23 +66,27 @@ def test_here_it_says_something_about_everything(capsys):
     assert found["torch"]["status"] == "ok"
 
 
-def test_text_and_json_say_the_same(capsys, monkeypatch):
-    found = [Row("one", "ok", "fine"), Row("two", "problem", "bad", "mend it")]
-    monkeypatch.setattr("mindspeed_lite.cli.doctor.examine", lambda machine: found)
+def test_text_and_json_say_the_same_and_a_check_that_fails_is_a_row(capsys, monkeypatch):
+    def broken(machine):
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr(doctor_checks, "CHECKS", {"broken": broken, "python": CHECKS["python"]})
+    first, second = found = doctor_checks.examine(Machine())
+    assert first == Row("broken", "problem", "cannot be examined: ZeroDivisionError: of all things", first.fix)
+    assert second.check == "python" and sys.executable in second.text
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "fine" in text and "-> mend it" in text and "1 problem:" in text
+    assert f"{first.text} -> {first.fix}" in text and second.text in text and "1 problem:" in text
     assert cli.main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["rows"][1] == found[1]._asdict()
+    assert json.loads(capsys.readouterr().out)["rows"] == [row._asdict() for row in found]
 
 
 def test_without_torch_and_without_anything(tmp_path):
-    found = examined(command("doctor", "--json", **without(tmp_path, "torch")))
-    assert found["torch"]["status"] == "problem" and "pip install" in found["torch"]["fix"]
-    assert found["device"]["status"] == found["features"]["status"] == "note"
     own, training = doctor_checks.OWN_PACKAGES, doctor_checks.TRAINING_PACKAGES
     gone = without(tmp_path, "torch", "megatron", "pybind11", *own, *training)
     found = examined(command("doctor", "--json", **gone, PATH=""))
+    assert found["torch"]["status"] == "problem" and "pip install" in found["torch"]["fix"]
+    assert found["device"]["status"] == found["features"]["status"] == "note"
     assert found["megatron-core"]["status"] == "problem" and "checkout" in found["megatron-core"]["fix"]
     assert "megatron.training" not in found
     assert "pyyaml" in found["script's packages"]["fix"] and "wrapt" in found["own packages"]["fix"]
@@ -119,8 +123,8 @@ def test_a_torch_npu_that_breaks_in_its_own_way(tmp_path):
 )
 def test_the_megatron_that_is_there(fake_megatron, check, version, training, status, text):
     fake_megatron(version, training=training)
-    ((found, told, *_),) = rows(check)
-    assert found == status and text in told
+    ((found, shown, *_),) = rows(check)
+    assert found == status and text in shown
 
 
 @pytest.mark.parametrize(
@@ -156,16 +160,6 @@ def test_a_target_that_drifted_is_a_reason(fake_megatron):
     assert "is not found" in texts["use_flash_attn"]
 
 
-def test_variables_in_force(monkeypatch):
-    for name in [each for each in os.environ if each.startswith("MINDSPEED_LITE_")]:
-        monkeypatch.delenv(name)
-    assert [status for status, *_ in rows("environment")] == ["ok"]
-    monkeypatch.setenv("MINDSPEED_LITE_DISABLE", "1")
-    monkeypatch.setenv("MINDSPEED_LITE_DEVISE", "cpu")
-    misspelt, off = rows("environment")
-    assert misspelt[0] == off[0] == "note" and misspelt[2] == "did you mean MINDSPEED_LITE_DEVICE?"
-
-
 @pytest.mark.parametrize(
     ("check", "name", "value", "statuses", "text"),
     [
@@ -174,22 +168,18 @@ def test_variables_in_force(monkeypatch):
         ("allocator", "MINDSPEED_LITE_ALLOCATOR", "keep", {"ok", "note"}, "freed memory"),
         ("allocator", "MINDSPEED_LITE_ALLOCATOR", "system", {"ok"}, "system"),
         ("allocator", "MINDSPEED_LITE_ALLOCATOR", "fast", {"problem"}, "fast"),
+        ("environment", "MINDSPEED_LITE_DISABLE", "1", {"note"}, "MINDSPEED_LITE_DISABLE=1: off"),
+        ("environment", "MINDSPEED_LITE_DEVISE", "cpu", {"note"}, "did you mean MINDSPEED_LITE_DEVICE?"),
+        ("environment", "NONE_OF_OURS", "1", {"ok"}, "no MINDSPEED_LITE_ variable"),
     ],
 )
 def test_what_a_variable_chooses(monkeypatch, check, name, value, statuses, text):
-    monkeypatch.setenv("MINDSPEED_LITE_DEVICE", "cpu")
+    for each in [each for each in os.environ if each.startswith("MINDSPEED_LITE_")]:
+        monkeypatch.delenv(each)
+    if check == "allocator":
+        monkeypatch.setenv("MINDSPEED_LITE_DEVICE", "cpu")
     monkeypatch.setenv(name, value)
-    ((status, told, *_),) = rows(check)
-    assert status in statuses and text in told
+    ((status, *shown),) = rows(check)
+    assert status in statuses and text in " ".join(shown)
     if check == "device":
-        assert all(f"{each}:" in told for each in ("npu", "cuda", "cpu"))
-
-
-def test_a_check_that_fails_is_a_row(monkeypatch):
-    def broken(machine):
-        raise ZeroDivisionError("of all things")
-
-    monkeypatch.setattr(doctor_checks, "CHECKS", {"broken": broken, "python": CHECKS["python"]})
-    first, second = doctor_checks.examine(Machine())
-    assert first.status == "problem" and "of all things" in first.text
-    assert second.check == "python" and sys.executable in second.text
+        assert all(f"{each}:" in shown[0] for each in ("npu", "cuda", "cpu"))

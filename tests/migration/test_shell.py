@@ -45,44 +45,26 @@ python other.py \
 echo done; echo "it's" '--seq-aux'
 """
 
-TRANSLATED = r"""#!/bin/bash
-# --seq-aux in a comment stays
-NPUS=8
-CP=1
-CP_TYPE='ulysses_cp_algo'
-export NUM_LAYERS=64   # three are empty
-LAYERS=${NUM_LAYERS}
-DISTRIBUTED_ARGS="
-    --nproc_per_node $NPUS \
-    --nnodes 1
-"
-MOE_ARGS="
-    --moe-layer-freq ([0]*3+[1]*58) \
-    --num-experts 256 \
-"
-ARGS=(
-    --multi-latent-attention   # latent attention
-    --rotary-scaling-factor 40 --bf16
-    --context-parallel-size ${CP} --context-parallel-algo "${CP_TYPE}"
-    --pipeline-model-parallel-size 2
-    --num-layers 61 --pipeline-model-parallel-layout "Et*32|t*29L"
-    --qk-head-dim $((64 * 2)) --tokenizer-model "a b/c" --save="${OUT}/x y"
-    --data-path ${DATA[@]}
-    --adaptive-recompute-device-size $(cat level)
-)
-torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \
-    "${ARGS[@]}" \
-    $MOE_ARGS $OWN \
-    --own-flag 3 | tee log
-python other.py \
-    --bf16
-echo done; echo "it's" --moe-router-load-balancing-type seq_aux_loss
-"""
+EDITS = [
+    ("--first-k-dense-replace 3 \\\n    --moe-layer-freq 1 \\", "--moe-layer-freq ([0]*3+[1]*58) \\"),
+    ('\t--norm-topk-prob\n"', '"'),
+    ("--multi-head-latent-attention ", "--multi-latent-attention "),
+    ("--rope-scaling-type yarn --rope-scaling-factor", "--rotary-scaling-factor"),
+    ("--num-layers $LAYERS --noop-layers 61,62,63", '--num-layers 61 --pipeline-model-parallel-layout "Et*32|t*29L"'),
+    ("--qk-nope-head-dim", "--qk-head-dim"),
+    ("--tokenizer-name-or-path", "--tokenizer-model"),
+    (" --no-shared-storage", ""),
+    ("--bf16 \\\n    --norm-topk-prob\n", "--bf16\n"),
+    ("'--seq-aux'", "--moe-router-load-balancing-type seq_aux_loss"),
+]
 
 
 def test_a_script_is_edited_in_place(tmp_path):
-    found = read_script(SCRIPT)
-    assert found.text == TRANSLATED
+    found, expected = read_script(SCRIPT), SCRIPT
+    for before, after in EDITS:
+        assert expected.count(before) == 1, before
+        expected = expected.replace(before, after)
+    assert found.text == expected
     assert found.others == ("--own-flag",)
     unknown = [step.line for step in found.translation.steps if step.outcome == "unknown value"]
     assert unknown == [
