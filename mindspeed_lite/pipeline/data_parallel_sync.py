@@ -51,8 +51,6 @@ def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
 
 
 class DataParallelSync:
-    """Starts communication before and after the steps of a plan."""
-
     def __init__(self, config: Any, models: Sequence[Any], plan: SyncPlan, is_first_stage: bool) -> None:
         self._models, self._plan = models, plan
         self._no_sync = _listed(config.no_sync_func, 1)

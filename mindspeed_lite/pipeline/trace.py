@@ -75,10 +75,7 @@ _RECORD = json_file.fields(
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[Simulation]:
-    """Times of each recorded training step. Raises TraceError if they do not match the schedule.
-
-    Pairs are in sequence, unless recorded as overlapped.
-    """
+    """Times of each recorded training step; pairs in sequence, unless recorded as overlapped. Raises TraceError."""
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):

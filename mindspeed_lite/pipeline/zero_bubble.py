@@ -71,10 +71,7 @@ class _Settings:
 
 @dataclass
 class _Rank:
-    """State of a rank.
-
-    done: forwards and backwards by chunk. there: step -> arrival of its input. queued: weight gradients.
-    """
+    """done: forwards and backwards by chunk. there: step -> arrival of its input. queued: weight gradients."""
 
     shape: PipelineShape
     settings: _Settings
@@ -119,7 +116,7 @@ class _Rank:
 
 
 def _list_schedule(shape: PipelineShape, placement: Placement, settings: _Settings) -> Schedule:
-    """Runs every rank step by step, each of one unit of time."""
+    """Every step takes one unit of time."""
     empty = Schedule("zb-auto", shape.microbatches, placement, ())
     ranks = []
     for number in range(shape.ranks):

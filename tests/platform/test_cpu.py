@@ -291,20 +291,3 @@ def test_undo_gives_back_every_attribute_by_identity():
     assert counts[1] - counts[0] < 400, counts
     assert dict(os.environ) == environment
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@forked()
-def test_importers_by_value_follow_there_and_back():
-    import types
-
-    early = sys.modules["early_module"] = types.ModuleType("early_module")
-    exec("from torch.cuda import is_available as there, Stream, _lazy_call as call", vars(early))
-    own = early.there, early.Stream, early.call
-    platform.activate()
-    late = sys.modules["late_module"] = types.ModuleType("late_module")
-    exec("from torch.cuda import is_available as there, Stream, _lazy_call as call", vars(late))
-    for module in (early, late):
-        assert module.there() is True and module.Stream is torch.cuda.Stream is not own[1]
-    platform.deactivate()
-    for module in (early, late):
-        assert (module.there, module.Stream, module.call) == own
