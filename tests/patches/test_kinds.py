@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Around, Override
 from mindspeed_lite.platform import megatron
+
+CHANGES = ("pop", "update", "setdefault", "clear")
 
 
 def handed_on(make):
@@ -33,90 +36,56 @@ def _arguments(args):
 
 
 def _given(call):
-    names = [
-        f"*{ast.unparse(each.value)}" if isinstance(each, ast.Starred) else ast.unparse(each) for each in call.args
-    ]
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            names.append(f"**{ast.unparse(keyword.value)}")
-        elif keyword.arg == ast.unparse(keyword.value):
-            names.append(keyword.arg)
-        else:
-            names.append(f"{keyword.arg}={ast.unparse(keyword.value)}")
-    return names
+    """Arguments of a call as written, `name` for `name=name`."""
+    return [re.sub(r"^(\w+)=\1$", r"\1", ast.unparse(each)) for each in (*call.args, *call.keywords)]
 
 
 def _rebinds(function):
-    """Whether the wrapper assigns to one of its own parameters, or into its keywords."""
-    names = {name.lstrip("*") for name in _arguments(function.args)}
-    stored = {
-        node.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del)
-    }
-    stored |= {
-        node.value.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Subscript)
-        and isinstance(node.ctx, ast.Store | ast.Del)
-        and isinstance(node.value, ast.Name)
-    }
-    popped = {
-        node.func.value.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("pop", "update", "setdefault", "clear")
-        and isinstance(node.func.value, ast.Name)
-    }
-    return bool(names & (stored | popped))
+    """Whether the wrapper assigns to one of its own parameters, or changes what is in it."""
+    changed = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            is_change = isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES
+            owner = node.func.value if is_change else None
+        else:
+            is_change = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+            owner = node.value if is_change and isinstance(node, ast.Subscript) else node if is_change else None
+        if isinstance(owner, ast.Name):
+            changed.add(owner.id)
+    return bool(changed & {name.lstrip("*") for name in _arguments(function.args)})
 
 
 def _calls(node, name, arguments):
     """Whether evaluating this expression or simple statement calls the original with these arguments."""
-    return any(
-        isinstance(each, ast.Call)
-        and isinstance(each.func, ast.Name)
-        and each.func.id == name
-        and _given(each) == arguments
-        for each in ast.walk(node)
-    )
+    calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(ast.unparse(each.func) == name and _given(each) == arguments for each in calls)
 
 
 def _always_calls(body, name, arguments):
     """Whether no path through these statements ends without the call, but by an exception."""
     for node in body:
-        if isinstance(node, ast.If):
-            if _calls(node.test, name, arguments):
-                return True
-            branches = [_always_calls(branch, name, arguments) for branch in (node.body, node.orelse)]
-            if all(branches):
-                return True
-            if any(
-                _returns(branch) and not done for branch, done in zip((node.body, node.orelse), branches, strict=True)
-            ):
-                return False
-        elif isinstance(node, ast.With):
-            if _always_calls(node.body, name, arguments):
-                return True
-            if _returns(node.body):
-                return False
-        elif isinstance(node, ast.Try):
-            if _always_calls([*node.body, *node.orelse], name, arguments) or _always_calls(
-                node.finalbody, name, arguments
-            ):
-                return not any(_returns(handler.body) for handler in node.handlers)
-            if _returns(node.body):
-                return False
-        elif isinstance(node, ast.For | ast.While | ast.FunctionDef):
-            if not isinstance(node, ast.FunctionDef) and _returns(node.body):
-                return False
-        elif isinstance(node, ast.Raise):
-            return True
-        elif isinstance(node, ast.Return):
+        if isinstance(node, ast.Return):
             return node.value is not None and _calls(node.value, name, arguments)
-        elif _calls(node, name, arguments):
+        if isinstance(node, ast.Raise):
             return True
+        if isinstance(node, ast.If):
+            branches, is_done = (node.body, node.orelse), _calls(node.test, name, arguments)
+        elif isinstance(node, ast.Try):
+            branches = ([*node.body, *node.orelse], *(each.body for each in node.handlers))
+            is_done = _always_calls(node.finalbody, name, arguments)
+        elif isinstance(node, ast.With):
+            branches, is_done = (node.body,), False
+        elif isinstance(node, ast.For | ast.While):
+            branches, is_done = (node.body, []), False
+        elif isinstance(node, ast.FunctionDef):
+            continue
+        else:
+            branches, is_done = (), _calls(node, name, arguments)
+        done = [_always_calls(branch, name, arguments) for branch in branches]
+        if is_done or (done and all(done)):
+            return True
+        if any(_returns(branch) and not each for branch, each in zip(branches, done, strict=True)):
+            return False
     return False
 
 

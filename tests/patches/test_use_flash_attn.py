@@ -275,19 +275,6 @@ def test_unfused_contradicts_the_flag_and_keeps_auto_away():
         assert list(FEATURE.condition(Context(settings, "cpu", {}, {}))) == []
 
 
-@forked("megatron")
-def test_attention_backend_alone_turns_it_on():
-    module = module_of()
-    (q, k, v), _ = inputs_of()
-    with mindspeed_lite.enabled(use_flash_attn=True):
-        want = module(q, k, v, None)
-    for backend in ("flash", "fused"):
-        with mindspeed_lite.enabled(attention_backend=backend):
-            assert torch.equal(module(q, k, v, None), want)
-    with mindspeed_lite.enabled(attention_backend="auto"):
-        assert not torch.equal(module(q, k, v, None), want)
-
-
 def test_the_mask_is_dropped_only_where_position_says_it_all():
     def adjusted(host_args):
         return dict(FEATURE.arguments(Context(Settings({}), "cpu", {}, host_args)))
