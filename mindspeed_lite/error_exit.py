@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import io
 import os
+import re
 import socket
 import sys
 import time
@@ -17,8 +18,6 @@ import traceback
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-
-from mindspeed_lite import lost_rank
 
 TRACEBACK_VARIABLE = "MINDSPEED_LITE_TRACEBACK"
 EXIT_CODE = 2
@@ -34,6 +33,15 @@ _DEPENDENCIES = {
     "wrapt": "wrapt is not installed: pip install wrapt",
     "packaging": "packaging is not installed: pip install packaging",
 }
+
+# A message names one of the first and contains one of the second.
+_BACKENDS = ("gloo", "nccl", "hccl", "tcpstore", "monitoredbarrier")
+_SIGNS = (
+    *("connection closed", "connection reset", "connection was likely closed", "connection refused", "broken pipe"),
+    *("timed out", "timeout", "remote process", "remote error", "failed to recv", "failed to pass monitoredbarrier"),
+    "aborted",
+)
+_MAX_CHARACTERS = 160
 
 _before: Any = None
 _is_on = False
@@ -59,7 +67,37 @@ def describe(error: BaseException) -> str | None:
         # Partly present: the script does not fit that release.
         if is_absent and package in _DEPENDENCIES and error.name in (package, f"{package}.core"):
             return f"{_DEPENDENCIES[package]} (`mindspeed-lite doctor` says what else is missing)"
-    return _broken_torch(error) or lost_rank.describe(error)
+    return _broken_torch(error) or describe_lost_rank(error)
+
+
+def describe_lost_rank(error: BaseException) -> str | None:
+    """One line about a torch.distributed error that an ended or unresponsive rank causes; None for other errors."""
+    first = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if first is not None and describe_lost_rank(first) is None:
+        return None
+    text = str(error)
+    words = text.lower()
+    is_distributed = type(error).__name__.startswith("Dist") or any(each in words for each in _BACKENDS)
+    if not (isinstance(error, RuntimeError) and is_distributed and any(each in words for each in _SIGNS)):
+        return None
+    # gloo begins with "[file.cc:line]".
+    reason = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", text.strip()).partition("\n")[0].rstrip(". ")
+    return (
+        f"another rank has ended or does not answer: {_place(error)} failed ({reason[:_MAX_CHARACTERS]}); look for "
+        "what that rank said last. A rank that is only slow needs a longer --distributed-timeout-minutes; "
+        "MINDSPEED_LITE_TRACEBACK=1 shows the traceback."
+    )
+
+
+def _place(error: BaseException) -> str:
+    collective, caller = "waiting for a message", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("torch.distributed") and not name.startswith("_") and name != "wrapper":
+            collective = name
+        elif not module.startswith(("torch.", "contextlib")):
+            caller = f" in {module}:{line} ({name})"
+    return collective + caller
 
 
 def _broken_torch(error: BaseException) -> str | None:
@@ -112,7 +150,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     else:
         if before is not sys.__excepthook__:
             before(kind, error, trace)
-        print_error(text, follows=lost_rank.describe(error) is not None)
+        print_error(text, follows=describe_lost_rank(error) is not None)
     if not hasattr(sys, "ps1"):
         raise SystemExit(EXIT_CODE)
 
@@ -198,6 +236,7 @@ __all__ = [
     "EXIT_CODE",
     "TRACEBACK_VARIABLE",
     "describe",
+    "describe_lost_rank",
     "install",
     "is_set",
     "print_error",

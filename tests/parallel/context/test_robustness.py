@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite import lost_rank
+from mindspeed_lite import error_exit
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import UnequalLengthsError
 from mindspeed_lite.parallel.context.ring import Ring
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_ends_the_others(kind):
         with pytest.raises(RuntimeError) as found:
             for _ in range(10):
                 split(problem, ranks, rank, algorithm)
-        text = lost_rank.describe(found.value)
+        text = error_exit.describe_lost_rank(found.value)
         assert text is not None and "another rank has ended" in text and " in mindspeed_lite.parallel.context" in text
         assert "timed out" not in text.lower(), "long before the timeout"
 
