@@ -261,7 +261,6 @@ def shown(path: Path) -> str:
 def demonstrate(steps: int, rounds: int, budget: float) -> int:
     """The whole demo; `budget`: seconds within which another round must fit."""
     from demo import compare
-    from mindspeed_lite import report_output
     from mindspeed_lite.engine import Report
 
     begin = time.monotonic()
@@ -311,7 +310,7 @@ def demonstrate(steps: int, rounds: int, budget: float) -> int:
     print("", *compare.speed_table(off, on), sep="\n")
     print(f"({about_device}; without the first {compare.WARM_UP} steps of each run)\n")
     print(f"report of the last run with features on, {shown(report)}:")
-    print(report_output.to_text(Report.from_dict(json.loads(report.read_text()))))
+    print(Report.from_dict(json.loads(report.read_text())).to_text())
     results = {
         "device": about_device,
         "precision": precision,

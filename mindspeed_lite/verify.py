@@ -135,19 +135,10 @@ class Verifier:
 
 
 def _refusal(entry: Verification) -> str:
-    problem = entry.problem
-    if not problem:
-        rule = f"twice the original's own distance from {entry.measured_from}, plus one eps, in float32 8"
-        if entry.measured_from == "original":
-            rule = "no difference at all" if entry.numerics == "bitwise" else f"{EPS_WITHOUT_TRUTH} eps"
-        problem = (
-            f"{entry.worst} has a relative error of {entry.error:.3g} against {entry.measured_from}; "
-            f"the bound is {entry.bound:.3g} ({rule})"
-        )
     flag = f"--{entry.feature.replace('_', '-')}"
     return (
-        f"{FLAG}: feature `{entry.feature}` ({flag}), operator {entry.operator} on {entry.shape}: {problem}. "
-        f"Run without {flag} and report this line; without --mindspeed-lite-strict it is a warning and the run goes on."
+        f"{FLAG}: {entry.to_text()}. Run without {flag} and report this line; without --mindspeed-lite-strict it is a "
+        "warning and the run goes on."
     )
 
 

@@ -109,10 +109,10 @@ def test_the_rules_below_see_every_spelling_of_an_import(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", files("mindspeed_lite/engine"), ids=module_name)
-def test_the_engine_knows_nothing_but_the_standard_library_wrapt_and_packaging(path):
+def test_the_engine_knows_nothing_but_the_standard_library_wrapt_packaging_and_rich(path):
     for name in imports(path):
         top = name.partition(".")[0]
-        allowed = top in sys.stdlib_module_names or top in ("wrapt", "packaging")
+        allowed = top in sys.stdlib_module_names or top in ("wrapt", "packaging", "rich")
         assert allowed or within(name, "mindspeed_lite.engine"), f"{module_name(path)} imports {name}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite import error_exit
+from mindspeed_lite.error_exit import describe_lost_rank
 from tests.harness.endings import Ending, endings
 from tests.harness.processes import forked
 
@@ -104,27 +104,15 @@ class DistNetworkError(RuntimeError):
     ],
 )
 def test_what_is_taken_for_a_lost_rank(error: Exception, is_lost: bool) -> None:
-    assert (error_exit.describe_lost_rank(error) is not None) == is_lost
-
-
-def _raised(before: Exception | None, is_from_none: bool = False) -> Exception:
-    """What ends a script whose `finally` calls a barrier."""
-    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:24413")
-    try:
-        try:
-            if before is not None:
-                raise before
-        except Exception:
-            if is_from_none:
-                raise lost from None
-            raise lost  # noqa: B904
-        raise lost
-    except Exception as error:
-        return error
+    assert (describe_lost_rank(error) is not None) == is_lost
 
 
 def test_an_error_before_it_is_seen() -> None:
-    assert error_exit.describe_lost_rank(_raised(KeyError("of the script"))) is None
-    for before, is_from_none in ((KeyError("of the script"), True), (DistNetworkError("failed to recv"), False)):
-        assert error_exit.describe_lost_rank(_raised(before, is_from_none)) is not None
-    assert error_exit.describe_lost_rank(_raised(None)) is not None
+    """As where a script's `finally` calls a barrier."""
+    message = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:24413"
+    for before, is_lost in ((KeyError("of the script"), False), (DistNetworkError("failed to recv"), True)):
+        lost = RuntimeError(message)
+        lost.__context__ = before
+        assert (describe_lost_rank(lost) is not None) == is_lost
+        lost.__suppress_context__ = True  # raised from None
+        assert describe_lost_rank(lost) is not None

@@ -102,29 +102,22 @@ def norm_is_fused():
 
 
 @forked("megatron", COLUMNS="200")
-def test_help_shows_our_groups_and_every_flag():
-    import_adaptor()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ending:
-        parsed("--help")
-    assert ending.value.code == 0
-    text = printed.getvalue()
-    assert "mindspeed_lite: use_fused_rmsnorm:" in text
-    for option in (*runtime.GENERAL, *runtime.catalogue().options()):
-        assert f"  {option.flag}" in text, option.flag
-
-
-@forked("megatron")
-def test_without_a_flag_the_namespace_is_megatrons_plus_our_defaults():
+def test_help_shows_every_flag_and_without_one_the_namespace_is_megatrons_plus_our_defaults():
     args = vars(parsed())
     import_adaptor()
     with_us = vars(parsed())
-    ours = {option.dest: option.default for option in (*runtime.GENERAL, *runtime.catalogue().options())}
+    options = (*runtime.GENERAL, *runtime.catalogue().options())
+    ours = {option.dest: option.default for option in options}
     assert {name: value for name, value in with_us.items() if name not in ours} == {
         name: value for name, value in args.items() if name not in ours
     }
     # A flag that Megatron has keeps Megatron's own default, which may be a member of an enumeration.
     assert {name: with_us[name] for name in ours} == {name: args.get(name, value) for name, value in ours.items()}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ending:
+        parsed("--help")
+    assert ending.value.code == 0 and "mindspeed_lite: use_fused_rmsnorm:" in printed.getvalue()
+    assert all(f"  {option.flag}" in printed.getvalue() for option in options)
 
 
 @forked("megatron")
@@ -156,35 +149,36 @@ def test_plain_defaults_are_switched_with_one_notice_each():
     logging.getLogger("mindspeed_lite").addHandler(handler)
     logging.getLogger("mindspeed_lite").setLevel(logging.INFO)
     args, printed = validated()
-    assert args.transformer_impl == "local"
+    assert args.transformer_impl == "local" and args.no_persist_layer_norm
     assert not args.apply_rope_fusion and not args.gradient_accumulation_fusion and not args.masked_softmax_fusion
-    assert args.no_persist_layer_norm
-    flags = (
-        "--transformer-impl local",
-        "--no-rope-fusion",
-        "--no-gradient-accumulation-fusion",
-        "--no-persist-layer-norm",
-        "--no-masked-softmax-fusion",
-    )
     notices = mindspeed_lite.report().notices
-    for flag in flags:
+    negated = ("rope-fusion", "gradient-accumulation-fusion", "persist-layer-norm", "masked-softmax-fusion")
+    for flag in ("--transformer-impl local", *(f"--no-{each}" for each in negated)):
         assert sum(notice.startswith(f"{flag} set:") for notice in notices) == 1, flag
         assert not any(text.startswith(f"{flag} set:") for text in heard), "the report says it, the log does not repeat"
         assert printed.count(f"{flag} set:") == 1, flag
     assert printed.index("mindspeed_lite") < printed.index("--no-rope-fusion set:"), "inside the report's frame"
 
 
-@pytest.mark.parametrize("spelling", [["--transformer-impl", "transformer_engine"],
-                                      ["--transformer-impl=transformer_engine"]])  # fmt: skip
 @forked("megatron")
-def test_asking_for_an_absent_package_is_an_error_and_nothing_is_applied(spelling):
+def test_errors_of_flags_are_one_line_and_nothing_is_applied(tmp_path):
     import_adaptor()
-    with pytest.raises(OptionError) as caught:
-        validated(*spelling, "--use-fused-rmsnorm")
-    text = str(caught.value)
-    assert "--transformer-impl transformer_engine needs Transformer Engine" in text
-    assert "--transformer-impl local" in text
-    assert mindspeed_lite.report() is None and not norm_is_fused()
+    absent = r"--transformer-impl transformer_engine needs Transformer Engine.*--transformer-impl local"
+    unfitting = ("--use-fused-rmsnorm", "--normalization", "LayerNorm", "--mindspeed-lite-strict")
+    for flags, error, says in (
+        (("--transformer-impl", "transformer_engine", "--use-fused-rmsnorm"), OptionError, absent),
+        (("--transformer-impl=transformer_engine",), OptionError, absent),
+        (("--use-fused-rmsnorm", "--mindspeed-lite-report", str(tmp_path / "none" / "r.json")), OptionError, "written"),
+        (unfitting, PlanError, r"strict mode.*--use-fused-rmsnorm.*--normalization LayerNorm"),
+    ):
+        with pytest.raises(error, match=says):
+            validated(*flags)
+        assert mindspeed_lite.report() is None and not norm_is_fused()
+    validated("--use-fused-rmsnorm")
+    before = mindspeed_lite.report()
+    with pytest.raises(PlanError):
+        validated(*unfitting)
+    assert mindspeed_lite.report() == before and norm_is_fused(), "the first validation stays in force"
 
 
 @forked("megatron", RANK="1", WORLD_SIZE="2")
@@ -193,24 +187,6 @@ def test_other_ranks_apply_and_say_nothing(tmp_path):
     _, printed = validated("--use-fused-rmsnorm", "--mindspeed-lite-report", str(tmp_path / "report.json"))
     assert entry("use_fused_rmsnorm").status == "applied"
     assert printed == "" and not (tmp_path / "report.json").exists()
-
-
-@forked("megatron")
-def test_a_second_validation_that_fails_leaves_the_first_in_force():
-    import_adaptor()
-    validated("--use-fused-rmsnorm")
-    before = mindspeed_lite.report()
-    with pytest.raises(PlanError):
-        validated("--use-fused-rmsnorm", "--normalization", "LayerNorm", "--mindspeed-lite-strict")
-    assert mindspeed_lite.report() == before and norm_is_fused()
-
-
-@forked("megatron")
-def test_a_report_that_cannot_be_written_leaves_nothing_applied(tmp_path):
-    import_adaptor()
-    with pytest.raises(OptionError):
-        validated("--use-fused-rmsnorm", "--mindspeed-lite-report", str(tmp_path / "none" / "report.json"))
-    assert not norm_is_fused() and mindspeed_lite.report() is None
 
 
 @forked("megatron")
@@ -227,17 +203,11 @@ def test_auto_turns_on_what_applies_and_says_why_not_the_rest():
 
 
 @forked("megatron")
-def test_strict_makes_an_unfitting_feature_an_error_and_otherwise_it_is_skipped():
+def test_an_unfitting_feature_is_skipped_with_its_reason():
     import_adaptor()
-    flags = ("--use-fused-rmsnorm", "--normalization", "LayerNorm")
-    _, printed = validated(*flags)
+    _, printed = validated("--use-fused-rmsnorm", "--normalization", "LayerNorm")
     assert entry("use_fused_rmsnorm").status == "skipped"
     assert "skipped (1)" in printed and "the model has --normalization LayerNorm" in printed
-    mindspeed_lite.disable()
-    import_adaptor().install()
-    with pytest.raises(PlanError, match=r"strict mode.*--use-fused-rmsnorm.*--normalization LayerNorm"):
-        validated(*flags, "--mindspeed-lite-strict")
-    assert mindspeed_lite.report() is None and not norm_is_fused()
 
 
 def yaml_file(folder, text=""):
@@ -272,28 +242,20 @@ def test_a_flag_that_is_also_a_field_of_a_yaml_files_model_is_set_where_the_mode
 
 
 @forked("megatron")
-def test_conditions_see_the_nested_values_of_a_yaml_file(tmp_path):
+def test_a_yaml_files_nested_values_are_seen_and_unknown_ones_are_an_error(tmp_path):
     import_adaptor()
+    for key, says in (
+        ("use_fused_rmsnorm: maybe", "--use-fused-rmsnorm is a switch and takes True or False, not 'maybe'"),
+        ("use_flash_attn: 1", "--use-flash-attn is a switch and takes True or False, not 1"),
+        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes a str, not 3"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            validated("--yaml-cfg", yaml_file(tmp_path, key + "\n"), plain=[])
+        assert mindspeed_lite.report() is None and not norm_is_fused()
     text = YAML.replace("normalization: RMSNorm", "normalization: LayerNorm")
     (tmp_path / "c.yaml").write_text(text + "use_fused_rmsnorm: true\n")
     validated("--yaml-cfg", str(tmp_path / "c.yaml"), plain=[])
     assert entry("use_fused_rmsnorm").status == "skipped"
-
-
-@pytest.mark.parametrize(
-    ("key", "says"),
-    [
-        ("use_fused_rmsnorm: maybe", "--use-fused-rmsnorm is a switch and takes True or False, not 'maybe'"),
-        ("use_flash_attn: 1", "--use-flash-attn is a switch and takes True or False, not 1"),
-        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes a str, not 3"),
-    ],
-)
-@forked("megatron")
-def test_an_unknown_value_in_a_yaml_file_is_an_error_that_names_flag_and_value(tmp_path, key, says):
-    import_adaptor()
-    with pytest.raises(OptionError, match=says):
-        validated("--yaml-cfg", yaml_file(tmp_path, key + "\n"), plain=[])
-    assert mindspeed_lite.report() is None and not norm_is_fused()
 
 
 MOE = ("--num-experts", "8", "--moe-router-topk", "2", "--expert-model-parallel-size", "2",
@@ -320,22 +282,19 @@ def test_what_megatron_derives_follows_the_arguments_that_a_feature_sets():
     assert (entry("moe_tp_extend_ep").status, entry("moe_tp_extend_ep").arguments) == ("applied", sizes)
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
+@forked("megatron", WORLD_SIZE="4")
+def test_nothing_is_set_where_the_feature_does_not_apply():
+    import_adaptor()
+    for more, says in (
         (("--num-experts", "6"), "cannot be divided"),
         (("--tensor-model-parallel-size", "1"), "there is nothing to extend by"),
         (("--expert-tensor-parallel-size", "2"), "--expert-tensor-parallel-size 2 is given"),
-    ],
-)
-@forked("megatron", WORLD_SIZE="4")
-def test_nothing_is_set_where_the_feature_does_not_apply(more, says):
-    import_adaptor()
-    found, wanted = both_ways((*MOE, *more, "--moe-tp-extend-ep"), (*MOE, *more))
-    assert found == wanted
-    _, printed = validated(*MOE, *more, "--moe-tp-extend-ep")
-    assert (entry("moe_tp_extend_ep").status, entry("moe_tp_extend_ep").arguments) == ("skipped", {})
-    assert says in " ".join(printed.split()) and "sets expert" not in printed
+    ):
+        found, wanted = both_ways((*MOE, *more, "--moe-tp-extend-ep"), (*MOE, *more))
+        assert found == wanted
+        _, printed = validated(*MOE, *more, "--moe-tp-extend-ep")
+        assert (entry("moe_tp_extend_ep").status, entry("moe_tp_extend_ep").arguments) == ("skipped", {})
+        assert says in " ".join(printed.split()) and "sets expert" not in printed
 
 
 @forked("megatron", WORLD_SIZE="4")
@@ -370,16 +329,19 @@ def counted_plans(calls):
     runtime.make_plan = make_plan
 
 
-@pytest.mark.parametrize(
-    ("flags", "conditions"),
-    [((), 0), (("--use-fused-rmsnorm",), 0), (("--use-flash-attn",), 2), (("--mindspeed-lite-auto",), 2)],
-)
 @forked("megatron")
-def test_the_plan_is_made_once(flags, conditions):
+def test_the_plan_is_made_once():
     import_adaptor()
     counted_plans(calls := [])
-    validated(*flags)
-    assert calls == [False] * conditions + [True]
+    for flags, conditions in (
+        ((), 0),
+        (("--use-fused-rmsnorm",), 0),
+        (("--use-flash-attn",), 2),
+        (("--mindspeed-lite-auto",), 2),
+    ):
+        calls.clear()
+        validated(*flags)
+        assert calls == [False] * conditions + [True]
 
 
 @forked("megatron")

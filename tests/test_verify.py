@@ -69,9 +69,9 @@ def missing(x):
 
 
 WRONG = {
-    "scale": (lambda x: x * 2.02, "has a relative error of 0.01 against"),
-    "gradient": (lambda x: Scaled.apply(x, 2.02), "gradient of x has a relative error of 0.01"),
-    "no_gradient": (lambda x: x.detach() * 2, "gradient of x has a relative error of 1"),
+    "scale": (lambda x: x * 2.02, r"(output|gradient of x) 1\.0e-02 from "),
+    "gradient": (lambda x: Scaled.apply(x, 2.02), "gradient of x 1.0e-02 from "),
+    "no_gradient": (lambda x: x.detach() * 2, "gradient of x 1.0e\\+00 from "),
     "nan": (missing, "output is not finite where the original's is"),
     "nan_gradient": (lambda x: Scaled.apply(x, float("inf")), "gradient of x is not finite where the original's is"),
     "shape": (lambda x: x[:3] * 2, r"output has shape \(3, 5\)"),
@@ -96,31 +96,27 @@ def test_a_wrong_operator_is_caught_and_strict_says_what_to_do(fault, widened, c
     with pytest.raises(VerifyError, match=words) as caught:
         check(strict, ours, widened=widened)
     text = str(caught.value)
-    for part in (
+    parts = (
         "--mindspeed-lite-verify",
-        "`some_feature` (--some-feature)",
-        "twice on float32 x[6,5]",
+        "some_feature, ",
+        "--some-feature ",
+        "twice float32 x[6,5]: exceeds",
         "Run without",
-    ):
-        assert part in text
-    assert "\n" not in text and done == report.verifications
+    )
+    assert all(part in text for part in parts) and "\n" not in text and done == report.verifications
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("widened", [False, True])
-def test_a_right_operator_passes(dtype, widened, caplog):
+def test_a_right_operator_passes(dtype, widened):
     verifier, report = verifier_of(strict=True)
-    with caplog.at_level(logging.DEBUG, "mindspeed_lite"):
-        check(verifier, lambda x: x + x, given=inputs(dtype), widened=widened)
+    check(verifier, lambda x: x + x, given=inputs(dtype), widened=widened)
     (entry,) = report.verifications
     assert (entry.verdict, entry.calls, entry.output_error, entry.gradient_error) == ("ok", 1, 0.0, 0.0)
     eps = torch.finfo(dtype).eps
     wider = "float64" if dtype == torch.float32 else "float32"
-    assert (entry.measured_from, entry.bound) == (
-        (wider, 8 * eps if dtype == torch.float32 else eps) if widened else ("original", 8 * eps)
-    )
-    (record,) = caplog.records
-    assert record.levelno == logging.DEBUG
+    slack = 8 * eps if dtype == torch.float32 else eps
+    assert (entry.measured_from, entry.bound) == ((wider, slack) if widened else ("original", 8 * eps))
 
 
 def test_ulp_allows_twice_the_originals_own_error_and_8_eps_of_float32():
@@ -131,10 +127,10 @@ def test_ulp_allows_twice_the_originals_own_error_and_8_eps_of_float32():
     verifier, _ = verifier_of(9, strict=True)
     original = far(32 * EPS)  # of a sum in a bad order, say
     check(verifier, far(-62 * EPS), original, given=given)
-    with pytest.raises(VerifyError, match="twice the original's own distance from float64"):
+    with pytest.raises(VerifyError, match=r"from float64, bound 8\.[5-7]e-06"):
         check(verifier, far(-80 * EPS), original, given=given)
     check(verifier, far(7 * EPS), given=given, widened=False)
-    with pytest.raises(VerifyError, match=r"\(8 eps\)"):
+    with pytest.raises(VerifyError, match=r"from original, bound 9\.5e-07"):
         check(verifier, far(10 * EPS), given=given, widened=False)
 
 
@@ -172,7 +168,7 @@ def test_the_originals_own_code_is_what_is_widened(caplog):
 def test_bitwise_allows_nothing_and_deviation_whatever_is_finite():
     verifier, report = verifier_of(9, strict=True)
     check(verifier, lambda x: x + x, numerics="bitwise")
-    with pytest.raises(VerifyError, match="no difference at all"):
+    with pytest.raises(VerifyError, match=r"from original, bound 0\.0e\+00"):
         check(verifier, lambda x: x * (2 + 2 * EPS), numerics="bitwise")
     report.verifications.clear()
     verifier, report = verifier_of(9, strict=True)
@@ -184,23 +180,16 @@ def test_bitwise_allows_nothing_and_deviation_whatever_is_finite():
 
 
 def test_only_the_first_calls_of_each_kind_are_compared():
-    ran = []
-
-    def ours(x):
-        ran.append(tuple(x.shape))
-        return x * 2
-
+    ran, done = [], []
     verifier, report = verifier_of(2)
-    done = []
     verifier.listeners.append(lambda entry: done.append((entry.shape, entry.calls)))
+    kinds = [{}, {"given": {"x": torch.ones(3)}}, {"variant": "other"}, {"given": inputs(torch.bfloat16)}]
     for _ in range(4):
-        check(verifier, ours)
-        check(verifier, ours, given={"x": torch.ones(3)})
-        check(verifier, ours, variant="other")
-        check(verifier, ours, given=inputs(torch.bfloat16))
-    assert len(ran) == 8 and all(calls == 2 for _, calls in done)
+        for kind in kinds:
+            check(verifier, lambda x: (ran.append(1), x * 2)[1], **kind)
     shapes = ["float32 x[6,5]", "float32 x[3]", "float32 x[6,5] other", "bfloat16 x[6,5]"]
-    assert [entry.shape for entry in report.verifications] == shapes == [shape for shape, _ in done]
+    assert len(ran) == 8 and [entry.shape for entry in report.verifications] == shapes
+    assert done == [(shape, 2) for shape in shapes]
 
 
 def test_the_part_where_both_differ_most_is_the_one_that_is_evaluated():
@@ -243,8 +232,7 @@ def test_recomputation_keeps_its_count_and_its_gradients(reentrant):
     x = inputs()["x"]
     checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert torch.allclose(x.grad, 2 * (x * 2).cos())
-    (entry,) = report.verifications
-    assert entry.gradient_error == 0.0, "also where the first pass has gradients off"
+    assert report.verifications[0].gradient_error == 0.0, "also where the first pass has gradients off"
 
 
 def test_inference_frozen_inputs_compilation_and_nesting():
@@ -254,16 +242,9 @@ def test_inference_frozen_inputs_compilation_and_nesting():
     check(verifier, lambda x: x + x, given={"x": torch.ones(3)})
     first, second = report.verifications
     assert first.gradient_error == 0.0 and second.gradient_error is None
-
-    def nested(x):
-        check(verifier, lambda x: x * 3)
-        return x * 2
-
-    check(verifier, nested, variant="outer")
+    check(verifier, lambda x: (check(verifier, lambda x: x * 3), x * 2)[1], variant="outer")
     assert len(report.verifications) == 3, "a call inside a comparison is part of it"
     check(verifier, lambda x: x + x, given={"x": torch.ones(3, device="meta")})
-    assert len(report.verifications) == 3
-    check(verifier, lambda x: x + x, given={"x": torch.ones(4)})
 
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(x):
@@ -271,7 +252,7 @@ def test_inference_frozen_inputs_compilation_and_nesting():
         return x * 2
 
     compiled(torch.ones(7))
-    assert not any("[7]" in entry.shape for entry in report.verifications)
+    assert len(report.verifications) == 3
 
 
 def test_an_original_that_cannot_run_is_left_out_or_refused_if_strict():
@@ -300,7 +281,7 @@ def run_norm(dtype, **fields):
     return norm, norm(torch.randn(64, 2, HIDDEN).to(dtype).requires_grad_())
 
 
-@pytest.mark.parametrize("case", ["causal", "grouped_keys", "one_key_head", "mask_tensor", "window"])
+@pytest.mark.parametrize("case", ["grouped_keys", "mask_tensor"])
 @forked("megatron")
 def test_large_attention_is_judged_by_one_sequence(case):
     from mindspeed_lite.patches._shared import attention_core as patch
@@ -322,9 +303,9 @@ def test_a_planted_fault_in_an_operator_stops_a_strict_run():
     use_flash_attn.attend = lambda *given: (attend(*given)[0] * 1.01, None)
     FusedRMSNorm.operator = staticmethod(lambda *given: rms_norm(*given) * 1.01)
     with mindspeed_lite.enabled(use_flash_attn=True, use_fused_rmsnorm=True, verify=1, strict=True):
-        with pytest.raises(VerifyError, match=r"--use-flash-attn.*attention on float32 q\[24,2,4,16\].* causal"):
+        with pytest.raises(VerifyError, match=r"use_flash_attn, attention float32 q\[24,2,4,16\].* causal: exceeds"):
             run_attention(torch.float32)
-        with pytest.raises(VerifyError, match=r"--use-fused-rmsnorm.*rms_norm on float32 x\[64,2,48\] weight\[48\]"):
+        with pytest.raises(VerifyError, match=r"use_fused_rmsnorm, rms_norm float32 x\[64,2,48\] weight\[48\]"):
             run_norm(torch.float32)
 
 

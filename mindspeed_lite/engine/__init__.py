@@ -1,10 +1,9 @@
 """Swaps attributes of a host package by declaration; every swap can be undone.
 
-Order: catalogue, feature (declarations), options (parser), plan, fingerprints and source (verified releases), target
+Order: feature (declarations, catalogue), options (parser), plan, fingerprints and source (verified releases), target
 (owner and attribute), swaps (all or none), session (for running patches), report.
 """
 
-from .catalogue import Catalogue as Catalogue
 from .errors import ApplyError as ApplyError
 from .errors import CatalogueError as CatalogueError
 from .errors import ConflictError as ConflictError
@@ -17,6 +16,7 @@ from .errors import RequirementError as RequirementError
 from .errors import TargetError as TargetError
 from .errors import VerifyError as VerifyError
 from .feature import Around as Around
+from .feature import Catalogue as Catalogue
 from .feature import Context as Context
 from .feature import Feature as Feature
 from .feature import Function as Function

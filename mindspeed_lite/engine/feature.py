@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from .errors import OptionError
+from .errors import CatalogueError, OptionError
 from .target import parse
 
 Numerics = Literal["bitwise", "ulp", "deviation"]
@@ -88,7 +90,7 @@ class Option:
             return self._element(value)
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise OptionError(f"{self.flag} takes a list of values, not {value!r}.")
-        values = tuple(self._element(each) for each in value)
+        values = tuple(map(self._element, value))
         if isinstance(self.nargs, int) and len(values) != self.nargs:
             raise OptionError(f"{self.flag} takes {self.nargs} values, not {len(values)}.")
         return values
@@ -98,10 +100,10 @@ class Option:
         try:
             if isinstance(value, str):
                 value = convert(value)
-            elif isinstance(convert, type):
-                accepted = (int, float) if convert is float else convert
-                if not isinstance(value, accepted) or isinstance(value, bool):
-                    raise ValueError
+            elif isinstance(convert, type) and (
+                isinstance(value, bool) or not isinstance(value, (int, float) if convert is float else convert)
+            ):
+                raise ValueError
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
             takes = f"a {convert.__name__}" if isinstance(convert, type) else str(error) or "a value"
             raise OptionError(f"{self.flag} takes {takes}, not {value!r}.") from error
@@ -201,13 +203,9 @@ class Patch:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{self.target}: `{name}` is a sequence of names, not one text.")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for text in filter(None, (self.target, self.variant_of)):
+        for text in (self.target, self.variant_of or self.target):
             if not parse(text)[1] and not isinstance(self, Provide):
                 raise ValueError(f"`{text}` names a module; write `package.module:Class.attribute`.")
-        if not self.target:
-            raise ValueError("a patch needs a target.")
-        if not callable(self.make):
-            raise ValueError(f"{self.target}: `make` is called when the patch is applied, so it must be callable.")
         for releases in (self.versions, self.absent_in):
             _check_range(self.target, releases)
 
@@ -277,18 +275,10 @@ class Feature:
     unsupported: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"feature `{self.name}`: the name must be an identifier.")
-        if self.numerics not in get_args(Numerics):
-            raise ValueError(f"feature `{self.name}`: numerics is one of {', '.join(get_args(Numerics))}.")
         for name in ("options", "patches", "requires", "conflicts", "operators"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.options and self.enabled is None:
             raise ValueError(f"feature `{self.name}`: without options it must say when it is `enabled`.")
-        if len({option.dest for option in self.options}) < len(self.options):
-            raise ValueError(f"feature `{self.name}` declares one flag twice.")
-        if self.name in {relation.feature for relation in (*self.requires, *self.conflicts)}:
-            raise ValueError(f"feature `{self.name}` names itself in `requires` or `conflicts`.")
         for releases in self.unsupported:
             _check_range(self.label, releases)
 
@@ -327,3 +317,43 @@ class Feature:
         if self.enabled is not None:
             return bool(self.enabled(settings))
         return bool(settings.get(self.options[0].dest, self.options[0].default))
+
+
+class Catalogue:
+    """The features of a package, one per module."""
+
+    def __init__(self, features: Iterable[Feature]) -> None:
+        self._features = {each.name: each for each in sorted(features, key=lambda each: each.name)}
+        self._options: dict[str, Option] = {}
+        for feature in self:
+            for option in feature.options:
+                if self._options.setdefault(option.dest, option) != option:
+                    raise CatalogueError(f"feature `{feature.name}` declares {option.flag} unlike another feature.")
+
+    @classmethod
+    def load(cls, package_name: str) -> Catalogue:
+        package = importlib.import_module(package_name)
+        found = []
+        for info in pkgutil.iter_modules(package.__path__):
+            if not info.name.startswith("_"):
+                try:
+                    found.append(importlib.import_module(f"{package_name}.{info.name}").FEATURE)
+                except Exception as error:
+                    where = f"`{info.name}.py` in {getattr(info.module_finder, 'path', package_name)}"
+                    raise CatalogueError(f"{where} declares no feature ({type(error).__name__}: {error}).") from error
+        return cls(found)
+
+    def options(self) -> tuple[Option, ...]:
+        return tuple(self._options[dest] for dest in sorted(self._options))
+
+    def __getitem__(self, name: str) -> Feature:
+        return self._features[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._features
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._features.values())
+
+    def __len__(self) -> int:
+        return len(self._features)

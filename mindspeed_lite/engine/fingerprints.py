@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,9 @@ class Table:
                     objections.append(str(error))
                 continue
             difference, objection = self.compare(patch, target)
-            foreign = "" if difference == "is not in the source of its module" else foreign_code(target, raw)
+            foreign = ""
+            with contextlib.suppress(FingerprintError, SyntaxError):
+                foreign = foreign_code(target, raw)
             if foreign:
                 difference = foreign
                 objection = foreign if isinstance(patch, Override) or target in patch.relies_on else ""

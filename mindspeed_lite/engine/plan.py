@@ -168,14 +168,7 @@ class _Planner:
             reasons.append(feature.not_auto)
         elif not feature.options or not feature.options[0].is_switch:
             reasons.append("it needs a value that only the user can choose")
-        conflicts = [(each.feature, each.reason) for each in feature.conflicts if each.feature in enabled]
-        conflicts += [
-            (name, each.reason)
-            for name in sorted(enabled & self.outcomes.keys())
-            for each in self.outcomes[name].feature.conflicts
-            if each.feature == feature.name
-        ]
-        reasons += [f"conflicts with {name}: {reason}" for name, reason in dict.fromkeys(conflicts)]
+        reasons += [f"conflicts with {name}: {reason}" for name, reason in self._conflicts(feature, enabled).items()]
         reasons += [
             f"requires {each.feature}: {each.reason}" for each in feature.requires if each.feature not in enabled
         ]
@@ -192,13 +185,21 @@ class _Planner:
             reasons += filter(None, [answer] if isinstance(answer, str) else answer)
         return reasons
 
+    def _conflicts(self, feature: Feature, enabled: set[str]) -> dict[str, str]:
+        own = {each.feature: each.reason for each in feature.conflicts}
+        theirs = {
+            name: each.reason
+            for name, other in self.outcomes.items()
+            for each in other.feature.conflicts
+            if each.feature == feature.name
+        }
+        return {name: reason for name, reason in (theirs | own).items() if name in enabled}
+
     def refuse_contradictions(self, feature: Feature) -> None:
-        for relation in feature.conflicts:
-            if relation.feature in self.enabled:
-                raise ConflictError(
-                    f"features {feature.label} and {self.outcomes[relation.feature].feature.label} conflict: "
-                    f"{relation.reason}; turn one off."
-                )
+        for name, reason in self._conflicts(feature, self.enabled).items():
+            raise ConflictError(
+                f"features {feature.label} and {self.outcomes[name].feature.label} conflict: {reason}; turn one off."
+            )
         for relation in feature.requires:
             if relation.feature not in self.enabled:
                 raise RequirementError(

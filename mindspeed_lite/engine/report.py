@@ -1,9 +1,10 @@
-"""Report of swaps and reasons as data and JSON."""
+"""Report of swaps and reasons as data, JSON and text."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,88 @@ class Report:
         fallbacks = [Fallback(**row) for row in data["fallbacks"]]
         verifications = [Verification(**row) for row in data["verifications"]]
         return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]), verifications)
+
+    def to_text(self, width: int = 100, color: bool = False, verbose: bool = False, details: str = "") -> str:
+        """Active features, one line each, and notices.
+
+        Args:
+            verbose: add targets and reasons of features that are off.
+            details: where to find more, for the first line.
+        """
+        from rich.console import Console
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        written = io.StringIO()
+        console = Console(file=written, width=width, force_terminal=color, color_system="standard" if color else None)
+
+        def section(style: str, title: str, texts: Iterable[str], indent: int = 2) -> None:
+            texts = list(filter(None, texts))
+            if title and texts:
+                console.print(Text(title, style))
+            for text in texts:
+                console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+
+        on, skipped, off = (
+            [each for each in self.entries if each.status == status] for status in ("applied", "skipped", "off")
+        )
+        features = [each for each in on if each.flags]
+        device_layer = ", ".join(each.feature for each in on if not each.flags)
+        unrequested = [each.feature for each in off if not each.reasons]
+        counts = [f"{len(features)} feature{'' if len(features) == 1 else 's'} on"]
+        counts += [f"{len(skipped)} asked for and not applied"] if skipped else []
+        counts += [f"{len(off)} off"] if off else []
+        about = [", ".join(f"{name} {version}" for name, version in self.versions.items()), f"device {self.device}"]
+        section("green", ", ".join(counts) + (f"; details: {details}" if details else ""), about, indent=0)
+        if verbose:
+            for each in on:
+                section("", "", [_heading(each)])
+                section("", "", _details(each), indent=4)
+            section("", "off, not asked for", [", ".join(unrequested)])
+        else:
+            table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+            for name in ("feature", "numerics", "backend", "targets"):
+                table.add_column(name, no_wrap=True)
+            table.add_column("flags")
+            for each in features:
+                table.add_row(each.feature, each.numerics, _backend(each), _targets(each), Text(" ".join(each.given)))
+            if features:
+                console.print(Padding(table, (0, 0, 0, 2)))
+            section("", "device layer", [device_layer])
+        section("yellow", f"skipped ({len(skipped)})", _reasons(skipped))
+        section("dim", f"off ({len(off) - len(unrequested)})", _reasons(off) if verbose else [])
+        section("yellow", "fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks])
+        section("cyan", "verification", [each.to_text() for each in self.verifications])
+        section("cyan", "notices", self.notices)
+        return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
+
+
+def _backend(entry: Entry) -> str:
+    names = {each.rpartition(":")[2] for each in entry.backends}
+    return names.pop() if len(names) == 1 else ", ".join(entry.backends)
+
+
+def _targets(entry: Entry) -> str:
+    unknown = sum(each.verified.startswith("unverified") for each in entry.patches)
+    count = len(entry.patches)
+    return f"{unknown} of {count} unverified" if unknown else f"{count} verified"
+
+
+def _heading(entry: Entry) -> str:
+    backends = f"; by {', '.join(entry.backends)}" if entry.backends else ""
+    return " ".join([entry.feature, *entry.given, f"[{entry.numerics}{backends}]"])
+
+
+def _details(entry: Entry) -> list[str]:
+    return [
+        *(f"{each.how} {each.target} ({each.verified})" for each in entry.patches),
+        *(f"sets {name} = {value}" for name, value in entry.arguments.items()),
+    ]
+
+
+def _reasons(entries: Iterable[Entry]) -> list[str]:
+    return [f"{each.feature}: {'; '.join(each.reasons)}" for each in entries if each.reasons]
 
 
 def _entry(outcome: FeatureOutcome, settings: Mapping[str, Any]) -> Entry:

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import FallbackError
@@ -18,16 +19,16 @@ _log = logging.getLogger("mindspeed_lite")
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class _Shared:
-    def __init__(self, settings: Settings, context: Context, report: Report, strict: bool) -> None:
-        self.settings = settings
-        self.context = context
-        self.report = report
-        self.strict = strict
-        self.verifier: Any = None
-        self.states: dict[str, list[Any]] = {}
-        self.logged: set[tuple[str, str]] = set()
-        self.lock = threading.RLock()
+    settings: Settings
+    context: Context
+    report: Report
+    strict: bool
+    verifier: Any = None
+    states: dict[str, list[Any]] = field(default_factory=dict)
+    logged: set[tuple[str, str]] = field(default_factory=set)
+    lock: Any = field(default_factory=threading.RLock)
 
 
 class Session:

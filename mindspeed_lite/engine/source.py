@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -295,19 +297,16 @@ def _signature(reader: Reader, module: str, path: tuple[str, ...], node: ast.AST
     return ""
 
 
-def _parameters(args: ast.arguments) -> Iterator[Parameter]:
-    positional = [*args.posonlyargs, *args.args]
-    for index, each in enumerate(positional):
-        only = index < len(args.posonlyargs)
-        kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
-        has_default = index >= len(positional) - len(args.defaults)
-        yield Parameter(each.arg, kind, default=None if has_default else Parameter.empty)
-    if args.vararg:
-        yield Parameter(args.vararg.arg, Parameter.VAR_POSITIONAL)
-    for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        yield Parameter(each.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
-    if args.kwarg:
-        yield Parameter(args.kwarg.arg, Parameter.VAR_KEYWORD)
+def _parameters(args: ast.arguments) -> Iterable[Parameter]:
+    """As `inspect` sees them, without annotations, each default None."""
+    bare = copy.deepcopy(args)
+    for each in ast.walk(bare):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    bare.defaults = [ast.Constant(None) for _ in bare.defaults]
+    bare.kw_defaults = [each and ast.Constant(None) for each in bare.kw_defaults]
+    body = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
+    return inspect.signature(eval(compile(body, "<signature>", "eval"))).parameters.values()
 
 
 def _canonical(node: Any, in_function: bool) -> str:

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import sys
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import FrozenInstanceError, dataclass
 
@@ -7,13 +8,14 @@ import pytest
 
 from mindspeed_lite.engine import (
     Around,
+    Catalogue,
+    CatalogueError,
     Context,
     Feature,
     Option,
     OptionError,
     Override,
     Provide,
-    Relation,
     Settings,
 )
 from tests.harness.plans import feature
@@ -32,18 +34,11 @@ from tests.harness.plans import feature
         lambda: Override("pkg mod:f", len),
         lambda: Override("", len),
         lambda: Override("pkg:f", len, versions=">="),
-        lambda: Override("pkg:f", 3),
-        lambda: Around("pkg:f", "not callable"),
         lambda: Around("pkg:f", len, reads="tp_group"),
         lambda: Around("pkg:1f", len),
         lambda: Around("pkg:f", len, variant_of="pkg"),
         lambda: Provide("pkg..mod", len),
-        lambda: Provide("pkg", None),
-        lambda: feature("not-a-name"),
-        lambda: feature("x", numerics="close"),
         lambda: feature("x", options=[]),
-        lambda: feature("x", options=[Option("--a-b", "h"), Option("--a_b", "h")]),
-        lambda: feature("x", requires=[Relation("x", "loop")]),
     ],
 )
 def test_a_wrong_declaration_is_a_value_error_where_it_is_written(wrong):
@@ -84,10 +79,9 @@ def test_settings_read_namespaces_and_mappings_and_fill_in_defaults(source):
 
 def test_settings_are_frozen_and_survive_copy_and_pickle():
     settings = Settings({"a": 1})
-    with pytest.raises(AttributeError):
-        settings.a = 2
-    with pytest.raises(AttributeError, match="no option"):
-        _ = settings.b
+    for name, says in (("a", ""), ("b", "no option")):
+        with pytest.raises(AttributeError, match=says):
+            setattr(settings, name, 2) if not says else getattr(settings, name)
     assert pickle.loads(pickle.dumps(settings)) == copy.deepcopy(settings) == settings
 
 
@@ -141,3 +135,33 @@ def test_context_reads_host_arguments_from_anything():
         context = Context(Settings({}), "cpu", {}, held)
         assert (context.arg("layers"), context.arg("heads", 2)) == (4, 2)
     assert Context(Settings({}), "cpu", {}).arg("layers") is None
+
+
+MODULE = """
+    from mindspeed_lite.engine import Feature, Option
+    FEATURE = Feature("{name}", "s", [Option("--{name}", "h")], "bitwise", [])
+"""
+
+
+def test_every_module_of_the_package_is_a_feature_except_underscored_ones(make_host):
+    modules = {name: MODULE.format(name=name) for name in ("beta", "alpha")}
+    package = make_host({**modules, "_shared": "raise SystemError"})
+    catalogue = Catalogue.load(package)
+    assert [each.name for each in catalogue] == ["alpha", "beta"]
+    assert len(catalogue) == 2 and "beta" in catalogue and catalogue["beta"].name == "beta"
+    assert [option.dest for option in catalogue.options()] == ["alpha", "beta"]
+    assert f"{package}._shared" not in sys.modules
+
+
+@pytest.mark.parametrize("source", ["x = 1", "import no_such_library"])
+def test_a_wrong_module_is_an_error_that_names_the_file(make_host, source):
+    with pytest.raises(CatalogueError, match=r"`one.py` in .* declares no feature \((Attribute|ModuleNotFound)Error"):
+        Catalogue.load(make_host({"one": source}))
+
+
+def test_a_flag_may_be_shared_only_if_it_is_the_same():
+    shared = Option("--level", "h", default=1)
+    a, b = (feature(name, options=[shared]) for name in "ab")
+    assert Catalogue([a, b]).options() == (shared,)
+    with pytest.raises(CatalogueError, match="`c` declares --level unlike another"):
+        Catalogue([a, feature("c", options=[Option("--level", "h", default=2)])])

@@ -97,18 +97,18 @@ def test_a_question_that_fails_names_the_feature(what):
         plan_of(feature("x", **{what: lambda context: 1 / 0}))
 
 
-def test_conflicting_features_raise_and_name_both_and_the_reason():
-    pair = [feature("a"), feature("b", conflicts=[Relation("a", "both own the norm")])]
-    with pytest.raises(ConflictError, match=r"`b` \(--b\) and `a` \(--a\) conflict: both own the norm"):
-        plan_of(*pair)
-    assert plan_of(*pair, off=("a",)).outcome("b").status == "applied"
-
-
-def test_a_requirement_that_is_off_raises():
-    pair = [feature("a"), feature("b", requires=[Relation("a", "needs its layout")])]
-    with pytest.raises(RequirementError, match="requires feature `a`, which is off: needs its layout"):
-        plan_of(*pair, off=("a",))
-    assert plan_of(*pair).outcome("b").status == "applied"
+@pytest.mark.parametrize(
+    ("relation", "off", "error", "says"),
+    [
+        ("conflicts", (), ConflictError, r"`a` \(--a\) and `b` \(--b\) conflict: their norm"),
+        ("requires", ("a",), RequirementError, "requires feature `a`, which is off: their norm"),
+    ],
+)
+def test_features_that_conflict_or_lack_another_raise_and_name_both_and_the_reason(relation, off, error, says):
+    pair = [feature("a"), feature("b", **{relation: [Relation("a", "their norm")]})]
+    with pytest.raises(error, match=says):
+        plan_of(*pair, off=off)
+    assert plan_of(*pair, off=() if off else ("a",)).outcome("b").status == "applied"
 
 
 def test_what_requires_a_skipped_feature_is_skipped_too(at):
@@ -130,23 +130,16 @@ def test_a_target_that_is_gone_although_its_versions_match_raises_with_all_names
         assert part in str(caught.value)
 
 
-def test_the_variant_for_the_running_release_is_taken(at):
+def test_the_variant_for_the_running_release_is_taken_or_the_feature_skipped_whole(at):
     older, newer = over(at("f"), versions="<2"), over(at("f"), versions=">=2")
-    made = feature("x", older, newer)
-    assert steps_of(plan_of(made, version="1.0"))[0].patch is older
-    assert steps_of(plan_of(made, version="2.1"))[0].patch is newer
-
-
-def test_a_symbol_that_moved_is_a_variant_of_its_old_place_and_may_be_needless(at):
+    for version, patch in (("1.0", older), ("2.1", newer)):
+        (step,) = steps_of(plan_of(feature("x", older, newer), version=version))
+        assert step.patch is patch
     moved = over(at("f"), versions=">=1", variant_of="host.old:f")
     absent = over("host.old:g", absent_in="<2")
     made = feature("x", over("host.old:f", versions="<1"), moved, absent)
     assert [step.patch for step in steps_of(plan_of(made))] == [moved]
-
-
-def test_a_feature_without_a_variant_for_the_release_is_skipped_whole(at):
-    made = feature("x", over(at("f")), Around(at("C.m"), passing, versions=">=2"))
-    (reason,) = reasons_of(made)
+    (reason,) = reasons_of(feature("x", over(at("f")), Around(at("C.m"), passing, versions=">=2")))
     assert at("C.m") in reason and "1.0" in reason and ">=2" in reason
 
 

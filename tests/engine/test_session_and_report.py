@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 
-from mindspeed_lite import report_output
 from mindspeed_lite.engine import (
     Around,
     Context,
@@ -169,7 +168,7 @@ def test_a_report_holds_what_was_applied_skipped_and_off_and_survives_json(repor
 
 
 def test_the_text_says_what_is_on_and_what_the_user_must_know(report):
-    text = report_output.to_text(report, details="report.json")
+    text = report.to_text(details="report.json")
     lines = text.splitlines()
     assert lines[0] == "1 feature on, 1 asked for and not applied, 2 off; details: report.json"
     (row,) = (line.split() for line in lines if line.startswith("  norm "))
@@ -182,7 +181,7 @@ def test_the_text_says_what_is_on_and_what_the_user_must_know(report):
         "norm, rms float32 x[4]: exceeds (1 call compared with host; apart by output",
         "notices something",
     )
-    verbose = report_output.to_text(report, verbose=True)
+    verbose = report.to_text(verbose=True)
     assert all(part in " ".join(each.split()) for part in known for each in (text, verbose)), text
     assert "it needs a value" not in text and "adam" not in text
     for part in (
@@ -193,9 +192,9 @@ def test_the_text_says_what_is_on_and_what_the_user_must_know(report):
         "off (1) auto: it needs a value",
     ):
         assert part in " ".join(verbose.split()), verbose
-    assert "\x1b" not in text and "\x1b[32m1 feature on" in report_output.to_text(report, color=True)
+    assert "\x1b" not in text and "\x1b[32m1 feature on" in report.to_text(color=True)
     report.entries[2].given = [f"--a-rather-long-flag-{index} 4" for index in range(9)]
     for width in (80, 100):
-        text = report_output.to_text(report, width=width)
+        text = report.to_text(width=width)
         assert max(map(len, text.splitlines())) <= width
-        assert set(report_output.to_text(report, width=1000).split()) == set(text.split()), "between words"
+        assert set(report.to_text(width=1000).split()) == set(text.split()), "between words"

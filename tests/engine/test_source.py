@@ -16,7 +16,7 @@ from mindspeed_lite.engine.source import (
     mentions,
     reader_of,
 )
-from mindspeed_lite.engine.target import resolve
+from mindspeed_lite.engine.target import resolve, unwrap
 from tests.harness.plans import applied, calling, feature, passing
 
 PLAIN = "def f(x, y=1, *, z):\n    total = x + 1\n    return total * y\n"
@@ -226,39 +226,25 @@ def other(*args):
     return 7
 
 
+@pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("path", ["f", "decorated", "chosen", "C.method", "C.static", "C.size", "D.method"])
-def test_what_another_party_put_there_is_told(code, path):
+def test_what_another_party_put_there_or_wrapped_is_told(code, path, wraps):
     target = resolve(f"{code}.mod:{path}")
     kind = type(target.raw)
-    setattr(target.owner, target.name, kind(other) if kind in (staticmethod, property) else other)
-    assert foreign(code, path) == "was replaced by tests.engine.test_source.other"
-
-
-@pytest.mark.parametrize("path", ["f", "C.method", "C.static"])
-def test_what_another_party_wrapped_is_told(code, path):
-    target = resolve(f"{code}.mod:{path}")
-    inner = getattr(target.raw, "__func__", target.raw)
-
-    @functools.wraps(inner)
-    def theirs(*args):
-        return inner(*args)
-
-    setattr(target.owner, target.name, staticmethod(theirs) if isinstance(target.raw, staticmethod) else theirs)
-    assert foreign(code, path).startswith("is wrapped by tests.engine.test_source.")
+    inner = unwrap(target.raw)
+    theirs = functools.wraps(inner)(lambda *args: inner(*args)) if wraps else other
+    setattr(target.owner, target.name, kind(theirs) if kind in (staticmethod, property) else theirs)
+    assert foreign(code, path).startswith("is wrapped by " if wraps else "was replaced by tests.engine.test_source.")
 
 
 def test_code_that_another_party_changed_in_place_is_told(code):
     mod = importlib.import_module(f"{code}.mod")
     mod.f.__code__ = other.__code__
     mod.g.__code__ = mod.chosen.__code__
-    assert "was replaced by" in foreign(code, "f") and "was replaced by" in foreign(code, "g")
-    assert "was replaced by" in foreign_code(f"{code}.mod:f", mod.g), "one function of the module for another"
-
-
-def test_a_class_or_an_autograd_function_with_a_changed_method_is_told(code):
-    mod = importlib.import_module(f"{code}.mod")
     mod.C.method = other
     mod.Fused.forward = staticmethod(other)
+    assert "was replaced by" in foreign(code, "f") and "was replaced by" in foreign(code, "g")
+    assert "was replaced by" in foreign_code(f"{code}.mod:f", mod.g), "one function of the module for another"
     assert foreign(code, "C") == foreign(code, "applied") == "has other code: tests.engine.test_source.other"
     assert foreign(code, "D") == ""
 

@@ -398,26 +398,21 @@ def test_a_party_that_wrapped_before_stays_inside(host):
     host.mod.f = original
 
 
-def test_a_party_that_changes_an_attribute_since_is_left_alone_and_named(host):
-    original = host.mod.cached
-    ours = swaps_of(feature("x", Around(host.at("cached"), passing)))
+@pytest.mark.parametrize("path", ["cached", "f"])
+def test_a_party_that_changes_an_attribute_or_the_code_since_is_left_alone_and_named(host, path):
+    ours, original = swaps_of(feature("x", Around(host.at(path), passing))), getattr(host.mod, path)
+    code = getattr(original, "__code__", None)
     change(add=ours)
-    wrapped = host.mod.cached
-    theirs = host.mod.cached = lambda x: wrapped(x) * 2
+    if code is None:
+        host.mod.cached = lambda x: 77
+    else:
+        original.__code__ = (lambda x: 77).__code__
     (left,) = change(remove=ours)
-    assert f"{host.name}.mod:cached" in left and host.mod.cached is theirs and in_force() == []
-    host.mod.cached = original
-
-
-def test_a_party_that_changes_the_code_since_is_left_alone_and_named(host):
-    ours = swaps_of(feature("x", Around(host.at("f"), passing)))
-    code = host.mod.f.__code__
-    change(add=ours)
-    host.mod.f.__code__ = (lambda x: 77).__code__
-    (left,) = change(remove=ours)
-    assert f"{host.name}.mod:f" in left and host.mod.f(1) == 77
-    host.mod.f.__code__, host.mod.f.__kwdefaults__ = code, None
-    del host.mod.f.__wrapped__
+    assert host.at(path) in left and getattr(host.mod, path)(1) == 77 and in_force() == []
+    setattr(host.mod, path, original)
+    if code is not None:
+        original.__code__, original.__kwdefaults__ = code, None
+        del original.__wrapped__
 
 
 def test_nothing_is_added_over_a_party_that_came_between(host):
