@@ -30,7 +30,7 @@ from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.traced import is_traced
 
 __all__ = [
-    "OPERATORS", "REFERENCE", "Case", "Implementation", "Operator", "Selection", "backends", "device_unusable", "force",
+    "OPERATORS", "REFERENCE", "Case", "Implementation", "Operator", "Selection", "device_unusable", "force",
     "on_fallback", "operator", "report_fallback", "selected",
 ]  # fmt: skip
 
@@ -146,12 +146,6 @@ def operator(name: str) -> Operator:
         raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
     found: Operator = importlib.import_module(OPERATORS[name]).OPERATOR
     return found
-
-
-def backends(op: str) -> dict[str, list[str]]:
-    """Backends of `op` with the reasons why they are unusable."""
-    found = operator(op)
-    return {name: found.unusable(name) for name in (REFERENCE, *found.backends)}
 
 
 def selected(op: str, device: str) -> Selection:

@@ -9,6 +9,7 @@ import torch
 
 from mindspeed_lite.ops import adamw as op
 from mindspeed_lite.ops.adamw import Rule, halves
+from mindspeed_lite.ops.dispatch import force
 
 Lists = list[list[torch.Tensor]]
 RULE: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
@@ -22,6 +23,12 @@ def through(implementation: Any) -> Callable[..., None]:
             implementation.adamw(op.Lists(*lists, outs, lows, blocks), Rule(**rule))
 
     return adamw
+
+
+def on_npu(*lists: Any, **options: Any) -> None:
+    """The operator on its NPU backend."""
+    with force("adamw", "npu"):
+        op.adamw(*lists, **options)
 
 
 def make(

@@ -20,11 +20,11 @@ def why_not_of(call: Callable[..., Any]) -> Callable[..., list[str]]:
     def why_not(*args: Any, **kwargs: Any) -> list[str]:
         reasons: list[str] = []
 
-        def choose(self: Operator, case: Case, *tensors: Any) -> NoReturn:
+        def choose(self: Operator, case: Case, tensors: Any) -> NoReturn:
             reasons.extend(self.why_not(case))
             raise _FirstChoice
 
-        with mock.patch.object(Operator, "choose", choose), contextlib.suppress(_FirstChoice):
+        with mock.patch.object(Operator, "_backend", choose), contextlib.suppress(_FirstChoice):
             call(*args, **kwargs)
         return reasons
 

@@ -71,18 +71,18 @@ def _selections() -> Iterator[list[tuple[str, str]]]:
     """Yields (operator, backend) of every call of an operator of ours in the block."""
     from mindspeed_lite.ops.dispatch import Operator
 
-    own, chosen = Operator.choose, []
+    own, chosen = Operator._backend, []
 
-    def choose(self: Any, case: Any, *tensors: Any) -> Any:
-        implementation = own(self, case, *tensors)
-        chosen.append((self.name, implementation.__module__.rpartition(".")[2]))
-        return implementation
+    def backend(self: Any, case: Any, tensors: Any) -> Any:
+        module = own(self, case, tensors)
+        chosen.append((self.name, "reference" if module is None else module.__name__.rpartition(".")[2]))
+        return module
 
-    Operator.choose = choose  # type: ignore[method-assign]
+    Operator._backend = backend  # type: ignore[method-assign]
     try:
         yield chosen
     finally:
-        Operator.choose = own  # type: ignore[method-assign]
+        Operator._backend = own  # type: ignore[method-assign]
 
 
 def _forward_and_backward(options: Mapping[str, Any]) -> dict[str, Any]:

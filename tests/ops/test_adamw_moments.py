@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference
-from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.optim.fused_adam import FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
-from tests.harness.adamw import RULE, taken_apart, through
+from tests.harness.adamw import RULE, on_npu, taken_apart, through
 from tests.harness.reasons import why_not_of
 
 why_not = why_not_of(functools.partial(adamw, **RULE))
@@ -146,6 +145,7 @@ PATHS: dict[str, Any] = {
     "cuda, interpreted": through(cuda),
     "reference": through(reference),
     "dispatched": adamw,
+    "npu": on_npu,
 }
 # With these every number of a step is exact, and all paths must draw the same lots.
 EXACT = {"lr": 0.0, "betas": (0.5, 0.5), "eps": 1e-8, "weight_decay": 0.0, "step": 3}
@@ -174,6 +174,7 @@ def exact_numbers(form: str) -> tuple[list[torch.Tensor], list[torch.Tensor], li
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("parted", [False, True])
 @pytest.mark.parametrize("path", [name for name in PATHS if name != "reference"])
+@pytest.mark.usefixtures("npu_twin")
 def test_every_path_writes_the_same_codes(path: str, parted: bool, form: str) -> None:
     found = []
     for function in (PATHS["reference"], PATHS[path]):
@@ -208,19 +209,6 @@ def test_the_same_numbers_give_the_same_bits_wherever_they_are() -> None:
     assert same(whole[0][300:900], part[0]) and same(whole[1][300:900], part[1])
     other = narrowed(first, second, "bf16", moments.seed(6))
     assert 0.3 < (other[1] == whole[1]).float().mean() < 0.9
-
-
-def test_on_an_npu_the_numbers_are_put_together_first(npu_twin: list[Any]) -> None:
-    for form in FORMS:
-        params, grads, codes = exact_numbers(form)
-        own_params, _, own_codes = exact_numbers(form)
-        for some, some_codes, backend in ((params, codes, "reference"), (own_params, own_codes, "npu")):
-            blocks = [each[2] for each in some_codes] if form == "fp8" else None
-            with force("adamw", backend):
-                adamw(some, grads, [m for m, _, _ in some_codes], [v for _, v, _ in some_codes], **EXACT, blocks=blocks)
-        assert all(
-            same(one[0], other[0]) and same(one[1], other[1]) for one, other in zip(codes, own_codes, strict=True)
-        )
 
 
 def test_errors_name_what_is_wrong() -> None:

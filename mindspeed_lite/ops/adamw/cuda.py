@@ -5,8 +5,9 @@ The tables of addresses and blocks stay on the device until an address or size c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,6 @@ _WARPS = 8
 _ALIGNMENT = 16
 # Cached tables: parameter groups, dense and expert, of a few optimizers.
 _KEPT = 32
-_tables: dict[Any, Any] = {}
 
 
 def supported(case: Case) -> list[str]:
@@ -81,29 +81,20 @@ def _addresses(
     for place, tensors in enumerate(zip(*lists, strict=True)):
         exponents = (0, 0) if blocks is None else map(address, blocks[place])
         rows.append((*map(address, tensors), *exponents, tensors[0].numel()))
-    key = (device, tuple(rows))
-    found = _tables.get(key)
-    if found is None:
-        aligned = all(each % _ALIGNMENT == 0 for row in rows for each in row[:5])
-        found = _keep(key, (torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), aligned))
-    return found  # type: ignore[no-any-return]
+    return _table(tuple(rows), device)
 
 
+@functools.lru_cache(maxsize=_KEPT)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, bool]:
+    aligned = all(each % _ALIGNMENT == 0 for row in rows for each in row[:5])
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), aligned
+
+
+@functools.lru_cache(maxsize=_KEPT)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int]:
     """Rows of (tensor index, block index within it), and their number."""
-    key = (device, sizes)
-    found = _tables.get(key)
-    if found is None:
-        blocks = torch.tensor([-(-size // _BLOCK) for size in sizes])
-        place = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
-        number = torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks)[place]
-        rows = torch.stack((place, number), dim=1).to(torch.int32).contiguous()
-        found = _keep(key, (rows.to(device, non_blocking=True), len(rows)))
-    return found  # type: ignore[no-any-return]
-
-
-def _keep(key: Any, value: Any) -> Any:
-    while len(_tables) >= _KEPT:
-        _tables.pop(next(iter(_tables)))
-    _tables[key] = value
-    return value
+    blocks = torch.tensor([-(-size // _BLOCK) for size in sizes])
+    place = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
+    number = torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks)[place]
+    rows = torch.stack((place, number), dim=1).to(torch.int32).contiguous()
+    return rows.to(device, non_blocking=True), len(rows)

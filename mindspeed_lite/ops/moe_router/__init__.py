@@ -73,7 +73,7 @@ def topk_routing(
     Raises ValueError for an unknown score function or unfit sizes.
     """
     reference.check(logits, topk, score_function)
-    form = _form(
+    form = form_of(
         logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
         torch.is_grad_enabled(),
     )  # fmt: skip
@@ -84,16 +84,16 @@ def topk_routing(
 
 
 @functools.lru_cache(maxsize=64)
-def _form(
+def form_of(
     experts: int,
     topk: int,
     use_pre_softmax: bool,
     num_groups: int | None,
     group_topk: int | None,
-    scaling_factor: float | None,
-    score_function: str,
-    dense_output: bool,
-    ordered: bool,
+    scaling_factor: float | None = None,
+    score_function: str = SOFTMAX,
+    dense_output: bool = False,
+    ordered: bool = True,
 ) -> Form:
     groups = None
     if group_topk:

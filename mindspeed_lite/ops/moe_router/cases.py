@@ -1,4 +1,4 @@
-"""Cases of moe_router, compared with Megatron's steps without Transformer Engine.
+"""Cases of moe_router, compared with its reference, whose steps are Megatron's without Transformer Engine.
 
 Output: probabilities [tokens, experts]. Work counts logits, probabilities, map and gradients; per logit 8 operations
 per direction, and a comparison per chosen expert and group.
@@ -7,12 +7,13 @@ per direction, and a comparison per chosen expert and group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
-from mindspeed_lite.ops.moe_router import topk_routing
+from mindspeed_lite.ops.moe_router import form_of, topk_routing
+from mindspeed_lite.ops.moe_router.reference import moe_router
 
 
 @dataclass(frozen=True)
@@ -48,51 +49,17 @@ def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
     return logits, draw.of(torch.linspace(-0.1, 0.1, experts, device=order.device)[order], wide=True, gradient=False)
 
 
+def _options(shape: Shape) -> dict[str, Any]:
+    groups = {"num_groups": shape.groups or None, "group_topk": shape.group_topk or None}
+    return {"use_pre_softmax": shape.pre, "score_function": shape.scores, **groups}
+
+
 def ours(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
-    probs, _ = topk_routing(
-        logits,
-        shape.k,
-        use_pre_softmax=shape.pre,
-        num_groups=shape.groups or None,
-        group_topk=shape.group_topk or None,
-        score_function=shape.scores,
-        expert_bias=expert_bias,
-    )
-    return probs
+    return topk_routing(logits, shape.k, expert_bias=expert_bias, **_options(shape))[0]
 
 
 def reference(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
-    groups, k = shape.groups, shape.k
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-
-    def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if groups:
-            grouped = scores.view(shape.tokens, groups, -1)
-            worth = grouped.topk(k // shape.group_topk, dim=-1)[0].sum(dim=-1)
-            mask = torch.zeros_like(worth).scatter_(1, worth.topk(shape.group_topk, dim=-1, sorted=False)[1], 1)
-            mask = mask.unsqueeze(-1).expand_as(grouped).reshape_as(scores)
-            scores = scores.masked_fill(~mask.bool(), float("-inf"))
-        return torch.topk(scores, k, dim=1)
-
-    if shape.scores == "softmax" and shape.pre:
-        probs, indices = choose(torch.softmax(logits, dim=-1, dtype=dtype))
-    elif shape.scores == "softmax":
-        chosen, indices = choose(logits)
-        probs = torch.softmax(chosen, dim=-1, dtype=dtype)
-    else:
-        wide = logits.to(dtype)
-        scores = torch.sigmoid(wide) if shape.scores == "sigmoid" else torch.nn.functional.softplus(wide).sqrt()
-        if expert_bias is None:
-            probs, indices = choose(scores)
-        else:
-            indices = choose(scores + expert_bias)[1]
-            probs = scores.gather(1, indices)
-        if k > 1:
-            probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
-    probs = probs.type_as(logits)
-    # Callers also need the map.
-    torch.zeros_like(logits).int().scatter(1, indices, 1).bool()
-    return torch.zeros_like(logits).scatter(1, indices, probs)
+    return moe_router(logits, expert_bias, form_of(shape.experts, shape.k, **_options(shape)))[0]
 
 
 def work(shape: Shape, size: int) -> tuple[Work, Work]:

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, RotationSpec
 
 _ARGUMENTS = "ppppp" + "l" * 12 + "fiiii"
-# fp32 copies of 16-bit cos and sin.
-_kept = StorageVersionCache()
 _lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"rope_bf16": _ARGUMENTS, "rope_fp32": _ARGUMENTS})
 
 
@@ -33,7 +30,7 @@ def rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
 ) -> torch.Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    cos, sin = _plain(cos), _plain(sin)
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
     s, b, n, d = x.shape
     rows, batch, _, width = cos.shape
@@ -47,9 +44,3 @@ def rope(
         native.threads(s * b * n * d),
     )
     return y
-
-
-def _plain(table: torch.Tensor) -> torch.Tensor:
-    if table.dtype is torch.float32 and table.is_contiguous():
-        return table
-    return _kept.get(table, "fp32", lambda: table.float().contiguous())

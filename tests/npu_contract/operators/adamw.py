@@ -148,6 +148,6 @@ MUTATIONS = {
     "scaled in its own dtype": Mutation("grad.to(param.dtype)", "grad.to(grad.dtype)", "grads is bfloat16"),
     "moments left out": Mutation("            [exp_avg_sq],\n", "            [],\n", "want one length"),
     "empty tensors too": Mutation("if not param.numel():", "if False:", "forward called"),
-    "forms not put together": Mutation("@piecewise\n", "", "positional arguments"),
+    "forms not put together": Mutation("@piecewise\n", "", "exp_avgs is bfloat16"),
     "operator that runs on the host": Mutation("torch._fused_adamw_(", "torch._fused_adam_(", "forward called"),
 }  # fmt: skip
