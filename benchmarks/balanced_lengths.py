@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -30,9 +31,8 @@ from mindspeed_lite.parallel.balance.lengths import GeneratedLengths, attention_
 from tests.harness import document_data
 
 RANKS = 2
-ORDER, BALANCED, FOR_WAITS = "in order", "balanced", "balanced for waits"
-# Expert-model-parallel size of the run, or None without the feature.
-ARMS: dict[str, int | None] = {ORDER: None, BALANCED: 1, FOR_WAITS: RANKS}
+# Expert-model-parallel size of the run, or None without the feature. Experts make ranks wait in each micro-batch.
+ARMS: dict[str, int | None] = {"random": None, "a step": 1, "a micro-batch": RANKS}
 # [micro-batches][ranks] of (seconds, pairs of query and key)
 Step = Sequence[Sequence[tuple[float, int]]]
 
@@ -126,14 +126,13 @@ def _measure(options: Options) -> list[Row]:
     for micro_batches in options.micro_batches:
         with tempfile.TemporaryDirectory() as folder:
             found = on_ranks(RANKS, Loopback(), partial(_steps, options, micro_batches, folder))
-        for wait, time_of, arm in (("a step", _slowest, BALANCED), ("a micro-batch", _waited, FOR_WAITS)):
-            before, after = ([time_of(step, 0) for step in found[name]] for name in (ORDER, arm))
-            ratio = paired_ratio(before, after)
+        for wait, time_of in (("a step", _slowest), ("a micro-batch", _waited)):
+            before, after = ([time_of(step, 0) for step in found[arm]] for arm in ("random", wait))
+            off, on = (sum(time_of(step, 1) for step in found[arm]) for arm in ("random", wait))
+            ratio, seconds = paired_ratio(before, after), {"off": fmean(before), "on": fmean(after)}
             assert ratio is not None
-            pairs = (sum(time_of(step, 1) for step in found[name]) for name in (ORDER, arm))
-            seconds = {"off": sum(before) / len(before), "on": sum(after) / len(after)}
             row = {"micro-batches": micro_batches, "wait": wait, "seconds": seconds, "ratio": ratio.words()}
-            rows.append({**row, "pairs": next(pairs) / next(pairs)})
+            rows.append({**row, "pairs": off / on})
     return rows
 
 
