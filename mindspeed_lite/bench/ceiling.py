@@ -21,8 +21,8 @@ from mindspeed_lite.ops.case import dtype_name
 from mindspeed_lite.platform import cpu_matmul
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-# Seconds of each size, and of the copy.
-_SECONDS = 0.15
+_MATMUL_SECONDS = 0.1  # of each size
+_COPY_SECONDS = 0.5
 # Larger than a last-level cache.
 _COPY_BYTES = {"cpu": 1 << 28}
 _COPY_BYTES_ELSEWHERE = 1 << 30
@@ -95,10 +95,11 @@ def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
     best, best_size = 0.0, 0
     for size in _SIZES:
         operations = 2.0 * size**3
-        if best and operations / best > 2 * _SECONDS:
+        if best and operations / best > 2 * _MATMUL_SECONDS:
             break
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        rate = operations / _best_seconds(functools.partial(torch.mm, a, b, out=torch.empty_like(a)), device)
+        run = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+        rate = operations / _best_seconds(run, device, _MATMUL_SECONDS)
         if rate > best:
             best, best_size = rate, size
     return best, best_size
@@ -107,11 +108,11 @@ def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
 def _copy(device: str, size: int) -> float:
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    return 2 * size / _best_seconds(lambda: target.copy_(source), device)
+    return 2 * size / _best_seconds(lambda: target.copy_(source), device, _COPY_SECONDS)
 
 
-def _best_seconds(run: Callable[[], object], device: str) -> float:
-    timed, errors = time_interleaved({"": run}, Effort(0.0, rounds=(1, 50), seconds=_SECONDS, warmup=1), device)
+def _best_seconds(run: Callable[[], object], device: str, seconds: float) -> float:
+    timed, errors = time_interleaved({"": run}, Effort(0.0, rounds=(1, 50), seconds=seconds, warmup=1), device)
     if errors:
         raise RuntimeError(errors[""])
     return min(sample.seconds for sample in timed[""].samples)

@@ -14,7 +14,8 @@ SLOW = Ceiling(1e12, 3e12, "measured: x")
 @pytest.mark.parametrize("dtype", ceiling.DTYPES)
 def test_the_command_measures_every_dtype_and_prints_json(dtype, monkeypatch, capsys):
     monkeypatch.setattr(ceiling, "_SIZES", (64, 128))
-    monkeypatch.setattr(ceiling, "_SECONDS", 0.02)
+    monkeypatch.setattr(ceiling, "_MATMUL_SECONDS", 0.02)
+    monkeypatch.setattr(ceiling, "_COPY_SECONDS", 0.02)
     monkeypatch.setattr(ceiling, "_COPY_BYTES", {"cpu": 1 << 22})
     ceiling.main("cpu", dtype, str(torch.get_num_threads()))
     found = json.loads(capsys.readouterr().out)
@@ -30,11 +31,11 @@ def test_the_command_measures_every_dtype_and_prints_json(dtype, monkeypatch, ca
 )
 def test_a_matmul_counts_two_operations_and_a_copy_both_ways(seconds, expected, monkeypatch):
     monkeypatch.setattr(ceiling, "_SIZES", (10, 20, 40))
-    monkeypatch.setattr(ceiling, "_SECONDS", 1e3)
+    monkeypatch.setattr(ceiling, "_MATMUL_SECONDS", 1e3)
     times = iter(seconds)
-    monkeypatch.setattr(ceiling, "_best_seconds", lambda run, device: next(times))
+    monkeypatch.setattr(ceiling, "_best_seconds", lambda run, device, budget: next(times))
     assert ceiling._matmul("cpu", torch.float32) == expected
-    monkeypatch.setattr(ceiling, "_best_seconds", lambda run, device: 0.5)
+    monkeypatch.setattr(ceiling, "_best_seconds", lambda run, device, budget: 0.5)
     assert ceiling._copy("cpu", 100) == 400
 
 

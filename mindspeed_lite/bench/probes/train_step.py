@@ -13,6 +13,17 @@ from mindspeed_lite.platform import megatron
 
 TRAINING = "megatron.training.training"
 
+# Entries of the report's `model` -> Megatron's arguments.
+_SIZES = {
+    "layers": "num_layers", "hidden": "hidden_size", "ffn": "ffn_hidden_size", "heads": "num_attention_heads",
+    "sequence": "seq_length", "vocabulary": "padded_vocab_size", "experts": "num_experts",
+    "micro_batch": "micro_batch_size", "global_batch": "global_batch_size",
+}  # fmt: skip
+_PARALLEL = {
+    "data": "data_parallel_size", "tensor": "tensor_model_parallel_size", "sequence": "sequence_parallel",
+    "pipeline": "pipeline_model_parallel_size", "virtual pipeline": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size", "expert": "expert_model_parallel_size",
+}  # fmt: skip
 # Indices in a step's result, in every supported release.
 _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
@@ -89,25 +100,9 @@ def model() -> dict[str, Any]:
     args = get_args()
     batch = args.global_batch_size
     return {
-        "layers": args.num_layers,
-        "hidden": args.hidden_size,
-        "ffn": args.ffn_hidden_size,
-        "heads": args.num_attention_heads,
-        "sequence": args.seq_length,
-        "vocabulary": getattr(args, "padded_vocab_size", None),
-        "experts": args.num_experts,
-        "micro_batch": args.micro_batch_size,
-        "global_batch": batch,
+        **{name: getattr(args, argument, None) for name, argument in _SIZES.items()},
         "dtype": precision(args),
-        "parallel": {
-            "data": args.data_parallel_size,
-            "tensor": args.tensor_model_parallel_size,
-            "sequence": bool(args.sequence_parallel),
-            "pipeline": args.pipeline_model_parallel_size,
-            "virtual pipeline": getattr(args, "virtual_pipeline_model_parallel_size", None),
-            "context": args.context_parallel_size,
-            "expert": args.expert_model_parallel_size,
-        },
+        "parallel": {name: getattr(args, argument, None) for name, argument in _PARALLEL.items()},
         "tokens_per_step": batch * args.seq_length,
         "flops_per_step": float(num_floating_point_operations(args, batch)),
     }
