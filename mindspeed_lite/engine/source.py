@@ -144,7 +144,8 @@ def foreign_code(target: str, raw: Any) -> str:
         # An alias, import or opaque decorator.
         if (decorators or not isinstance(node, _FUNCTION)) and may_decorate and _may_decorate(layers[-1], target):
             return ""
-    return f"was replaced by {_name_of(layers[-1])}"
+    strange = (each for each in layers if not _may_decorate(each, target))
+    return f"was replaced by {_name_of(next(strange, layers[-1]))}"
 
 
 def _place_of(node: Any) -> tuple[str, int]:
