@@ -144,7 +144,8 @@ def foreign_code(target: str, raw: Any) -> str:
         # An alias, import or opaque decorator.
         if (decorators or not isinstance(node, _FUNCTION)) and may_decorate and _may_decorate(layers[-1], target):
             return ""
-    return f"was replaced by {_name_of(layers[-1])}"
+    strange = (each for each in layers if not _may_decorate(each, target))
+    return f"was replaced by {_name_of(next(strange, layers[-1]))}"
 
 
 def _place_of(node: Any) -> tuple[str, int]:
@@ -195,13 +196,20 @@ def attributes(owner: type) -> set[str]:
 @functools.lru_cache(maxsize=1024)
 def _assigned(source: Source | None, name: str) -> frozenset[str]:
     found = set()
-    classes = [each for each in ast.walk(source.tree) if getattr(each, "name", "") == name] if source else []
-    for node in (each for owner in classes if isinstance(owner, ast.ClassDef) for each in ast.walk(owner)):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-            found.add(node.attr)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _SETTERS:
-            names = [str(each.value) for each in node.args[:2] if isinstance(each, ast.Constant)]
-            found.update(names[:1])
+    classes = [each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef)] if source else []
+    for function in (each for owner in classes if owner.name == name for each in ast.walk(owner)):
+        if not isinstance(function, _FUNCTION):
+            continue
+        first = next((each.arg for each in (*function.args.posonlyargs, *function.args.args)), None)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == first:
+                    found.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _SETTERS:
+                called, *given = (ast.unparse(each) for each in (node.func, *node.args[:2]))
+                names = [str(each.value) for each in node.args[:2] if isinstance(each, ast.Constant)]
+                if called.startswith((f"{first}.", "super()")) or given[:1] == [first]:
+                    found.update(names[:1])
     return frozenset(found)
 
 

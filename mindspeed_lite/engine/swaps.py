@@ -213,8 +213,7 @@ def _site_of(swap: Swap) -> _Site | None:
         function = function_in(target.raw)
         # Another package uses its function too: only this place changes then.
         if function is not None and not target.is_foreign:
-            is_bound = isinstance(target.owner, type) and not isinstance(target.raw, staticmethod)
-            return _SITES.setdefault(id(function), _Function(function, target.text, is_bound))
+            return _SITES.setdefault(id(function), _Function(function, target.text, target.is_bound))
         if isinstance(target.raw, type | staticmethod | classmethod | property):
             raise EngineError(f"`{patch.target}` is a {type(target.raw).__name__} and no Python function")
         place = target.owner, target.name

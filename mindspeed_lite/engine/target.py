@@ -45,6 +45,10 @@ class Target:
         """Whether another package defines it."""
         return top_level(str(getattr(unwrap(self.raw), "__module__", None) or self.text)) != top_level(self.text)
 
+    @property
+    def is_bound(self) -> bool:
+        return isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
+
 
 def namespace(owner: Owner) -> Any:
     return owner if isinstance(owner, dict) else vars(owner)
