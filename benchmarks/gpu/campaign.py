@@ -71,6 +71,7 @@ class Campaign:
             for unit in [*record["units"]]:
                 if unit in names or record["name"] in names:
                     del record["units"][unit]
+                    record |= {"state": "stopped", "reason": "to be measured again"}
 
     def run(self, parts: Sequence[Part], deadline: float) -> int:
         """Measure what is missing; 1 where a unit of these parts failed."""

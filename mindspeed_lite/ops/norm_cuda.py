@@ -1,7 +1,7 @@
 """rms_norm and layer_norm on CUDA: Triton, and PyTorch's kernels where these are better or the only ones.
 
-On an H100 Triton's two launches take 0.6 of the device time of PyTorch's three, and 275 us more of the host's:
-`docs/benchmarks/gpu/h100.md`. A layer of small activations is bound by its host.
+On an H100 Triton's three launches take 0.55 of the device time of PyTorch's kernels and more of the host's
+(`docs/benchmarks/gpu/h100.md`). A layer of small activations is bound by its host.
 """
 
 from __future__ import annotations

@@ -69,6 +69,14 @@ def test_a_unit_that_crashes_or_raises_costs_no_other(campaign, tmp_path):
     assert runs(tmp_path)[7:] == ["crashes", "raises", "skips", "finds"]
 
 
+def test_a_unit_that_is_asked_for_again_is_measured_again(campaign, tmp_path):
+    run(campaign("works", "last"), stub())
+    again = campaign("works", "last")
+    again.forget(["works"])
+    _, record, states = run(again, stub())
+    assert runs(tmp_path)[2:] == ["works"] and record["state"] == "complete" and states == {"works": "ok", "last": "ok"}
+
+
 def test_a_unit_that_hangs_is_ended_and_the_next_one_runs(campaign):
     _, record, states = run(campaign("sleeps 60", "works"), stub(unit_seconds=3.0))
     assert states == {"sleeps 60": "failed", "works": "ok"} and record["state"] == "complete"
