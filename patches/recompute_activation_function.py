@@ -106,6 +106,7 @@ FEATURE = recompute.feature_of_layers(
     summary="the MLP's activation released after use and recomputed",
     help="Release the MLP's activation after use and compute it again in the backward pass.",
     numerics="bitwise",
+    theme="memory",
     prepare=prepare,
     reads=("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap"),
     patches=(MLP_PATCH,),

@@ -43,6 +43,7 @@ FEATURE = recompute.feature_of_layers(
     summary="a layer's norms released after use and recomputed",
     help="Release the norms of a layer after use and compute them again in the backward pass.",
     numerics="ulp",
+    theme="memory",
     prepare=prepare,
     reads=("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
     patches=recompute.CHECKPOINT_PATCHES,

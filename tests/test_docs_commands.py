@@ -87,7 +87,6 @@ COVERED = {
     r"\.venv/bin/python -c .*": "tests/npu_contract/test_environment.py",
     r"\.venv/bin/python -m tests\.npu_contract\.support_table": "tests/npu_contract/test_support_table.py",
     r"\.venv/bin/python -m tests\.npu_contract\.model_run.*": "tests/npu_contract/test_model.py",
-    r"MINDSPEED_LITE_CPU_MATMUL=torch python - .*": "tests/platform/test_cpu_matmul.py",
 }  # fmt: skip
 
 

@@ -27,12 +27,13 @@ def add_arguments(
     for feature, heading, summary, options in groups:
         group: Any = None
         for option in options:
-            taken = [a for a in parser._actions if option.flag in a.option_strings or a.dest == option.dest]
+            flag, dest = option.flag, option.dest
+            taken = [each for each in parser._actions if each.dest == dest or flag in each.option_strings]
             if not taken:
                 group = group or parser.add_argument_group(heading, summary)
-                setattr(group.add_argument(option.flag, **_keywords(option)), _MARK, option)
+                setattr(group.add_argument(flag, **_keywords(option)), _MARK, option)
             elif not all(_is_the_same(action, option, host_version) for action in taken):
-                collisions[feature] = f"{option.flag} means something else in this host"
+                collisions[feature] = f"{flag} means something else in this host"
     return collisions
 
 

@@ -89,7 +89,7 @@ def moe_wgrad_side_stream(delay: float = 0.01) -> None:
         return lane
 
     patch._why_not_here = lambda device: []
-    patch._executor_of = executor
+    patch.DeviceStream = executor
 
 
 def alltoall_mc2() -> None:

@@ -59,10 +59,10 @@ print(refused, flush=True)
 # Copies between an NPU and its host by streams: names, events, pinned memory, bytes.
 COPIED = """
 import torch
-from mindspeed_lite.memory.copy_engine import PinnedBufferPool, StreamCopyEngine, as_bytes
+from mindspeed_lite.memory.copy_engine import PinnedBufferPool, CopyEngine, as_bytes
 
 device = torch.device("npu", 0)
-engine = StreamCopyEngine(device)
+engine = CopyEngine(device)
 pool = PinnedBufferPool(engine)
 numbers = torch.arange(5000, dtype=torch.int32)
 there = numbers.to(device)

@@ -83,7 +83,7 @@ class _Ranks:
         self.given: list[list[str]] = []
 
     def run(self, nproc: int, argv: list[str], **job: object) -> Result:
-        _, out, _, _, *features = argv
+        _, out, _, _, _, *features = argv
         self.given.append(features)
         ends = next((place for place, name in enumerate(features) if name in self.FATAL), None)
         step = [((1.0).hex(), (1.0).hex())]
