@@ -1,6 +1,6 @@
 """The standing configurations through `mindspeed-lite bench`: `python -m benchmarks [--only NAME ...] [--page FILE]`.
 
-Reports and plots go to the folder beside the page, logs to .bench/. A configuration that is not run keeps what the
+Reports and plots go to the folder next to the page, logs to .bench/. A configuration that is not run keeps what the
 folder holds of it. `--only operators` runs `mindspeed-lite bench-ops` instead. On a GPU: `python -m benchmarks.gpu`.
 """
 
@@ -72,7 +72,7 @@ def _run(words: Sequence[str], command: Sequence[str], kept: Path) -> int:
 
 
 def keep(scratch: Path, kept: Path) -> None:
-    """Copy report and plots beside the page; a failed run replaces none."""
+    """Copy report and plots next to the page; a failed run replaces none."""
     report = scratch / "report.json"
     if not report.is_file() or not json.loads(report.read_text())["complete"]:
         print(f"{kept.name} was not measured to its end: {kept} stays as it was", flush=True)

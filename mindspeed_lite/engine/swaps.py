@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Swap:
         return new
 
 
-class _Site:
+class _Site(ABC):
     """A place with its original and patches; `placed`: replacement, or MISSING."""
 
     def __init__(self, where: str, original: Any, bound: bool) -> None:
@@ -80,12 +81,12 @@ class _Site:
                 current = swap.compose(current, self.bound)
         return MISSING if current is self.original else current
 
-    def put(self, value: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def put(self, value: Any) -> None: ...
 
+    @abstractmethod
     def is_foreign(self) -> bool:
         """Whether a third party has changed the place since."""
-        raise NotImplementedError
 
 
 class _Function(_Site):

@@ -86,7 +86,9 @@ class LayerChoice:
         if rates:
             out, back = (rate / 1e9 for rate in rates)
             shown = sum(self.exposed) * 1e3
-            lines.append(f"copies: {out:.2f} GB/s out, {back:.2f} GB/s back; {shown:.2f} ms do not hide behind compute")
+            lines.append(
+                f"copies: {out:.2f} GB/s out, {back:.2f} GB/s back; {shown:.2f} ms do not overlap with compute"
+            )
         elif why_kept:
             lines.append(f"nothing is moved to the host: {why_kept}")
         proof = "proven to be the least" if self.gap <= 0 else f"at most {self.gap:.2%} above the least"

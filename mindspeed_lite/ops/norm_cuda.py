@@ -75,4 +75,6 @@ def norm(
 def _torch_is_better(x: torch.Tensor) -> bool:
     if not HAS_TRITON or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return True
-    return x.shape[-1] > _SHORT and x.numel() <= _SMALL
+    from mindspeed_lite.ops.norm_kernels import WIDEST
+
+    return x.shape[-1] > WIDEST or (x.shape[-1] > _SHORT and x.numel() <= _SMALL)

@@ -63,10 +63,10 @@ class ChunkAutotuner:
         """Best count; a collective at the first call of a shape."""
         key = _key(phase, x, w)
         if key not in self._best:
-            numbers = [each for each in CANDIDATES if each == 1 or each * MIN_ROWS_PER_CHUNK <= x.shape[0]]
+            counts = [each for each in CANDIDATES if each == 1 or each * MIN_ROWS_PER_CHUNK <= x.shape[0]]
             self._best[key] = 1
-            if len(numbers) > 1:
-                trial = Trial(self._measured(numbers, x, run))
+            if len(counts) > 1:
+                trial = Trial(self._measured(counts, x, run))
                 self._say(f"{phase} of {x.shape[0]} rows, {x.shape[1]} x {w.shape[1]}: {trial}")
                 self._best[key] = trial.best
         return self._best[key]
@@ -75,13 +75,13 @@ class ChunkAutotuner:
         """1 for a new shape, e.g. in evaluation, without a trial."""
         return self._best.get(_key(phase, x, w), 1)
 
-    def _measured(self, numbers: list[int], x: torch.Tensor, run: Callable[[int], object]) -> dict[int, list[float]]:
-        seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    def _measured(self, counts: list[int], x: torch.Tensor, run: Callable[[int], object]) -> dict[int, list[float]]:
+        seconds: dict[int, list[float]] = {number: [] for number in counts}
         with torch.no_grad():
-            for number in numbers:
+            for number in counts:
                 run(number)
             for _ in range(ROUNDS):
-                for number in numbers:
+                for number in counts:
                     self._together(x)
                     start = time.perf_counter()
                     run(number)
@@ -89,7 +89,7 @@ class ChunkAutotuner:
                     seconds[number].append(time.perf_counter() - start)
         slowest = torch.tensor([*seconds.values()], device=x.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        return dict(zip(numbers, slowest.tolist(), strict=True))
+        return dict(zip(counts, slowest.tolist(), strict=True))
 
     def _together(self, x: torch.Tensor) -> None:
         """Synchronizes ranks; some backends bind a barrier to a device of their own choice."""

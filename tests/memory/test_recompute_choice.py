@@ -250,5 +250,5 @@ def test_a_table_says_what_moves_and_why_nothing_does() -> None:
     found = choice.choose([[move], [LayerOption(frozenset(), 1 << 20, 0, 0, 0, 0.0)]], moments, 4 << 20, lanes)
     text = found.table(8 << 20, 4 << 20, 0, 1, (2e9, 1e9))
     assert "3.00 MiB" in text and "activation; attention" in text
-    assert "copies: 2.00 GB/s out, 1.00 GB/s back; 0.00 ms do not hide behind compute" in text
+    assert "copies: 2.00 GB/s out, 1.00 GB/s back; 0.00 ms do not overlap with compute" in text
     assert "nothing is moved to the host: cpu has one memory" in found.table(0, 1, 0, 1, None, "cpu has one memory")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_lite.ops import norm_cuda
 from mindspeed_lite.ops.layer_norm import reference as layer_norm
 from mindspeed_lite.ops.rms_norm import reference as rms_norm
 from tests.harness import errors
@@ -114,6 +115,33 @@ def test_no_width_spills_and_prefetches_suffice(width: int, dtype: torch.dtype, 
             tile = plan.rows * min(plan.block, width) * dtype.itemsize * (2 if back else 1)
             if plan.stages > 1:
                 assert plan.resident * (plan.stages - 1) * tile >= wanted, (arch, back, found, plan)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_torch"),
+    [((2048, 4096), True), ((2049, 4096), False), ((1 << 20, 128), False), ((64, 128), False), ((1024, 16384), False),
+     ((1024, 16385), True)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
+def test_pytorch_serves_small_tensors_long_rows_and_float64(
+    shape: tuple[int, int], is_torch: bool, dtype: torch.dtype
+) -> None:
+    wanted = is_torch or dtype == torch.float64
+    x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[1], dtype=dtype, device="meta")
+    taken: list[str] = []
+
+    def by_torch(factor: torch.Tensor) -> torch.Tensor:
+        taken.append("torch")
+        return factor
+
+    def by_triton(*given: Any) -> torch.Tensor:
+        taken.append("triton")
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm_kernels.Norm, "apply", by_triton)
+        norm_cuda.norm("rms_norm", x, weight, None, EPS, False, by_torch, lambda: pytest.fail("the reference"))
+    assert taken == ["torch" if wanted else "triton"]
 
 
 @pytest.mark.parametrize(("arch", "back"), [(90, True), (100, True), (90, False), (100, False)])

@@ -146,6 +146,6 @@ def check(logits: torch.Tensor, topk: int, score_function: str) -> None:
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"moe_router: score_function is one of {', '.join(SCORE_FUNCTIONS)}, not {score_function!r}")
     if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(f"moe_router: want logits [T, E] of numbers, not {logits.dtype} {list(logits.shape)}")
+        raise ValueError(f"moe_router: want logits [T, E] in floating point, not {logits.dtype} {list(logits.shape)}")
     if not 1 <= topk <= logits.shape[1]:
         raise ValueError(f"moe_router: topk {topk} of {logits.shape[1]} experts")
