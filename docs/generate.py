@@ -278,42 +278,40 @@ def choices() -> list[str]:
 PARTS = {"context_parallel_algo": {"memory": memory_of_contexts, "choice": choices}}
 
 
-def _names(targets: Sequence[str]) -> str:
-    return ", ".join(f"`{each.rpartition(':')[2]}`" for each in targets)
+def _conflicting_args(feature: Feature) -> list[tuple[str, str]]:
+    """Megatron's arguments that skip a feature; those with the same reason share a line."""
+    found: dict[str, list[str]] = {}
+    for name, why in feature.conflicting_args.items():
+        # Most reasons start with the flag: "--cuda-graph-impl records a layer once".
+        first, _, rest = why.partition(" ")
+        flag, reason = (first.rstrip(":"), rest) if first.startswith("--") else (name, why)
+        found.setdefault(reason, []).append(f"`{flag}`")
+    return [(f"Skipped with {', '.join(dict.fromkeys(flags))}", reason) for reason, flags in found.items()]
 
 
 def declaration(feature: Feature) -> list[str]:
     """What a feature's page says of its flags, targets and relations."""
-    from mindspeed_lite.engine import Provide
-
-    options = [
-        (_flag(option), {False: "off", None: "none"}.get(option.default, f"`{option.default}`"), option.help)
-        for option in feature.options
-    ]
-    targets = [
-        (
-            patch.kind,
-            f"`{patch.target}`",
-            patch.versions or (f"all that have it (not {patch.absent_in})" if patch.absent_in else "all"),
-            ""
-            if isinstance(patch, Provide)
-            else "; relies on ".join(filter(None, map(_names, (patch.reads, patch.relies_on)))),
-        )
-        for patch in feature.patches
-    ]
-    facts = [("Numerics", feature.numerics), ("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
-    facts += [("Requires", f"[{each.feature}]({each.feature}.md): {each.reason}") for each in feature.requires]
-    facts += [("Conflicts with", f"[{each.feature}]({each.feature}.md): {each.reason}") for each in feature.conflicts]
-    facts += [("Skipped with", f"`{name}`: {why}") for name, why in feature.conflicting_args.items()]
+    flags = []
+    for option in feature.options:
+        default = {False: "", None: ""}.get(option.default, f" (`{option.default}` unless given)")
+        flags.append(f"{_flag(option)}{default}: {option.help}")
+    swaps = []
+    for patch in feature.patches:
+        releases = f", Megatron-core {patch.versions}" if patch.versions else ""
+        releases += f", absent in {patch.absent_in}" if patch.absent_in else ""
+        swaps.append(f"{patch.kind} `{patch.target}`{releases}")
+    facts = [("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
+    facts += [(f"Requires [{each.feature}]({each.feature}.md)", each.reason) for each in feature.requires]
+    facts += [(f"Conflicts with [{each.feature}]({each.feature}.md)", each.reason) for each in feature.conflicts]
+    facts += _conflicting_args(feature)
     facts += [(f"Not in {releases}", why) for releases, why in feature.unsupported.items()]
-    facts += [
-        ("Left off by auto", feature.not_auto),
-        ("Memory", feature.memory or "predicted by `mindspeed-lite memory`"),
-    ]
-    lines = ["## Declaration", "", *table(("Flag", "Default", "What it does"), options), ""]
-    if targets:
-        lines += [*table(("Kind", "Target", "Releases", "Reads"), targets), ""]
-    return lines + table(("", ""), [(name, text) for name, text in facts if text])
+    facts += [("Left off by auto", feature.not_auto), ("Memory", feature.memory)]
+    lists = (("Flags", flags), ("Swaps", swaps), ("Notes", [f"{name}: {text}" for name, text in facts if text]))
+    lines = ["## Declaration"]
+    for title, entries in lists:
+        if entries:
+            lines += ["", f"{title}:", "", *(f"- {each}" for each in entries)]
+    return lines
 
 
 def with_part(path: Path, name: str, lines: Sequence[str], append: bool = False) -> str:
