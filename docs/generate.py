@@ -111,11 +111,12 @@ def flags() -> list[str]:
     """The page of flags: our general flags, then those of the features, theme by theme."""
     from mindspeed_lite import runtime
 
-    rows = [(_flag(option), "general", option.help) for option in runtime.GENERAL]
-    for features in by_theme().values():
+    lines = ["## General", "", *(f"- {_flag(option)}: {option.help}" for option in runtime.GENERAL)]
+    for heading, features in by_theme().items():
+        lines += ["", f"## {heading}", ""]
         for feature in features:
-            rows += [(_flag(option), page_link(feature, ""), option.help) for option in feature.options]
-    return table(("Flag", "Belongs to", "What it does"), rows)
+            lines += [f"- {_flag(option)} ({page_link(feature, '')}): {option.help}" for option in feature.options]
+    return lines
 
 
 def index() -> list[str]:
@@ -160,17 +161,17 @@ def mindspeed() -> list[str]:
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
-        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]}", "", f"{len(rows)} flags.", ""]
-        # Flags of which the same is to be said share a row.
+        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)} flags)", ""]
+        # Flags with the same outcome share a line.
         groups: dict[tuple[str, str], list[str]] = {}
         for row in rows:
-            outcome = done.get(row.outcome, "depends")
-            text = {"depends": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
+            outcome = done.get(row.outcome, "")
+            text = {"": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
             if row.outcome == "keep" and row.words:
-                text = f"not {row.words[1:].replace('|', ', ')}: {row.note}"
+                outcome, text = f"as it is, but not {row.words[1:].replace('|', ', ')}", row.note
             groups.setdefault((outcome, text), []).append(f"`{row.flag}`")
-        cells = [(", ".join(names), outcome, text) for (outcome, text), names in sorted(groups.items())]
-        lines += table(("Flags", "Outcome", "Instead, or on what it depends"), cells)
+        for (outcome, text), names in sorted(groups.items()):
+            lines.append(f"- {', '.join(names)}: {': '.join(filter(None, (outcome, text)))}")
     return lines
 
 
