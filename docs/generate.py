@@ -35,9 +35,9 @@ THEMES = {
 # What a reader of README wants each group for.
 PURPOSE = {
     "Fused operators": "The same mathematics in fewer passes over memory",
-    "Mixture of experts": "One grouped product for all experts of a rank, fused routing and permutation",
-    "Memory": "Smaller optimizer states, weights and activations, or the same ones elsewhere",
-    "Communication": "Collectives behind products, and started when their data is ready",
+    "Mixture of experts": "Grouped GEMMs, fused routing and permutation, overlapped exchange, balanced load",
+    "Memory": "Smaller, recomputed or offloaded optimizer states and activations",
+    "Communication": "Collectives overlapped with GEMMs, context parallelism, pipeline schedules",
 }
 
 
