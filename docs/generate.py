@@ -262,7 +262,7 @@ def choices() -> list[str]:
     links = {"within a host": FLOPS_PER_BYTE["cuda"], "between hosts": 20 * FLOPS_PER_BYTE["cuda"]}
     links["NPUs"] = FLOPS_PER_BYTE["npu"]
     rows = []
-    for length, name in ((1 << 13, "8k"), (1 << 15, "32k"), (1 << 17, "128k"), (1 << 20, "1M")):
+    for length, name in ((1 << 13, "8k"), (1 << 15, "32k"), (1 << 17, "128k")):
         for heads, groups in ((32, 32), (32, 8), (4, 1)):
             cells = []
             for flops in links.values():
