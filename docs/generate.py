@@ -294,7 +294,7 @@ def declaration(feature: Feature) -> list[str]:
         (
             patch.kind,
             f"`{patch.target}`",
-            patch.versions or (f"all that have it (not {patch.absent_in})" if patch.absent_in else "all"),
+            patch.versions or "all",
             ""
             if isinstance(patch, Provide)
             else "; relies on ".join(filter(None, map(_names, (patch.reads, patch.relies_on)))),

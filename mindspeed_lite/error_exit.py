@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -159,8 +160,11 @@ def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, 
 
 def _claim(what: str) -> bool:
     """Whether this launcher's processes on this node have not claimed `what` in the last minute."""
-    attempt = [os.environ.get(f"TORCHELASTIC_{each}", "") for each in ("RUN_ID", "RESTART_COUNT")]
-    key = hashlib.sha256("\n".join([str(os.getppid()), *attempt, what]).encode()).hexdigest()[:16]
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    launch = [str(os.getppid()), *(os.environ.get(name, "") for name in names)]
+    with contextlib.suppress(OSError):  # containers reuse process ids: add the start time
+        launch += Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19:20]
+    key = hashlib.sha256("\n".join([*launch, what]).encode()).hexdigest()[:16]
     path = os.path.join(tempfile.gettempdir(), f"mindspeed_lite-error-{key}")
     with contextlib.suppress(OSError):
         if time.time() - os.path.getmtime(path) > 60.0:
