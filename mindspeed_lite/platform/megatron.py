@@ -106,7 +106,8 @@ class Placed:
         register_post_import_hook(self._apply, feature.patches[0].target.partition(":")[0])
 
     def _apply(self, module: Any) -> None:
-        if self._is_removed:  # wrapt cannot remove a hook
+        release = version() or "0"
+        if self._is_removed or not self._feature.patches_for(release)[0]:  # wrapt cannot remove a hook
             return
         from . import current
 
@@ -118,7 +119,7 @@ class Placed:
         plan = make_plan(
             [self._feature],
             context,
-            host_version=version() or "0",
+            host_version=release,
             fingerprints=_known(),
             allow_unverified=True,
         )
@@ -396,10 +397,9 @@ _applied: list[Placed] = []
 
 def attach(device: str) -> None:
     """Apply corrections for `device` when their modules are imported, or now."""
-    context, release = Context(Settings({}), device, {}), version() or "0"
+    context = Context(Settings({}), device, {})
     for feature in ASSUMPTIONS:
-        unfit = feature.condition is not None and feature.condition(context)
-        if not unfit and feature.patches_for(release)[0]:
+        if feature.condition is None or not feature.condition(context):
             _applied.append(Placed(feature, device))
 
 
