@@ -299,7 +299,6 @@ def declaration(feature: Feature) -> list[str]:
     swaps = []
     for patch in feature.patches:
         releases = f", Megatron-core {patch.versions}" if patch.versions else ""
-        releases += f", absent in {patch.absent_in}" if patch.absent_in else ""
         swaps.append(f"{patch.kind} `{patch.target}`{releases}")
     facts = [("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
     facts += [(f"Requires [{each.feature}]({each.feature}.md)", each.reason) for each in feature.requires]

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from lab.timeline import COMBINE, DISPATCH, Timeline
-from mindspeed_lite.engine import Around, Session, when_imported
+from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.platform import megatron
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
@@ -49,15 +49,7 @@ def install(timeline: Timeline) -> Callable[[], None]:
             for method, lane in _METHODS.items()
         ),
     )
-    placed: list[megatron.Placed] = []
-    handle = when_imported(_MODULE, lambda module: placed.append(megatron.place(feature)))
-
-    def remove() -> None:
-        handle.cancel()
-        while placed:
-            placed.pop().remove()
-
-    return remove
+    return megatron.Placed(feature).remove
 
 
 __all__ = ["install"]

@@ -41,16 +41,13 @@ def child_process(
     SIGTERM raises KeyboardInterrupt unless the caller handles or ignores it. `end(process)` is called at the end;
     `options`: of `subprocess.Popen`. Raises OSError.
     """
-    child: subprocess.Popen[bytes] | None = None
     with _termination_raises():
+        child = subprocess.Popen(command, start_new_session=True, **options)
         try:
-            with _signals_deferred():  # an interrupted start would lose the process
-                child = subprocess.Popen(command, start_new_session=True, **options)
             yield child
         finally:
-            if child is not None:
-                with _signals_deferred():
-                    end(child)
+            with _signals_ignored():
+                end(child)
 
 
 @contextlib.contextmanager
@@ -73,17 +70,14 @@ def _termination_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
+def _signals_ignored() -> Iterator[None]:
+    """A second Ctrl-C does not leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[int] = []
-    deferred = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, lambda number, _: received.append(number)) for each in deferred]
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in zip(deferred, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
-        for each in received:
-            signal.raise_signal(each)

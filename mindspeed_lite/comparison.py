@@ -24,21 +24,6 @@ Function = Callable[..., torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Part(NamedTuple):
-    """Part of a call for evaluation in a wider type.
-
-    The part of `original` depends only on these parts of the inputs, and these affect no other output. `output`,
-    `inputs`: subscripts.
-    """
-
-    original: Function
-    output: Any = ...
-    inputs: Sequence[Any] | None = None
-
-    def places(self, tensors: int) -> list[Any]:
-        return [self.output, *(self.inputs or [...] * tensors)]
-
-
 class Finding(NamedTuple):
     name: str
     apart: float | None = None
@@ -61,7 +46,6 @@ def compare(
     ours: Function,
     original: Function,
     inputs: Mapping[str, torch.Tensor],
-    parts: Sequence[Part],
     widened: bool,
     seed: int,
 ) -> tuple[list[Finding], str]:
@@ -90,20 +74,19 @@ def compare(
         there = [output.detach(), *_gradients(output, leaves, dout)]
         del output, leaves
         pairs = [_pair(a, b) for a, b in zip(here, there, strict=True)]
-        part, why_not = Part(original), ""
+        why_not = ""
         truth: list[torch.Tensor | None] = [None] * len(pairs)
         wide = torch.float64 if any(t.dtype in (torch.float32, torch.float64) for t in tensors) else torch.float32
         if numerics == "ulp" and widened:
-            part = _where_they_differ_most(parts, pairs) if parts else part
             restore()
             try:
-                truth = _widened(part, tensors, wanted, dout, wide)
+                truth = _widened(original, tensors, wanted, dout, wide)
             except Exception as error:
                 why_not = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     eps = max((torch.finfo(t.dtype).eps for t in (dout, *tensors) if t.is_floating_point()), default=0.0)
     names = ("output", *(f"gradient of {name}" for name in inputs))
-    rows = zip(names, pairs, part.places(len(tensors)), truth, strict=True)
-    return [_judge(name, numerics, pair, eps, place, true, wide) for name, pair, place, true in rows if pair], why_not
+    rows = zip(names, pairs, truth, strict=True)
+    return [_judge(name, numerics, pair, eps, true, wide) for name, pair, true in rows if pair], why_not
 
 
 @contextlib.contextmanager
@@ -156,19 +139,16 @@ def _pair(a: torch.Tensor | None, b: torch.Tensor | None) -> Pair | None:
 
 
 def _widened(
-    part: Part, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], dout: torch.Tensor, wide: torch.dtype
+    original: Function, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], dout: torch.Tensor, wide: torch.dtype
 ) -> list[torch.Tensor | None]:
-    mode, places = _Wider(wide), part.places(len(tensors))
-    leaves = [
-        mode.widen(t.detach()[place]).clone().requires_grad_(wants)
-        for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
-    ]
+    mode = _Wider(wide)
+    leaves = [mode.widen(t.detach()).clone().requires_grad_(wants) for t, wants in zip(tensors, wanted, strict=True)]
     eager = torch.compiler.set_stance("force_eager")
     with torch.autocast(leaves[0].device.type, enabled=False), eager, plain_torch(), mode:
-        output = part.original(*leaves)
+        output = original(*leaves)
         if output.dtype != wide:
             raise TypeError(f"its output is {str(output.dtype).removeprefix('torch.')}")
-        return [output.detach(), *_gradients(output, leaves, mode.widen(dout[places[0]]))]
+        return [output.detach(), *_gradients(output, leaves, mode.widen(dout))]
 
 
 class _Wider(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -202,16 +182,8 @@ def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()).to(torch.float64)
 
 
-def _where_they_differ_most(parts: Sequence[Part], pairs: Sequence[Pair | None]) -> Part:
-    def apart(part: Part) -> float:
-        places = part.places(len(pairs) - 1)
-        return max(_distance(*_finite(pair, place)) for pair, place in zip(pairs, places, strict=True) if pair)
-
-    return parts[0] if len(parts) == 1 else max(parts, key=apart)
-
-
-def _finite(pair: Pair, place: Any = ...) -> Pair:
-    a, b = (_in_float64(each[place]) for each in pair)
+def _finite(pair: Pair) -> Pair:
+    a, b = (_in_float64(each) for each in pair)
     finite = a.isfinite() & b.isfinite()
     return a.where(finite, 0.0), b.where(finite, 0.0)
 
@@ -222,9 +194,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / size
 
 
-def _judge(
-    name: str, numerics: str, pair: Pair, eps: float, place: Any, truth: torch.Tensor | None, wide: torch.dtype
-) -> Finding:
+def _judge(name: str, numerics: str, pair: Pair, eps: float, truth: torch.Tensor | None, wide: torch.dtype) -> Finding:
     a, b = pair
     is_lost = bool((~a.isfinite() & b.isfinite()).any())
     problem = f"{name} is not finite where the original's is" if is_lost else ""
@@ -238,7 +208,7 @@ def _judge(
     if truth is None:
         return Finding(name, apart, apart, EPS_WITHOUT_TRUTH * eps, problem=problem)
     truth = _in_float64(truth)
-    error, own = (_distance(each, truth) for each in _finite(pair, place))
+    error, own = (_distance(each, truth) for each in _finite(pair))
     # A gradient that cancels to zero is rounding of terms of order one.
     is_narrow = eps > torch.finfo(torch.float32).eps
     slack = eps if is_narrow and bool(truth.any()) else EPS_WITHOUT_TRUTH * eps

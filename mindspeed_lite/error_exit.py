@@ -1,30 +1,27 @@
 """Ends a process with one line and exit code 2 on this package's errors or a lost rank.
 
-Also for missing dependencies; other exceptions go to the previous hook. Equal errors are printed once across ranks.
+Also for missing dependencies; other exceptions go to the previous hook. Equal errors are printed once per node.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import io
 import os
 import re
-import socket
 import sys
+import tempfile
 import time
 import traceback
-from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 TRACEBACK_VARIABLE = "MINDSPEED_LITE_TRACEBACK"
 EXIT_CODE = 2
 
-_PATIENCE = 5.0
-_POLL = 0.02
-_KEY = "mindspeed_lite/error"
+_HEAD_START = 1.0
 
 _DEPENDENCIES = {
     "torch": "PyTorch is not installed: pip install torch",
@@ -59,7 +56,7 @@ def wants_traceback() -> bool:
 def describe(error: BaseException) -> str | None:
     """One line for the user; None for errors of other hooks."""
     if type(error).__module__.partition(".")[0] == __package__:
-        return _broken_torch(error) or str(error) or None
+        return str(error) or None
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = error.name.partition(".")[0]
         loaded = sys.modules.get(f"{package}.core", sys.modules.get(package))
@@ -67,29 +64,7 @@ def describe(error: BaseException) -> str | None:
         # Partly present: the script does not fit that release.
         if is_absent and package in _DEPENDENCIES and error.name in (package, f"{package}.core"):
             return f"{_DEPENDENCIES[package]} (`mindspeed-lite doctor` says what else is missing)"
-    return _broken_torch(error) or describe_lost_rank(error)
-
-
-def _broken_torch(error: BaseException) -> str | None:
-    if "torch" in sys.modules:
-        return None
-    chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None and chain[-1].__cause__ not in chain:
-        chain.append(chain[-1].__cause__)
-    names = [
-        frame.f_globals.get("__name__", "")
-        for each in chain
-        if isinstance(each, (ImportError, OSError, RuntimeError))
-        for frame, _ in traceback.walk_tb(each.__traceback__)
-    ]
-    if not any(name.partition(".")[0] == "torch" for name in names):
-        return None
-    root = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
-    return (
-        f"PyTorch is installed but cannot be loaded: {root}: install what is missing, or PyTorch again "
-        "(pip install --force-reinstall torch); libraries outside of it are found by LD_LIBRARY_PATH "
-        "(`mindspeed-lite doctor` says more)"
-    )
+    return describe_lost_rank(error)
 
 
 def describe_lost_rank(error: BaseException) -> str | None:
@@ -159,7 +134,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, follows: bool = False) -> None:
-    """Print the error that ends this process, once for all ranks with the same one.
+    """Print the error that ends this process, once for all ranks of a node with the same one.
 
     Rank 0 prints first, since launchers may show no other rank.
 
@@ -170,64 +145,36 @@ def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, 
         with contextlib.suppress(OSError, ValueError, AttributeError):
             each.flush()
     is_alone, rank = os.environ.get("WORLD_SIZE", "1") == "1", os.environ.get("RANK", "0")
+    if not is_alone:
+        if not follows and os.environ.get("LOCAL_RANK", rank) != "0":
+            time.sleep(_HEAD_START)
+        is_first = _claim("any")
+        if not (is_first if follows else _claim(text)):
+            return
     where = "" if is_alone or (rank == "0" and not follows) else f" on rank {rank}"
-    store, key = _store(), f"{_KEY}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    prints = True
-    with contextlib.suppress(Exception):  # the store may have gone with its rank
-        is_first = store is None or store.add(_KEY, 1) == 1
-        if follows:
-            prints = is_first
-        elif store is not None and rank != "0":
-            prints = not _appears(store, key) and store.add(f"{key}/ranks", 1) == 1
-    if prints:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream = _stderr() if stream is None else stream
-            stream.write(f"{program}: error{where}: {text}\n")
-            stream.flush()
-        if store is not None and rank == "0" and not follows:
-            with contextlib.suppress(Exception):
-                store.set(key, "1")
-                time.sleep(10 * _POLL)  # this process may serve the store
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream = _stderr() if stream is None else stream
+        stream.write(f"{program}: error{where}: {text}\n")
+        stream.flush()
 
 
-def _appears(store: Any, key: str) -> bool:
-    deadline = time.monotonic() + _PATIENCE
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL)
-    return True
-
-
-def _store() -> Any:
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return None
+def _claim(what: str) -> bool:
+    """Whether this launcher's processes on this node have not claimed `what` in the last minute."""
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    launch = [str(os.getppid()), *(os.environ.get(name, "") for name in names)]
+    with contextlib.suppress(OSError):  # containers reuse process ids: add the start time
+        launch += Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19:20]
+    key = hashlib.sha256("\n".join([*launch, what]).encode()).hexdigest()[:16]
+    path = os.path.join(tempfile.gettempdir(), f"mindspeed_lite-error-{key}")
+    with contextlib.suppress(OSError):
+        if time.time() - os.path.getmtime(path) > 60.0:
+            os.unlink(path)
     try:
-        dist: Any = importlib.import_module("torch.distributed")
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            found: Any = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=_PATIENCE))
-        elif dist.is_available() and dist.is_initialized():
-            found = dist.distributed_c10d._get_default_store()
-            if not _is_served(found, dist):
-                return None
-        else:
-            return None
-        attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-        return dist.PrefixStore(attempt, found)
-    except Exception:
-        return None
-
-
-def _is_served(store: Any, dist: Any) -> bool:
-    """Whether the store's server lives; asking a dead one prints a page of frames."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        try:
-            socket.create_connection((store.host, store.port), timeout=1.0).close()
-        except OSError:
-            return False
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
     return True
 
 

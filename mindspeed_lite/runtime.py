@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import difflib
 import functools
+import os
 import platform as python_platform
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite import platform, report_output
+from mindspeed_lite import platform
 from mindspeed_lite._version import __version__
 from mindspeed_lite.engine import (
     ApplyError,
@@ -36,13 +39,20 @@ from mindspeed_lite.engine import (
     make_plan,
 )
 from mindspeed_lite.engine.fingerprints import Table
-from mindspeed_lite.report_output import REPORT, rank, report_file
 
 PATCHES = "mindspeed_lite.patches"
 
 AUTO = Option(
     "--mindspeed-lite-auto",
     help="Turn on every feature that applies to this model, device and layout; the report says which and why not.",
+)
+VERBOSE = "verbose"
+REPORT = Option(
+    "--mindspeed-lite-report",
+    help="Write what was swapped and why the rest was not to FILE: as text where its name ends in .txt, else as JSON. "
+    f"The word {VERBOSE} prints it in place of the summary (rank 0).",
+    default=None,
+    metavar=f"FILE|{VERBOSE}",
 )
 STRICT = Option("--mindspeed-lite-strict", help="Turn every skipped feature and every fallback into an error.")
 ALLOW_UNVERIFIED = Option(
@@ -177,7 +187,7 @@ def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False
     """
     settings = settings_of(asked)
     device = platform.activate()
-    report_output.check_path(report_file(settings))
+    _check_report_path(settings)
     found = versions()
     if found["megatron-core"] == "not found":
         raise PlanError(
@@ -271,7 +281,7 @@ def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> A
         if before is not None and _goes_on(outcome, before, plan.settings):
             new[name] = old[name]
         else:
-            view = session.of(name)
+            view = session.of(name) if outcome.steps else session
             new[name] = [Swap(name, step.patch, view) for step in outcome.steps]
     after = ActiveFeatures(asked, session, plan, new)
     begin = [swap for name in new for swap in new[name] if new[name] is not old.get(name)]
@@ -337,8 +347,8 @@ def _renew_verifier(session: Session) -> None:
     calls = session.settings[VERIFY.dest]
     if (session.verifier.calls if session.verifier is not None else 0) == calls:
         return
-    session.verifier = Verifier(calls, session) if calls else None
-    if calls and rank() == 0:
+    session.update(verifier=Verifier(calls, session) if calls else None)
+    if calls and _is_first_rank():
         session.verifier.listeners.append(lambda done: print(f"mindspeed_lite: {done.to_text()}", flush=True))
 
 
@@ -378,14 +388,40 @@ def _operator_fallback(operator: str, backend: str, reasons: tuple[str, ...]) ->
             _active.session.fallback(outcome.feature.name, text, is_logged=True)
 
 
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _report_path(settings: Settings) -> Path | None:
+    given = settings[REPORT.dest]
+    return None if given in (None, VERBOSE) or not _is_first_rank() else Path(given)
+
+
+def _check_report_path(settings: Settings) -> None:
+    """Check before any change that the report can be written."""
+    path = _report_path(settings)
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise OptionError(f"{REPORT.flag} {path}: cannot be written there; give a file in a folder that exists.")
+
+
 def show_report(active: ActiveFeatures) -> None:
     """Print the report on rank 0 and write the user's file, again at exit."""
-    if rank() != 0:
+    if not _is_first_rank():
         return
-    report_output.show(full_report(active), active.session.settings)
-    path = report_file(active.session.settings)
+    settings, report = active.session.settings, full_report(active)
+    verbose = settings[REPORT.dest] == VERBOSE
+    details = "" if verbose else settings[REPORT.dest] or f"{REPORT.flag} {VERBOSE}"
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    rule = "-" * 40
+    print(f"{rule} mindspeed_lite\n{report.to_text(color=color, verbose=verbose, details=details)}{rule}", flush=True)
+    path = _report_path(settings)
     if path is not None:
-        report_output.write(full_report(active), path)
+        try:
+            report.write(path)
+        except OSError as error:
+            raise OptionError(f"{REPORT.flag} {path}: cannot be written ({error}).") from error
         atexit.unregister(_rewrite_report)
         atexit.register(_rewrite_report)
         if active.session.verifier is not None:
@@ -394,15 +430,15 @@ def show_report(active: ActiveFeatures) -> None:
 
 def _rewrite_report(ended: ActiveFeatures | None = None) -> None:
     active = ended or _active
-    path = None if active is None else report_file(active.session.settings)
-    if active is not None and path is not None and rank() == 0:
-        with contextlib.suppress(OptionError):  # a full disk does not stop training
-            report_output.write(full_report(active), path)
+    path = None if active is None else _report_path(active.session.settings)
+    if active is not None and path is not None:
+        with contextlib.suppress(OSError):  # a full disk does not stop training
+            full_report(active).write(path)
 
 
 def full_report(active: ActiveFeatures) -> Report:
     from mindspeed_lite.platform import megatron
 
-    merged = Report.from_dict(active.session.report.as_dict())
-    merged.entries = [*merged.entries, *megatron.entries()]
-    return merged
+    report = copy.deepcopy(active.session.report)
+    report.entries += megatron.entries()
+    return report

@@ -15,7 +15,6 @@ Every route to training passes these hooks: command line, YAML or checkpoint.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +25,11 @@ from mindspeed_lite import error_exit, migration, platform, runtime
 from mindspeed_lite.engine import (
     Around,
     Feature,
-    ImportHandle,
     OptionError,
     Override,
-    Patch,
     Plan,
     Session,
     add_arguments,
-    when_imported,
 )
 from mindspeed_lite.patches._shared import megatron_arguments, pipeline_orders
 from mindspeed_lite.platform import megatron
@@ -219,7 +215,7 @@ def _set(holders: Sequence[Any], values: Mapping[str, Any]) -> None:
 # Hooks
 
 
-def _hooks(line: _CommandLine) -> tuple[Patch, ...]:
+def _features(line: _CommandLine) -> tuple[Feature, ...]:
     def around_add(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def add_megatron_arguments(parser: argparse.ArgumentParser) -> Any:
             parser = wrapped(parser)
@@ -242,15 +238,19 @@ def _hooks(line: _CommandLine) -> tuple[Patch, ...]:
 
         return validate_args
 
+    summary = "features by flag"
     return (
-        Override(megatron.ADD_ARGUMENTS, around_add),
-        Around(megatron.PARSE_ARGS, around_parse),
-        Around(megatron.VALIDATE_ARGS, around_validate),
-        Around(megatron.VALIDATE_YAML, around_validate),
+        megatron.always(
+            "arguments",
+            summary,
+            Override(megatron.ADD_ARGUMENTS, around_add),
+            Around(megatron.PARSE_ARGS, around_parse),
+            Around(megatron.VALIDATE_ARGS, around_validate),
+        ),
+        megatron.always("yaml_arguments", summary, Around(megatron.VALIDATE_YAML, around_validate)),
     )
 
 
-_waiting: list[ImportHandle] = []
 _placed: list[megatron.Placed] = []
 _changes: list[Callable[[Any], None]] = []
 _undo: list[Callable[[], None]] = []
@@ -262,24 +262,12 @@ def before_validation(change: Callable[[Any], None]) -> None:
 
 def install() -> None:
     """Hook Megatron's argument modules now or on import; idempotent."""
-    if _waiting:
-        return
-    modules: dict[str, list[Patch]] = {}
-    for patch in _hooks(_CommandLine()):
-        modules.setdefault(patch.target.partition(":")[0], []).append(patch)
-    for module, patches in modules.items():
-        feature = megatron.always(module.rpartition(".")[2], "features by flag", *patches)
-        _waiting.append(when_imported(module, functools.partial(_place, feature)))
-
-
-def _place(feature: Feature, module: Any) -> None:
-    _placed.append(megatron.place(feature))
+    if not _placed:
+        _placed.extend(map(megatron.Placed, _features(_CommandLine())))
 
 
 def remove() -> None:
     _changes.clear()
-    while _waiting:
-        _waiting.pop().cancel()
     while _placed:
         _placed.pop().remove()
     while _undo:

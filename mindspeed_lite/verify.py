@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from mindspeed_lite.comparison import EPS_WITHOUT_TRUTH, Finding, Function, compare
-from mindspeed_lite.comparison import Part as Part
 from mindspeed_lite.engine import EngineError, Session, Verification, VerifyError
 
 FLAG = "--mindspeed-lite-verify"
@@ -60,7 +59,6 @@ class Verifier:
         inputs: Mapping[str, torch.Tensor],
         *,
         against: str,
-        parts: Sequence[Part] = (),
         widened: bool = True,
         variant: str = "",
         sizes_vary: bool = False,
@@ -69,7 +67,6 @@ class Verifier:
 
         Args:
             against: description of `original`.
-            parts: wider evaluation of the part that differs most, instead of the whole.
             widened: False if rounding decides results, or for lack of memory.
             variant: distinguishes calls of equal shapes.
             sizes_vary: ignore the inputs' first dimension in the kind of call.
@@ -88,7 +85,7 @@ class Verifier:
             self._seen[key] = number + 1
         _inside.active = True
         try:
-            findings, why_not = compare(numerics, ours, original, inputs, parts, widened, number)
+            findings, why_not = compare(numerics, ours, original, inputs, widened, number)
         except EngineError:
             raise
         except Exception as error:  # such as out of memory: training continues

@@ -338,7 +338,7 @@ FEATURE = Feature(
             reads=(*READS, "layer_number", *_OF_CONFIG),
             relies_on=RELIES_ON,
         ),
-        Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions="<0.18", absent_in="<0.16"),
-        Provide(f"{_UTILS}:tex", _partition, versions=">=0.18", variant_of=f"{_UTILS}:get_thd_batch_on_this_cp_rank"),
+        Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions=">=0.16,<0.18"),
+        Provide(f"{_UTILS}:tex", _partition, versions=">=0.18"),
     ),
 )

@@ -251,15 +251,9 @@ FEATURE = Feature(
             f"{_LAYERS}:ColumnParallelLinear.backward_dw",
             after(_drain_asked),
             versions=">=0.16",
-            absent_in="<0.16",
         ),
-        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", after(_drain_asked), versions=">=0.17", absent_in="<0.16"),
-        Provide(
-            f"{_LAYERS}:RowParallelLinear.backward_dw",
-            lambda session: backward_dw,
-            versions=">=0.16,<0.17",
-            wanted_by="megatron.core.transformer.mlp",
-        ),
+        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", after(_drain_asked), versions=">=0.17"),
+        Provide(f"{_LAYERS}:RowParallelLinear.backward_dw", lambda session: backward_dw, versions=">=0.16,<0.17"),
         Around(
             f"{_DDP}.__init__",
             _reduction,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +36,11 @@ def _extension(session: Session) -> ModuleType:
         accumulate_wgrad(main_grad, grad_output, total_input)
 
     module: Any = ModuleType(EXTENSION)
+    module.__spec__ = ModuleSpec(EXTENSION, None)
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
+    # `--defer-embedding-wgrad-compute` imports it in every step.
+    sys.modules[EXTENSION] = module
+    session.on_end(lambda: sys.modules.pop(EXTENSION, None))
     return module  # type: ignore[no-any-return]
 
 
@@ -104,9 +109,7 @@ FEATURE = Feature(
     arguments=reenable_default(ARGUMENT),
     operators=("accumulate_wgrad",),
     patches=(
-        # Also by value: the layers have already tried the import.
-        Provide(EXTENSION, _extension, wanted_by=_LAYERS),
-        Provide(f"{_LAYERS}:{EXTENSION}", lambda session: sys.modules[EXTENSION]),
+        Provide(f"{_LAYERS}:{EXTENSION}", _extension),
         Override(f"{_LAYERS}:_grad_accum_fusion_available", lambda wrapped, session: True),
         Around(
             f"{_LAYERS}:ColumnParallelLinear.__init__",

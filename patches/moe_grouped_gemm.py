@@ -296,7 +296,6 @@ FEATURE = Feature(
             "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
             _spec,
             versions="<0.13",
-            variant_of=f"{_PROVIDER}.grouped_mlp_modules",
         ),
     ),
 )

@@ -74,7 +74,7 @@ FEATURE = Feature(
         Around(
             f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values",
             within(_without_update),
-            absent_in="<0.14",
+            versions=">=0.14",
             reads=("optimizer",),
         ),
         *state_patches(

@@ -189,8 +189,8 @@ FEATURE = Feature(
     patches=(
         Override(f"{UTILITIES}:apply_rotary_pos_emb", _rotate, by_name=True, reads=_READS),
         *(Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb{form}", placeholder(_REPLACED)) for form in ("", "_thd")),
-        Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query, by_name=True, absent_in="<0.13"),
-        Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value, by_name=True, absent_in="<0.13"),
+        Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query, by_name=True, versions=">=0.13"),
+        Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value, by_name=True, versions=">=0.13"),
         config_field("apply_rope_fusion", _is_there),
     ),
 )

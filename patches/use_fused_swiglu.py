@@ -147,19 +147,19 @@ FEATURE = Feature(
     operators=("activation",),
     patches=(
         *(
-            Override(f"megatron.core.fusions.{target}_impl", _fused(kind), by_name=True, absent_in=absent_in)
-            for target, kind, absent_in in (
+            Override(f"megatron.core.fusions.{target}_impl", _fused(kind), by_name=True, versions=versions)
+            for target, kind, versions in (
                 ("fused_bias_swiglu:bias_swiglu", "swiglu", ""),
                 ("fused_bias_swiglu:weighted_bias_swiglu", "swiglu", ""),
                 ("fused_bias_geglu:bias_geglu", "geglu", ""),
-                ("fused_bias_geglu:weighted_bias_quick_geglu", "quick_geglu", "<0.15"),
-                ("fused_weighted_squared_relu:weighted_squared_relu", "squared_relu", "<0.14"),
+                ("fused_bias_geglu:weighted_bias_quick_geglu", "quick_geglu", ">=0.15"),
+                ("fused_weighted_squared_relu:weighted_squared_relu", "squared_relu", ">=0.14"),
             )
         ),
         # An autograd function's `apply`, which both import by name.
         Override("megatron.core.transformer.mlp:bias_gelu_impl", _bias_gelu),
         Override("megatron.core.transformer.moe.shared_experts:bias_gelu_impl", _bias_gelu),
-        Override("megatron.core.activations:squared_relu", _squared_relu, absent_in="<0.14"),
+        Override("megatron.core.activations:squared_relu", _squared_relu, versions=">=0.14"),
         Around(
             f"{CONFIG}.__post_init__",
             _configuration,

@@ -108,48 +108,42 @@ def test_the_rules_below_see_every_spelling_of_an_import(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", files("mindspeed_lite/engine"), ids=module_name)
-def test_the_engine_knows_nothing_but_the_standard_library_wrapt_packaging_and_rich(path):
-    for name in imports(path):
-        top = name.partition(".")[0]
-        allowed = top in sys.stdlib_module_names or top in ("wrapt", "packaging", "rich")
-        assert allowed or within(name, "mindspeed_lite.engine"), f"{module_name(path)} imports {name}"
-
-
-@pytest.mark.parametrize("path", files("mindspeed_lite/ops"), ids=module_name)
-def test_operators_know_torch_and_at_most_the_platform(path):
-    for name in ours(path):
-        assert within(name, "mindspeed_lite.ops", "mindspeed_lite.platform"), f"{module_name(path)} imports {name}"
-    assert not [name for name in imports(path) if within(name, "megatron")]
-    assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
-
-
-# Rooms between the operators and the patches, and which others each may import. None of them names Megatron.
+# What each room may import: rooms of the package, itself aside, and libraries; None: any library. Only one file of
+# them names Megatron.
 MAY_IMPORT = {
-    "optim": ("ops", "platform"),
-    "memory": ("ops", "platform"),
-    "tuning": ("ops", "platform"),
-    "parallel": ("tuning", "memory", "ops", "platform"),
-    "pipeline": ("parallel", "memory"),
-    "planner": ("parallel", "pipeline"),
-    "migration": (),
+    "engine": ((), ("packaging", "rich")),
+    "platform": (("engine",), ("torch", "torch_npu", "wrapt")),
+    "ops": (("platform",), None),
+    "optim": (("ops", "platform"), None),
+    "memory": (("ops", "platform"), None),
+    "tuning": (("ops", "platform"), None),
+    "parallel": (("tuning", "memory", "ops", "platform"), None),
+    "pipeline": (("parallel", "memory"), None),
+    "planner": (("parallel", "pipeline"), None),
+    "migration": ((), None),
+    "verify.py": (("comparison", "engine"), ("torch",)),
+    "comparison.py": (("ops.traced",), ("torch",)),
 }
-
-
-@pytest.mark.parametrize(
-    "room, path",
-    [(room, path) for room in MAY_IMPORT for path in files(f"mindspeed_lite/{room}")],
-    ids=lambda each: module_name(each) if isinstance(each, Path) else each,
-)
-def test_a_room_between_operators_and_patches_imports_those_below_it(room, path):
-    for name in ours(path) - {"mindspeed_lite", JSON_FILE}:
-        assert within(name, *(f"mindspeed_lite.{each}" for each in (room, *MAY_IMPORT[room]))), name
-    assert not [name for name in imports(path) if within(name, "megatron")]
-    assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
-
-
-# Reads JSON files for every room but the engine, operators and the platform, which read none.
+# Any room may import it, and the package for its version.
 JSON_FILE = "mindspeed_lite.json_file"
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_those_below_it_and_does_not_name_megatron(room):
+    rooms, libraries = MAY_IMPORT[room]
+    below = [f"mindspeed_lite.{each}" for each in (room, *rooms)]
+    for path in files(f"mindspeed_lite/{room}"):
+        for name in imports(path) - {"mindspeed_lite", JSON_FILE}:
+            top = name.partition(".")[0]
+            is_library = top != "mindspeed_lite" and (
+                libraries is None or top in (*sys.stdlib_module_names, *libraries)
+            )
+            assert within(name, *below) or (is_library and top != "megatron"), f"{module_name(path)} imports {name}"
+        if path != PACKAGE / "platform" / "megatron.py":
+            named = [text for text in strings(path) if re.match(r"megatron[.:]\w", text)]
+            assert not named, f"{module_name(path)} names {named}"
+
+
 # What the package has written itself: its own tables, and what its processes tell each other in one run.
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "cli/npu_probe"),
@@ -170,61 +164,20 @@ def test_one_reader_for_every_json_file_that_a_user_may_touch():
 
 def test_every_room_has_a_rule():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == {"engine", "platform", "ops", "cli", "bench", *MAY_IMPORT}
+    assert rooms == {"cli", "bench", *(each for each in MAY_IMPORT if not each.endswith(".py"))}
 
 
-@pytest.mark.parametrize("path", files("mindspeed_lite/platform"), ids=module_name)
-def test_the_platform_knows_the_engine_and_one_file_of_it_megatron(path):
-    for name in imports(path):
-        top = name.partition(".")[0]
-        known = top in sys.stdlib_module_names or top in ("torch", "torch_npu", "wrapt")
-        inside = within(name, "mindspeed_lite.engine", "mindspeed_lite.platform") or name == "mindspeed_lite"
-        assert known or inside, f"{module_name(path)} imports {name}"
-    if path.name != "megatron.py":
-        targets = [text for text in strings(path) if re.match(r"megatron[.:]\w", text)]
-        assert not targets, f"{module_name(path)} names {targets}"
-
-
-@pytest.mark.parametrize("path", files("mindspeed_lite", "patches", "demo"), ids=module_name)
-def test_nothing_imports_what_stands_on_top(path):
+def test_nothing_imports_what_stands_on_top():
     top = ("mindspeed_lite.megatron_adaptor", "mindspeed_lite.startup", "mindspeed_lite.cli", "mindspeed_lite.bench")
-    name = module_name(path)
-    if name == "mindspeed_lite.__main__" or within(name, "demo") or within(name, *top):
-        return
-    assert not [each for each in imports(path) if within(each, *top)]
+    for path in files("mindspeed_lite", "patches"):
+        if not within(module_name(path), "mindspeed_lite.__main__", *top):
+            assert not [each for each in imports(path) if within(each, *top)], module_name(path)
 
 
 def test_the_package_knows_neither_the_laboratory_nor_benchmarks_nor_tests():
     outside = ("lab", "benchmarks", "tests", "tools")
     for path in files("mindspeed_lite", "patches"):
         assert not [name for name in imports(path) if within(name, *outside)], module_name(path)
-
-
-@pytest.mark.parametrize("path", files("mindspeed_lite/engine", "mindspeed_lite/ops", "mindspeed_lite/platform"),
-                         ids=module_name)  # fmt: skip
-def test_lower_rooms_know_neither_patches_nor_runtime(path):
-    assert not [
-        each
-        for each in imports(path)
-        if within(
-            each,
-            "mindspeed_lite.patches",
-            "mindspeed_lite.runtime",
-            "mindspeed_lite.verify",
-            "patches",
-            "tests",
-            "demo",
-        )
-    ]
-
-
-def test_the_verifier_knows_torch_and_the_engine():
-    for path in files("mindspeed_lite/verify.py", "mindspeed_lite/comparison.py"):
-        for name in imports(path) - {"mindspeed_lite.comparison"}:
-            top = name.partition(".")[0]
-            known = top in sys.stdlib_module_names or top == "torch"
-            assert known or within(name, "mindspeed_lite.engine", "mindspeed_lite.ops.traced"), name
-        assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
 def test_a_feature_has_one_name_everywhere():

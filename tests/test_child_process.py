@@ -23,25 +23,6 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
-def test_an_interrupt_between_the_start_and_the_handle_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the process runs already and `Popen` has not returned: once it was left to run."""
-    started: list[int] = []
-
-    class Interrupted(subprocess.Popen):
-        def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self.pid)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    entered = False
-    with pytest.raises(KeyboardInterrupt), child_process(SLEEP):
-        entered = True
-    assert not entered and _is_gone(started[0])
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
 def test_every_way_out_ends_it(error: type[BaseException] | None) -> None:
     with pytest.raises(error) if error else contextlib.nullcontext(), child_process(SLEEP) as child:
@@ -97,19 +78,16 @@ def test_sigterm_ends_what_was_started() -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_it_is_ended_waits(sign: signal.Signals) -> None:
+def test_a_signal_while_it_is_ended_is_ignored(sign: signal.Signals) -> None:
     def end(child: subprocess.Popen[bytes]) -> None:
         signal.raise_signal(sign)
         kill(child)
 
-    # Another test in this process may have left a handler.
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with pytest.raises(KeyboardInterrupt), child_process(SLEEP, end) as child:
-            pass
-        assert child.returncode == -signal.SIGKILL and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with child_process(SLEEP, end) as child:
+        pass
+    assert child.returncode == -signal.SIGKILL
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_handler_of_the_callers_stays() -> None:

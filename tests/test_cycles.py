@@ -85,7 +85,6 @@ def left_over():
     """What of ours there is beside swapped attributes: sites, waiting hooks, listeners, threads, device."""
     return {
         "sites": len(swaps._SITES),
-        "hooks": len(megatron._waiting),
         "listeners": len(dispatch._subscribers),
         "threads": threading.active_count(),
         "device": platform.current(),
@@ -158,14 +157,14 @@ class Cycles:
             (swaps, "_site_of"),
             (Session, "of"),
             (Report, "record"),
-            (Report, "as_dict"),
+            (runtime, "full_report"),
             (runtime, "_complete_report"),
             (runtime, "plan_requests"),
             (megatron, "attach"),
         ):
             self.faults.watch(owner, name)
         # What these return is all by which it can be undone.
-        for owner, name in ((megatron, "place"), (Session, "renew")):
+        for owner, name in ((megatron.Placed, "_apply"), (Session, "renew")):
             self.faults.watch(owner, name, after=False)
 
     def call(self):

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import mindspeed_lite
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Report, Session, Settings, VerifyError
-from mindspeed_lite.verify import Part, Verifier
+from mindspeed_lite.verify import Verifier
 from tests.harness import checkouts
-from tests.harness.attention_modules import CASES, HEADS, SEQUENCE, inputs_of, module_of
+from tests.harness.attention_modules import CASES, inputs_of, module_of
 from tests.harness.norms import HIDDEN, norm_of
 from tests.harness.processes import forked
 
@@ -192,16 +192,6 @@ def test_only_the_first_calls_of_each_kind_are_compared():
     assert done == [(shape, 2) for shape in shapes]
 
 
-def test_the_part_where_both_differ_most_is_the_one_that_is_evaluated():
-    def wrong_in_row_four(x):
-        return x * torch.tensor([2, 2, 2, 2, 2.02, 2])[:, None]
-
-    parts = [Part(double, (slice(i, i + 1),), [(slice(i, i + 1),)]) for i in range(6)]
-    verifier, report = verifier_of()
-    check(verifier, wrong_in_row_four, parts=parts)
-    assert report.verifications[0].error == pytest.approx(0.01, rel=1e-3)
-
-
 def test_neither_inputs_nor_gradients_nor_random_states_notice():
     given = inputs()
     before, x = given["x"].clone(), given["x"]
@@ -281,16 +271,14 @@ def run_norm(dtype, **fields):
     return norm, norm(torch.randn(64, 2, HIDDEN).to(dtype).requires_grad_())
 
 
-@pytest.mark.parametrize("case", ["grouped_keys", "mask_tensor"])
 @forked("megatron")
-def test_large_attention_is_judged_by_one_sequence(case):
+def test_large_attention_is_compared_without_a_wider_type():
     from mindspeed_lite.patches._shared import attention_core as patch
 
-    patch._SCORES = HEADS * SEQUENCE**2 * 8
     mindspeed_lite.enable(use_flash_attn=True, verify=2, strict=True)
-    run_attention(torch.float32, case)
+    run_attention(torch.float32, "mask_tensor")
     patch._SCORES = 0
-    run_attention(torch.bfloat16, case)
+    run_attention(torch.bfloat16, "mask_tensor")
     assert [each.measured_from for each in mindspeed_lite.report().verifications] == ["float64", "original"]
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from packaging.version import Version
@@ -67,9 +69,17 @@ def main(arguments: list[str] | None = None) -> int:
     if problems:
         return _fail(problems)
     if not options.check:
-        table.save(options.out)
+        _save(table, options.out)
     print(f"{len(table.entries)} releases, {sum(map(len, table.entries.values()))} fingerprints")
     return 0
+
+
+def _save(table: Table, path: Path) -> None:
+    rows = {
+        version: {target: asdict(found) for target, found in sorted(table.entries[version].items())}
+        for version in sorted(table.entries, key=Version)
+    }
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _release(text: str) -> tuple[str, str]:

@@ -93,9 +93,7 @@ def describe(feature: Feature, known: Table) -> dict[str, Any]:
     return {
         **values(feature, "name", "summary", "theme", "numerics"),
         "flags": [values(each, "flag", "help", "default", "choices", "upstream") for each in feature.options],
-        "patches": [
-            values(each, "kind", "target", "versions", "absent_in", "reads", "relies_on") for each in feature.patches
-        ],
+        "patches": [values(each, "kind", "target", "versions", "reads", "relies_on") for each in feature.patches],
         "verified": verified_releases(feature, known),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
         "backends": {name: [dispatch.REFERENCE, *dispatch.operator(name).backends] for name in feature.operators},

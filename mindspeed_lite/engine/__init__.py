@@ -27,8 +27,6 @@ from .feature import Provide as Provide
 from .feature import Relation as Relation
 from .feature import Settings as Settings
 from .feature import matches as matches
-from .hooks import ImportHandle as ImportHandle
-from .hooks import when_imported as when_imported
 from .options import add_arguments as add_arguments
 from .plan import FeatureOutcome as FeatureOutcome
 from .plan import Plan as Plan

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
 
 from .errors import CatalogueError, OptionError
 from .target import parse
@@ -20,7 +21,8 @@ Function = Callable[..., Any]
 
 
 def matches(specifier: str, version: str) -> bool:
-    return SpecifierSet(specifier).contains(version, prereleases=True)
+    """Whether a range holds a version; a pre-release counts as its release."""
+    return SpecifierSet(specifier).contains(Version(version).base_version)
 
 
 def _check_range(owner: str, specifier: str) -> None:
@@ -174,16 +176,13 @@ class Patch:
     Attributes:
         target: "package.module:Class.attr".
         make: creates the replacement.
-        versions: PEP 440 range; patches of a feature on one target are variants.
+        versions: PEP 440 range of host releases that need the patch.
         reads: host attributes that must exist: "name" (target's class), "Class.name" (target's module) or
             "package.module:Class.name".
         relies_on: targets the code repeats or assumes; bodies are verified, and a release may lack one if a verified
             release does.
         order: smaller is closer to the original.
         by_name: match an override's parameters by name (`make_by_name`).
-        wanted_by: module that imports a provided symbol, if not the target's own.
-        variant_of: former target of a moved symbol.
-        absent_in: range of releases without the target that need no patch.
     """
 
     target: str
@@ -193,9 +192,6 @@ class Patch:
     relies_on: Sequence[str] = ()
     order: int = 0
     by_name: bool = False
-    wanted_by: str = ""
-    variant_of: str = ""
-    absent_in: str = ""
     kind: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -203,11 +199,8 @@ class Patch:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{self.target}: `{name}` is a sequence of names, not one text.")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for text in (self.target, self.variant_of or self.target):
-            if not parse(text)[1] and not isinstance(self, Provide):
-                raise ValueError(f"`{text}` names a module; write `package.module:Class.attribute`.")
-        for releases in (self.versions, self.absent_in):
-            _check_range(self.target, releases)
+        parse(self.target)
+        _check_range(self.target, self.versions)
 
 
 class Around(Patch):
@@ -229,7 +222,7 @@ class Override(Patch):
 
 
 class Provide(Patch):
-    """A symbol, or module without colon, that the host imports; `make(session)` returns it."""
+    """A symbol that the host imports where it can; `make(session)` returns it."""
 
     kind = "provide"
 
@@ -292,23 +285,9 @@ class Feature:
         return f"`{self.name}` ({flags or 'no flag'})"
 
     def patches_for(self, version: str) -> tuple[list[Patch], list[str]]:
-        """Patches for a host release, and reasons against that release."""
+        """Patches for a host release, or reasons against that release."""
         reasons = [why for releases, why in self.unsupported.items() if matches(releases, version)]
-        if reasons:
-            return [], reasons
-        variants: dict[str, list[Patch]] = {}
-        for patch in self.patches:
-            variants.setdefault(patch.variant_of or patch.target, []).append(patch)
-        chosen: list[Patch] = []
-        for target, group in variants.items():
-            if any(patch.absent_in and matches(patch.absent_in, version) for patch in group):
-                continue
-            fitting = [patch for patch in group if matches(patch.versions, version)]
-            if not fitting:
-                ranges = ", ".join(patch.versions for patch in group)
-                reasons.append(f"no variant of `{target}` for host version {version} (there is {ranges})")
-            chosen += fitting
-        return chosen, reasons
+        return [each for each in self.patches if not reasons and matches(each.versions, version)], reasons
 
     def conflict_reasons(self, value_of: Callable[[str], Any]) -> list[str]:
         return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]

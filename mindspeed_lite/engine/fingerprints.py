@@ -6,10 +6,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
-
-from packaging.version import Version
 
 from .errors import FingerprintError, TargetError
 from .feature import Override, Patch, Provide, matches
@@ -40,13 +37,6 @@ class Table:
     def load(cls, path: str | Path) -> Table:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls({v: {name: Fingerprint(**row) for name, row in rows.items()} for v, rows in data.items()})
-
-    def save(self, path: str | Path) -> None:
-        rows = {
-            version: {target: asdict(found) for target, found in sorted(self.entries[version].items())}
-            for version in sorted(self.entries, key=Version)
-        }
-        Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
     def compare(self, patch: Patch, target: str, reader: Reader = live_reader) -> tuple[str, str]:
         """Compare source with verified releases.

@@ -244,10 +244,10 @@ class _Planner:
         assert fingerprints is not None
         verdict, doubts = fingerprints.judge(patch)
         if isinstance(patch, Provide):
-            module = patch.wanted_by or parse(patch.target)[0]
+            module, path = parse(patch.target)
             is_vacant = (provided(patch.target) or vacancy(patch.target)) is not None
             verdict = "provided" if is_vacant else "already provided by the host"
-            if is_vacant and not mentions(module, (parse(patch.target)[1] or (patch.target,))[-1]):
+            if is_vacant and not mentions(module, path[-1]):
                 doubts.append(f"`{patch.target}`: nothing in `{module}` looks for it")
         else:
             owner = resolve(patch.target).owner

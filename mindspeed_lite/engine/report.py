@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,16 +101,9 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        if data.get("schema_version") != 3:
-            raise ValueError(f"report schema {data.get('schema_version')!r} is not known; this release reads schema 3.")
-        entries = [
-            Entry(**{**row, "patches": [PatchEntry(**each) for each in row["patches"]]}) for row in data["entries"]
-        ]
-        fallbacks = [Fallback(**row) for row in data["fallbacks"]]
-        verifications = [Verification(**row) for row in data["verifications"]]
-        return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]), verifications)
+    def write(self, path: Path) -> None:
+        """Write to a file: text where its name ends in .txt, else JSON."""
+        path.write_text(self.to_text(verbose=True) if path.suffix == ".txt" else self.to_json() + "\n")
 
     def to_text(self, width: int = 100, color: bool = False, verbose: bool = False, details: str = "") -> str:
         """Active features, one line each, and notices.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import FallbackError
@@ -19,82 +20,62 @@ _log = logging.getLogger("mindspeed_lite")
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class _Shared:
-    settings: Settings
-    context: Context
-    report: Report
-    strict: bool
-    verifier: Any = None
-    states: dict[str, list[Any]] = field(default_factory=dict)
-    logged: set[tuple[str, str]] = field(default_factory=set)
-    lock: Any = field(default_factory=threading.RLock)
-
-
 class Session:
     """Active features, as seen by one of them.
 
     A view ends when its feature is disabled or its flags change: patches, `state` and `mark` are removed, then `on_end`
     callbacks run.
+
+    Attributes:
+        verifier: compares operators with originals; None without --mindspeed-lite-verify.
     """
 
     def __init__(self, settings: Settings, context: Context, report: Report, *, strict: bool = False) -> None:
-        self._see(_Shared(settings, context, report, strict), "")
-
-    def _see(self, shared: _Shared, feature: str) -> Session:
-        self.feature = feature
-        self._shared = shared
+        self.feature = ""
+        self.settings = settings
+        self.context = context
+        self.report = report
+        self.strict = strict
+        self.verifier: Any = None
         self._kept: dict[str, Any] = {}
         self._ends: list[Callable[[], object]] = []
-        return self
+        # Shared by all views.
+        self._views = [self]
+        self._logged: set[tuple[str, str]] = set()
+        self._lock = threading.RLock()
 
     def of(self, feature: str) -> Session:
-        return Session.__new__(Session)._see(self._shared, feature)
+        """A view for a feature, until `end`."""
+        view = copy.copy(self)
+        view.feature, view._kept, view._ends = feature, {}, []
+        self._views.append(view)
+        return view
+
+    def update(self, **values: Any) -> None:
+        """Set attributes of all views."""
+        for view in self._views:
+            vars(view).update(values)
 
     def renew(self, settings: Settings, context: Context, report: Report, strict: bool) -> Callable[[], None]:
         """Continue with other features and the fallbacks so far; return the undo."""
-        shared, before = self._shared, dict(vars(self._shared))
-        report.fallbacks, report.verifications = shared.report.fallbacks, shared.report.verifications
-        shared.logged = {(feature, text) for feature, text in shared.logged if feature}
-        shared.settings, shared.context, shared.report, shared.strict = settings, context, report, strict
-        return lambda: vars(shared).update(before)
-
-    @property
-    def settings(self) -> Settings:
-        return self._shared.settings
-
-    @property
-    def context(self) -> Context:
-        return self._shared.context
-
-    @property
-    def report(self) -> Report:
-        return self._shared.report
-
-    @property
-    def strict(self) -> bool:
-        return self._shared.strict
-
-    @property
-    def verifier(self) -> Any:
-        """Compares operators with originals; None without --mindspeed-lite-verify."""
-        return self._shared.verifier
-
-    @verifier.setter
-    def verifier(self, verifier: Any) -> None:
-        self._shared.verifier = verifier
+        names = ("settings", "context", "report", "strict", "verifier", "_logged")
+        before = {name: getattr(self, name) for name in names}
+        report.fallbacks, report.verifications = self.report.fallbacks, self.report.verifications
+        logged = {(feature, text) for feature, text in self._logged if feature}
+        self.update(settings=settings, context=context, report=report, strict=strict, _logged=logged)
+        return functools.partial(self.update, **before)
 
     def state(self, key: str, factory: Callable[[], T]) -> T:
         """This feature's object under `key`, made on first use; dropped at its end."""
-        with self._shared.lock:
+        with self._lock:
             if key not in self._kept:
                 self._kept[key] = factory()
-                self._shared.states.setdefault(key, []).append(self._kept[key])
             found: T = self._kept[key]
             return found
 
     def find(self, key: str) -> Any:
-        return next(reversed(self._shared.states.get(key, ())), None)
+        """Object under `key` of the latest view that has one."""
+        return next((view._kept[key] for view in reversed(self._views) if key in view._kept), None)
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Call `callback` when this feature has ended, latest first."""
@@ -125,9 +106,9 @@ class Session:
                 self._ends.pop()()
             except Exception as error:
                 failed.append(f"feature `{self.feature}` could not be ended whole: {type(error).__name__}: {error}")
-        while self._kept:
-            key, value = self._kept.popitem()
-            self._shared.states[key] = [each for each in self._shared.states[key] if each is not value]
+        self._kept = {}
+        if self in self._views:
+            self._views.remove(self)
         return failed
 
     def fallback(self, feature: str, reason: str, *, is_logged: bool = False) -> None:
@@ -143,12 +124,12 @@ class Session:
 
     def fallback_of(self, feature: str) -> Callable[[str], None]:
         """`fallback` that does not keep the session alive and ignores calls after its end."""
-        owner = weakref.ref(self._shared)
+        owner = weakref.ref(self)
 
         def log(reason: str) -> None:
-            shared = owner()
-            if shared is not None:
-                Session.__new__(Session)._see(shared, feature).fallback(feature, reason)
+            view = owner()
+            if view is not None:
+                view.fallback(feature, reason)
 
         return log
 
@@ -164,9 +145,9 @@ class Session:
             _log.warning("%s", text)
 
     def _is_new(self, feature: str, text: str) -> bool:
-        if (feature, text) in self._shared.logged:
+        if (feature, text) in self._logged:
             return False
-        with self._shared.lock:
-            before = len(self._shared.logged)
-            self._shared.logged.add((feature, text))
-            return len(self._shared.logged) > before
+        with self._lock:
+            before = len(self._logged)
+            self._logged.add((feature, text))
+            return len(self._logged) > before

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from .errors import FingerprintError, TargetError
@@ -38,6 +38,7 @@ class Source:
 
     module: str
     package: str
+    file: str
     tree: ast.Module
     text: str
 
@@ -79,7 +80,7 @@ def _parsed(path: Path, module: str) -> Source | None:
 def _parse(path: Path, module: str, _mtime: int, _size: int) -> Source:
     text = path.read_text(encoding="utf-8")
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return Source(module, package, ast.parse(text, filename=str(path)), text)
+    return Source(module, package, str(path), ast.parse(text, filename=str(path)), text)
 
 
 def fingerprint(reader: Reader, target: str) -> Fingerprint:
@@ -128,7 +129,8 @@ def foreign_code(target: str, raw: Any) -> str:
     if isinstance(owner, type):
         functions = (unwrap(original_of(each)) for each in list(vars(owner).values()))
         plain = (each for each in functions if isinstance(each, FunctionType) and not hasattr(each, "__wrapped__"))
-        foreign = (each for each in plain if each.__code__ not in _compiled(owner.__module__))
+        source = live_reader(owner.__module__)
+        foreign = (each for each in plain if source is None or each.__code__.co_filename != source.file)
         return next((f"has other code: {_name_of(each)}" for each in foreign), "")
     layers = [unwrap(raw)]
     if not isinstance(layers[0], FunctionType):
@@ -139,7 +141,7 @@ def foreign_code(target: str, raw: Any) -> str:
     may_decorate = all(_may_decorate(each, target) for each in layers[:-1])
     for source, node in definitions(live_reader, target):
         decorators = getattr(node, "decorator_list", [])
-        if code in _compiled(source.module) and (code.co_name, code.co_firstlineno) == _place_of(node):
+        if (code.co_filename, code.co_name, code.co_firstlineno) == _place_of(source, node):
             return "" if may_decorate and len(layers) <= len(decorators) + 1 else f"is wrapped by {_name_of(layers[0])}"
         # An alias, import or opaque decorator.
         if (decorators or not isinstance(node, _FUNCTION)) and may_decorate and _may_decorate(layers[-1], target):
@@ -148,8 +150,8 @@ def foreign_code(target: str, raw: Any) -> str:
     return f"was replaced by {_name_of(next(strange, layers[-1]))}"
 
 
-def _place_of(node: Any) -> tuple[str, int]:
-    return getattr(node, "name", ""), _first_line(node)
+def _place_of(source: Source, node: Any) -> tuple[str, str, int]:
+    return source.file, getattr(node, "name", ""), _first_line(node)
 
 
 def _may_decorate(function: FunctionType, target: str) -> bool:
@@ -163,22 +165,6 @@ def _name_of(function: FunctionType) -> str:
 
 def _module_of(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__", "?"))
-
-
-@functools.lru_cache(maxsize=128)
-def _compiled(module: str) -> frozenset[CodeType]:
-    loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
-    try:
-        code = loader.get_code(module)  # type: ignore[union-attr]
-    except (AttributeError, ImportError, OSError, SyntaxError):
-        return frozenset()
-    found: set[CodeType] = set()
-    waiting = [] if code is None else [code]  # an extension has none
-    while waiting:
-        each = waiting.pop()
-        found.add(each)
-        waiting += [const for const in each.co_consts if isinstance(const, CodeType)]
-    return frozenset(found)
 
 
 # Names

@@ -14,8 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 from .errors import ApplyError, EngineError
@@ -45,10 +44,7 @@ class Swap:
     def compose(self, current: Any, bound: bool) -> Any:
         patch = self.patch
         if isinstance(patch, Provide):
-            new = patch.make(self.session)
-            if isinstance(new, ModuleType) and new.__spec__ is None:
-                new.__spec__ = ModuleSpec(new.__name__, None)  # find_spec raises for a loaded module without one
-            return new
+            return patch.make(self.session)
         if isinstance(patch, Override) and patch.by_name:
             new = make_by_name(patch.make, current, self.session)
         else:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
-import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from .errors import TargetError
 
-Owner = Any  # a module, a class, or sys.modules
+Owner = Any  # a module or a class
 Place = tuple[Owner, str]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
-_SYNTAX = re.compile(rf"({_NAME})(?::({_NAME}))?")
+_SYNTAX = re.compile(rf"({_NAME}):({_NAME})")
 
 
 def parse(text: str) -> tuple[str, tuple[str, ...]]:
     found = _SYNTAX.fullmatch(text)
     if found is None:
         raise TargetError(f"`{text}` is not a target; write `package.module:Class.attribute`.")
-    return found[1], tuple(found[2].split(".")) if found[2] else ()
+    return found[1], tuple(found[2].split("."))
 
 
 def top_level(text: str) -> str:
@@ -50,37 +49,28 @@ class Target:
         return isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
 
 
-def namespace(owner: Owner) -> Any:
-    return owner if isinstance(owner, dict) else vars(owner)
-
-
 def read(owner: Owner, name: str) -> Any:
-    return namespace(owner).get(name, MISSING)
+    return vars(owner).get(name, MISSING)
 
 
 def write(owner: Owner, name: str, value: Any) -> None:
-    """Set the attribute, or delete it with MISSING, bypassing `__setattr__`."""
-    if value is MISSING and name not in namespace(owner):
-        return
-    if isinstance(owner, type):
-        type.__delattr__(owner, name) if value is MISSING else type.__setattr__(owner, name, value)
-    elif value is MISSING:
-        del namespace(owner)[name]
-    else:
-        namespace(owner)[name] = value
+    """Set the attribute, or delete it with MISSING, bypassing overrides of `__setattr__`."""
+    kind = type if isinstance(owner, type) else ModuleType
+    if value is not MISSING:
+        kind.__setattr__(owner, name, value)
+    elif name in vars(owner):
+        kind.__delattr__(owner, name)
 
 
 def describe(owner: Owner, name: str) -> str:
     if isinstance(owner, type):
         return f"{owner.__module__}:{owner.__qualname__}.{name}"
-    return name if isinstance(owner, dict) else f"{vars(owner).get('__name__')}:{name}"
+    return f"{vars(owner).get('__name__')}:{name}"
 
 
 def resolve(text: str) -> Target:
     """Import the module and look the attribute up without binding or computing."""
     module_name, path = parse(text)
-    if not path:
-        raise TargetError(f"`{text}` names a module; write `package.module:Class.attribute`.")
     owner: Owner = None
     raw = _import(text, module_name)
     for name in path:
@@ -94,21 +84,13 @@ def resolve(text: str) -> Target:
 
 
 def vacancy(text: str) -> Place | None:
-    """Place for a provided symbol or module; None if the host has it."""
+    """Place for a provided symbol; None if the host has it."""
     module_name, path = parse(text)
-    if path:
-        scope = _import(text, module_name)
-        for name in path[:-1]:
-            scope = _step(text, scope, name)[1]
-        found = next((space[path[-1]] for space in map(namespace, _scopes(scope)) if path[-1] in space), None)
-        return (scope, path[-1]) if found is None or found is False else None
-    if sys.modules.get(module_name) is not None:
-        return None
-    try:
-        real = module_name not in sys.modules and importlib.util.find_spec(module_name) is not None
-    except (ImportError, ValueError):
-        real = False
-    return None if real else (sys.modules, module_name)
+    scope = _import(text, module_name)
+    for name in path[:-1]:
+        scope = _step(text, scope, name)[1]
+    found = next((vars(each)[path[-1]] for each in _scopes(scope) if path[-1] in vars(each)), None)
+    return (scope, path[-1]) if found is None or found is False else None
 
 
 def _import(text: str, module_name: str) -> Any:
@@ -124,7 +106,7 @@ def _scopes(scope: Any) -> tuple[Any, ...]:
 
 
 def _step(text: str, scope: Any, name: str) -> tuple[Owner, Any]:
-    if not isinstance(scope, type(sys) | type):
+    if not isinstance(scope, ModuleType | type):
         raise TargetError(f"`{text}`: `{name}` is looked for in neither a module nor a class.")
     for owner in _scopes(scope):
         if name in vars(owner):

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from wrapt import register_post_import_hook
 
 from mindspeed_lite.engine import (
     Around,
     Context,
     Entry,
     Feature,
-    ImportHandle,
     Override,
     Patch,
     Provide,
@@ -32,7 +32,6 @@ from mindspeed_lite.engine import (
     Swap,
     change,
     make_plan,
-    when_imported,
 )
 from mindspeed_lite.engine.fingerprints import Table
 
@@ -93,41 +92,47 @@ def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> F
 
 
 class Placed:
-    """Applied features without a flag, with their report entries."""
+    """A feature without a flag, applied when the module of its first patch is imported, or now.
 
-    def __init__(self, swaps: list[Swap], entries: list[Entry]) -> None:
-        self.entries = entries
-        self._swaps = swaps
+    Applied on unverified releases too. Default device: the active one.
+    """
 
-    def remove(self) -> list[str]:
-        return change(remove=self._swaps)
+    def __init__(self, feature: Feature, device: str | None = None) -> None:
+        self.entries: list[Entry] = []
+        self._feature = feature
+        self._device = device
+        self._swaps: list[Swap] = []
+        self._is_removed = False
+        register_post_import_hook(self._apply, feature.patches[0].target.partition(":")[0])
 
-
-def place(*features: Feature, device: str | None = None, fingerprints: Table | None = None) -> Placed:
-    """Apply features without a flag, also on unverified releases; default: active device."""
-    if device is None:
+    def _apply(self, module: Any) -> None:
+        release = version() or "0"
+        if self._is_removed or not self._feature.patches_for(release)[0]:  # wrapt cannot remove a hook
+            return
         from . import current
 
         active = current()
-        device = "cpu" if active is None else active.name
-    context = Context(Settings({}), device, {})
-    report = Report({}, device)
-    session = Session(context.settings, context, report)
-    plan = make_plan(
-        features,
-        context,
-        host_version=version() or "0",
-        fingerprints=Table() if fingerprints is None else fingerprints,
-        allow_unverified=True,
-    )
-    swaps = [
-        Swap(each.feature.name, step.patch, session.of(each.feature.name))
-        for each in plan.applied
-        for step in each.steps
-    ]
-    report.record(plan)
-    change(add=swaps)
-    return Placed(swaps, report.entries)
+        device = self._device or ("cpu" if active is None else active.name)
+        context = Context(Settings({}), device, {})
+        report = Report({}, device)
+        session = Session(context.settings, context, report).of(self._feature.name)
+        plan = make_plan(
+            [self._feature],
+            context,
+            host_version=release,
+            fingerprints=_known(),
+            allow_unverified=True,
+        )
+        swaps = [Swap(self._feature.name, step.patch, session) for each in plan.applied for step in each.steps]
+        report.record(plan)
+        change(add=swaps)
+        self._swaps, self.entries = swaps, report.entries
+
+    def remove(self) -> None:
+        """Take the patches back. Raises EngineError; they stay then."""
+        self._is_removed = True
+        change(remove=self._swaps)
+        self._swaps, self.entries = [], []
 
 
 def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -353,9 +358,9 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         Override(
             "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
             _without_transformer_engine,
-            absent_in="<0.13",
+            versions=">=0.13",
         ),
-        Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, absent_in="<0.17"),
+        Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
     ),
     _assumption(
         "device_fp8_params",
@@ -376,8 +381,7 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         Provide(
             "megatron.core.transformer.moe.moe_utils:te_general_gemm",
             lambda session: None,
-            versions="<0.17",
-            absent_in="<0.13",
+            versions=">=0.13,<0.17",
         ),
     ),
 )
@@ -388,30 +392,15 @@ def _known() -> Table:
     return Table.load(Path(__file__).with_name("fingerprints.json"))
 
 
-_waiting: list[ImportHandle] = []
 _applied: list[Placed] = []
 
 
 def attach(device: str) -> None:
     """Apply corrections for `device` when their modules are imported, or now."""
     context = Context(Settings({}), device, {})
-    present: list[Feature] = []
     for feature in ASSUMPTIONS:
-        if feature.condition is not None and feature.condition(context):
-            continue
-        module = feature.patches[0].target.partition(":")[0]
-        if sys.modules.get(module) is not None:
-            present.append(feature)
-        else:
-            _waiting.append(when_imported(module, functools.partial(_apply, [feature], device)))
-    # Together, since each change scans every loaded module.
-    _apply(present, device)
-
-
-def _apply(features: Sequence[Feature], device: str, module: Any = None) -> None:
-    fitting = [each for each in features if each.patches_for(version() or "0")[0]]
-    if fitting:
-        _applied.append(place(*fitting, device=device, fingerprints=_known()))
+        if feature.condition is None or not feature.condition(context):
+            _applied.append(Placed(feature, device))
 
 
 def entries() -> list[Entry]:
@@ -419,8 +408,6 @@ def entries() -> list[Entry]:
 
 
 def detach() -> None:
-    while _waiting:
-        _waiting.pop().cancel()
     while _applied:
         _applied[-1].remove()
         _applied.pop()

@@ -15,7 +15,6 @@ from torch import Tensor
 from mindspeed_lite.engine import Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
 from mindspeed_lite.platform.megatron import CONFIG
-from mindspeed_lite.verify import Part
 
 from .wrappers import leave_out, verify
 
@@ -160,7 +159,6 @@ def without_head_sizes(wrapped: Function, session: Session) -> Function:
 
 # Maximum bytes of scores for verification in a wider type.
 _SCORES = 1 << 31
-_EVERY = slice(None)
 
 
 def check(
@@ -183,14 +181,11 @@ def check(
         leave_out(session, feature, "attention", "dropout is on, and each draws in its own way")
         return
     against = "Megatron's DotProductAttention"
-    parts: list[Part] | None = []
     clear = _padding_cleared(module, qkv, attention_mask)
-
-    def megatrons(*given: Any, batch: slice = _EVERY) -> Tensor:
-        return clear(_without_buffers(original, *given), batch)
+    widened = True
 
     def theirs(*qkv: Tensor) -> Tensor:
-        return megatrons(*qkv, attention_mask)
+        return clear(_without_buffers(original, *qkv, attention_mask))
 
     if unsupported := _unsupported(module, qkv, packing):
         against = f"the plain definition, since Megatron's local attention takes no {unsupported}"
@@ -199,7 +194,8 @@ def check(
         against += ", one sequence after the other"
         theirs = _by_sequence(functools.partial(_without_buffers, original), packing)
     else:
-        parts = _parts(megatrons, qkv, attention_mask)
+        (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
+        widened = b * n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4) <= _SCORES
     verify(
         session,
         feature,
@@ -208,8 +204,7 @@ def check(
         theirs,
         dict(zip("qkv", qkv, strict=True)),
         against,
-        parts=parts or (),
-        widened=parts is not None,
+        widened=widened,
         variant=_variant(spec, packing),
     )
 
@@ -256,10 +251,10 @@ def _by_sequence(original: Function, packing: packed.Packing) -> Callable[..., T
     return of_pack
 
 
-def _padding_cleared(module: Any, qkv: Sequence[Tensor], attention_mask: Any) -> Callable[..., Tensor]:
+def _padding_cleared(module: Any, qkv: Sequence[Tensor], attention_mask: Any) -> Callable[[Tensor], Tensor]:
     """Clear rows that see no key: zero here, an average in Megatron."""
     if attention_mask is None or qkv[0].dim() != 4:
-        return lambda context, batch=_EVERY: context
+        return lambda context: context
     (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
 
     @functools.cache
@@ -269,9 +264,9 @@ def _padding_cleared(module: Any, qkv: Sequence[Tensor], attention_mask: Any) ->
         empty: Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
         return empty
 
-    def clear(context: Tensor, batch: slice = _EVERY) -> Tensor:
+    def clear(context: Tensor) -> Tensor:
         by_head = context.reshape(*context.shape[:2], n, -1)
-        return by_head.masked_fill(rows()[:, batch], 0.0).flatten(-2)
+        return by_head.masked_fill(rows(), 0.0).flatten(-2)
 
     return clear
 
@@ -287,18 +282,3 @@ def _without_buffers(original: Function, *given: Any) -> Any:
     finally:
         buffers.clear()
         buffers.update(kept)
-
-
-def _parts(original: Function, qkv: Sequence[Tensor], mask: Any) -> list[Part] | None:
-    (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
-    bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
-    if b * bytes_of_one <= _SCORES:
-        return []
-    if bytes_of_one > _SCORES:
-        return None
-
-    def part(batch: slice) -> Part:
-        its = mask[batch] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
-        return Part(lambda *qkv: original(*qkv, its, batch=batch), (_EVERY, batch), [(_EVERY, batch)] * 3)
-
-    return [part(slice(each, each + 1)) for each in range(b)]

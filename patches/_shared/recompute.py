@@ -184,7 +184,7 @@ def _checkpoint_with_fallback(wrapped: Function, session: Session) -> Function:
 
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 CHECKPOINT_PATCHES = (
-    Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, absent_in="<0.13"),
+    Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, versions=">=0.13"),
     Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_with_fallback, reads=("discard_output_and_register_recompute",)),
 )
 

@@ -222,22 +222,14 @@ def test_every_training() -> None:
 
 @forked("megatron")
 def test_every_command_line_that_the_parser_rejects_is_one_line_of_all_ranks() -> None:
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore
-
     importlib.import_module("mindspeed_lite.runtime").catalogue()  # before the forks
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=250))
-    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
     for given, words in PARSED:
 
         def body(rank: int, given: str = given) -> None:
             os.environ["RANK"] = str(rank)
-            os.environ["TORCHELASTIC_RUN_ID"] = given
             _arguments(f"--mock-data {given}")
 
-        first, second = endings(body, _folder(), launched, ranks=2)
+        first, second = endings(body, _folder(), {"WORLD_SIZE": "2"}, ranks=2)
         _check(first, ["script.py: error: ", *words])
         assert second.code == 2 and second.out == second.err == [], second.err
 
@@ -275,8 +267,6 @@ def test_all_ranks_fail_alike_and_rank_0_says_it_once() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @forked("megatron")
 def test_an_error_of_one_rank_is_printed_once_and_the_other_ends_quietly(rank: int) -> None:
-    # The other one never has this error: to wait for it less changes nothing.
-    error_exit._PATIENCE = 1.0
     found = _ranks({rank: "ours"})
     where = f" on rank {rank}" if rank else ""
     assert found[rank].err[-1] == f"mindspeed_lite: error{where}: feature `x` fell back."
@@ -344,26 +334,6 @@ def test_a_missing_dependency_of_a_script_with_the_import_line(tmp_path: Path, m
     keywords = without(tmp_path, missing)
     run = python("script.py", cwd=tmp_path, MINDSPEED_LITE_DEVICE="cpu", **keywords)
     assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr, run.stderr
-
-
-BROKEN = {
-    "ImportError": "raise ImportError('libcudnn.so.9: cannot open shared object file')",
-    "OSError": "import ctypes\nctypes.CDLL('libcudnn.so.9: cannot open shared object file')",
-    "RuntimeError": "try:\n    import libcudnn\nexcept ImportError as e:\n    raise RuntimeError('autoload') from e",
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_torch_that_cannot_be_loaded(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(BROKEN[kind])
-    (tmp_path / "script.py").write_text("import mindspeed_lite.megatron_adaptor")
-    words = {"OSError": ["bench", "--", "true"], "ImportError": ["run", "script.py"]}
-    runs = [command(*words[kind], cwd=tmp_path, path=[tmp_path])] if kind in words else []
-    for run in [python("script.py", cwd=tmp_path, path=[tmp_path]), *runs]:
-        assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1, run.stderr
-        for word in ("PyTorch is installed but cannot be loaded: ", "libcudnn", "pip install --force-reinstall torch"):
-            assert word in run.stderr
 
 
 @pytest.mark.parametrize("what", [["bench-ops"], ["doctor", "--selftest"]])

@@ -2,7 +2,7 @@ import copy
 import pickle
 import sys
 from argparse import ArgumentTypeError, Namespace
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -10,7 +10,6 @@ from mindspeed_lite.engine import (
     Around,
     Catalogue,
     CatalogueError,
-    Context,
     Feature,
     Option,
     OptionError,
@@ -36,8 +35,7 @@ from tests.harness.plans import feature
         lambda: Override("pkg:f", len, versions=">="),
         lambda: Around("pkg:f", len, reads="tp_group"),
         lambda: Around("pkg:1f", len),
-        lambda: Around("pkg:f", len, variant_of="pkg"),
-        lambda: Provide("pkg..mod", len),
+        lambda: Provide("pkg.mod", len),
         lambda: feature("x", options=[]),
     ],
 )
@@ -124,17 +122,6 @@ def test_a_wrong_value_is_an_option_error_that_names_the_flag(option, value):
 )
 def test_a_right_value_is_read_as_the_flag_would_have_parsed_it(option, value, read):
     assert Settings.of([option], {"a": value}).a == read
-
-
-def test_context_reads_host_arguments_from_anything():
-    @dataclass
-    class Args:
-        layers: int = 4
-
-    for held in (Args(), Namespace(layers=4), {"layers": 4}):
-        context = Context(Settings({}), "cpu", {}, held)
-        assert (context.arg("layers"), context.arg("heads", 2)) == (4, 2)
-    assert Context(Settings({}), "cpu", {}).arg("layers") is None
 
 
 MODULE = """

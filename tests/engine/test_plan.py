@@ -14,7 +14,7 @@ from mindspeed_lite.engine import (
 )
 from mindspeed_lite.engine.fingerprints import Table
 from mindspeed_lite.engine.source import fingerprint, reader_of
-from tests.harness.plans import applied, calling, context_of, feature, passing, plan_of, reasons_of, steps_of
+from tests.harness.plans import calling, context_of, feature, passing, plan_of, reasons_of, steps_of
 
 SOURCE = """
 def f(x): return x
@@ -53,40 +53,20 @@ def known(at, tmp_path):
     return Table({"1.0": {at(path): fingerprint(reader, at(path)) for path in ("f", "g", "C.m", "look")}})
 
 
-@pytest.fixture
-def edit(host, tmp_path):
-    """`edit(old, new)` changes the host's file before it is imported."""
-
-    def change(old, new):
-        path = tmp_path / host / "mod.py"
-        path.write_text(path.read_text().replace(old, new))
-
-    return change
-
-
 def over(target, **keywords):
     return Override(target, calling(one), **keywords)
-
-
-def test_a_feature_asked_for_is_applied(at):
-    patch = over(at("f"))
-    plan = plan_of(feature("x", patch))
-    assert plan.outcome("x").status == "applied" and plan.applied == [plan.outcome("x")]
-    (step,) = steps_of(plan)
-    assert (step.feature, step.patch, step.verdict) == ("x", patch, "unverified: is in no verified release")
 
 
 def test_all_reasons_are_collected(at, known):
     made = feature(
         "x",
         over(at("g"), reads=["C.nothing", "gone", "C.group"]),
-        over(at("f"), versions=">=2"),
         over(at("gone")),
         condition=lambda context: ["needs an even size", f"not on {context.device}"],
         conflicting_args={"fp8": "no fp8"},
     )
     reasons = " / ".join(reasons_of(made, table=known, host_args={"fp8": True}))
-    for part in ("even size", "not on cpu", "no fp8", "no attribute `nothing`", "version 1.0", "`gone`"):
+    for part in ("even size", "not on cpu", "no fp8", "no attribute `nothing`", "`gone`"):
         assert part in reasons
     assert "group" not in reasons
 
@@ -130,17 +110,13 @@ def test_a_target_that_is_gone_although_its_versions_match_raises_with_all_names
         assert part in str(caught.value)
 
 
-def test_the_variant_for_the_running_release_is_taken_or_the_feature_skipped_whole(at):
+def test_only_the_patches_for_the_running_release_are_taken(at):
     older, newer = over(at("f"), versions="<2"), over(at("f"), versions=">=2")
-    for version, patch in (("1.0", older), ("2.1", newer)):
-        (step,) = steps_of(plan_of(feature("x", older, newer), version=version))
+    made = feature("x", older, newer, unsupported={">=3": "no such layer"})
+    for version, patch in (("1.0", older), ("2.1", newer), ("2.0rc1", newer)):
+        (step,) = steps_of(plan_of(made, version=version))
         assert step.patch is patch
-    moved = over(at("f"), versions=">=1", variant_of="host.old:f")
-    absent = over("host.old:g", absent_in="<2")
-    made = feature("x", over("host.old:f", versions="<1"), moved, absent)
-    assert [step.patch for step in steps_of(plan_of(made))] == [moved]
-    (reason,) = reasons_of(feature("x", over(at("f")), Around(at("C.m"), passing, versions=">=2")))
-    assert at("C.m") in reason and "1.0" in reason and ">=2" in reason
+    assert reasons_of(made, version="3.0") == ["no such layer"]
 
 
 def test_two_features_do_not_provide_one_symbol(at):
@@ -151,65 +127,13 @@ def test_two_features_do_not_provide_one_symbol(at):
 # What is known of the target
 
 
-def test_another_body_stops_an_override_and_not_what_goes_around(at, known, edit):
-    edit("def f(x): return x", "def f(x): return x + 0")
-    (reason,) = reasons_of(feature("x", over(at("f"))), table=known)
-    for part in (at("f"), "another body", "override", "features x --diff", "--mindspeed-lite-allow-unverified"):
-        assert part in reason
-    for patch in (Around(at("f"), passing), over(at("f"))):
-        (step,) = steps_of(plan_of(feature("x", patch), table=known, allow_unverified=True))
-        assert step.verdict == "unverified: has another body than in the verified releases"
-    assert steps_of(plan_of(feature("x", Around(at("f"), passing)), table=known))
-
-
-def test_what_is_ours_is_no_other_party(at, known):
-    pair = [feature("x", over(at("f")), Provide(at("new"), lambda session: one)), feature("y", over(at("f")))]
-    with applied(pair[0], table=known):
-        plan = plan_of(*pair, table=known)
-        assert [step.verdict for step in steps_of(plan)] == ["verified", "provided", "verified"]
-
-
-def test_attributes_that_a_patch_reads_are_there_or_it_is_refused(at, host, known):
-    def made(*reads):
-        return feature("x", Around(at("C.m"), passing, reads=reads))
-
-    good = ("group", "kind", "m", "C.group", f"{host}.mod:C.kind", f"{host}.user:again")
-    assert steps_of(plan_of(made(*good), table=known))
-    for read, says in (
-        ("tp_group", f"`{host}.mod.C` has no attribute `tp_group`"),
-        ("C.tp_group", "has no attribute `tp_group`, which the patch reads"),
-        ("D.x", "does not exist"),
-        (f"{host}.gone:C.x", "importing"),
-    ):
-        assert says in reasons_of(made("group", read), table=known)[0]
-        assert steps_of(plan_of(made("group", read), table=known, allow_unverified=True))
-
-
-def test_a_symbol_that_nothing_looks_for_is_not_provided(at, host, known):
-    assert steps_of(plan_of(feature("x", Provide(at("new"), lambda session: 1)), table=known))
-    (reason,) = reasons_of(feature("x", Provide(at("newer"), lambda session: 1)), table=known)
-    assert f"nothing in `{host}.mod` looks for it" in reason
-    for name, found in (("te", 1), ("fa", 0)):
-        wanted = feature("x", Provide(name, lambda session: 1, wanted_by=f"{host}.mod"))
-        assert len(steps_of(plan_of(wanted, table=known))) == found, name
-
-
 def test_a_symbol_the_host_has_is_reported_as_provided_already(at):
-    plan = plan_of(feature("x", Provide(at("f"), lambda session: one), Provide("json", lambda session: one)))
+    plan = plan_of(feature("x", Provide(at("f"), lambda session: one)))
     assert plan.outcome("x").status == "applied"
-    assert {step.verdict for step in steps_of(plan)} == {"already provided by the host"}
+    assert [step.verdict for step in steps_of(plan)] == ["already provided by the host"]
 
 
 # Strict, collisions, arguments
-
-
-def test_strict_turns_skips_into_one_error_with_every_reason():
-    pair = [
-        feature("a", condition=lambda c: ["first", "second"]),
-        feature("b", condition=lambda c: ["third"]),
-    ]
-    with pytest.raises(PlanError, match=r"`a` \(--a\): first, second; feature `b` \(--b\): third"):
-        plan_of(*pair, strict=True)
 
 
 def test_arguments_are_each_features_own_and_must_agree():
@@ -263,7 +187,6 @@ def test_auto_says_why_it_leaves_a_feature_off_and_never_raises(keywords, says, 
     [
         lambda at: over(at("gone")),
         lambda at: over("no_such_host.mod:f"),
-        lambda at: over(at("f"), versions=">=9"),
         lambda at: Around(at("C.m"), passing, reads=["tp_group"]),
         lambda at: Provide(at("newer"), lambda session: 1),
     ],

@@ -1,6 +1,5 @@
 """What a target looks like in source and as loaded: fingerprints, other people's code, attributes, names."""
 
-import functools
 import importlib
 import sys
 
@@ -11,12 +10,10 @@ from mindspeed_lite.engine.errors import FingerprintError
 from mindspeed_lite.engine.source import (
     fingerprint,
     foreign_code,
-    has_attribute,
     live_reader,
-    mentions,
     reader_of,
 )
-from mindspeed_lite.engine.target import resolve, unwrap
+from mindspeed_lite.engine.target import resolve
 from tests.harness.plans import applied, calling, feature, passing
 
 PLAIN = "def f(x, y=1, *, z):\n    total = x + 1\n    return total * y\n"
@@ -144,18 +141,6 @@ def test_imports_and_bases_inside_the_package_are_followed(host, tmp_path):
     assert host not in sys.modules
 
 
-def test_live_and_static_fingerprints_agree_and_follow_the_file(host, tmp_path):
-    for target in (f"{host}:g", f"{host}.mod:f", f"{host}.sub:Child.method"):
-        assert fingerprint(live_reader, target) == fingerprint(reader_of(tmp_path), target)
-    before = fingerprint(live_reader, f"{host}.mod:f")
-    path = tmp_path / host / "mod.py"
-    path.write_text(path.read_text().replace("x + 1", "x + 1000"))
-    assert fingerprint(live_reader, f"{host}.mod:f") != before
-    for target in ("no_such_package:f", "math:sqrt"):
-        with pytest.raises(FingerprintError):
-            fingerprint(live_reader, target)
-
-
 CODE = """
     import functools
     import torch
@@ -226,17 +211,6 @@ def other(*args):
     return 7
 
 
-@pytest.mark.parametrize("wraps", [False, True])
-@pytest.mark.parametrize("path", ["f", "decorated", "chosen", "C.method", "C.static", "C.size", "D.method"])
-def test_what_another_party_put_there_or_wrapped_is_told(code, path, wraps):
-    target = resolve(f"{code}.mod:{path}")
-    kind = type(target.raw)
-    inner = unwrap(target.raw)
-    theirs = functools.wraps(inner)(lambda *args: inner(*args)) if wraps else other
-    setattr(target.owner, target.name, kind(theirs) if kind in (staticmethod, property) else theirs)
-    assert foreign(code, path).startswith("is wrapped by " if wraps else "was replaced by tests.engine.test_source.")
-
-
 def test_code_that_another_party_changed_in_place_is_told(code):
     mod = importlib.import_module(f"{code}.mod")
     mod.f.__code__ = other.__code__
@@ -256,58 +230,3 @@ def test_ours_are_looked_past(code):
         feature("y", Override(f"{code}.mod:C.make", calling(lambda cls: 1))),
     ):
         assert [foreign(code, path) for path in PATHS] == [""] * len(PATHS)
-
-
-def test_attributes_are_found_wherever_instances_get_them(make_host):
-    host = make_host(
-        {
-            "mod": """
-    import torch
-    class Base(torch.nn.Module):
-        declared: int
-        constant = 1
-        def __init__(self):
-            super().__init__()
-            self.assigned = 1
-            self.register_buffer("buffer", None)
-            setattr(self, "named", 2)
-            def nested(): self.nested = 3
-        def later(self):
-            self.late, self.pair = 1, 2
-            self.only_read.x
-        @property
-        def size(self): return 1
-    class Child(Base):
-        __slots__ = ("slot",)
-        def method(self): self.own = 1
-    """
-        }
-    )
-    child = importlib.import_module(f"{host}.mod").Child
-    there = ["declared", "constant", "assigned", "buffer", "named", "nested", "late", "pair", "size", "slot", "own"]
-    assert [name for name in (*there, "training", "forward", "later") if not has_attribute(child, name)] == []
-    assert not any(has_attribute(child, name) for name in ("only_read", "x", "gone"))
-    assert not has_attribute(importlib.import_module(f"{host}.mod").Base, "own")
-
-
-def test_names_that_code_looks_for(make_host):
-    host = make_host(
-        {
-            "mod": """
-    try:
-        import fused_cuda
-        from te import permute as fused
-    except ImportError:
-        fused = None
-    def f():
-        return helper(fused)
-    "spelled"
-    """
-        }
-    )
-    # It is not loaded yet: features may be turned on before the package is imported.
-    assert f"{host}.mod" not in sys.modules
-    assert all(mentions(f"{host}.mod", name) for name in ("fused_cuda", "te", "permute", "fused", "helper"))
-    assert not any(mentions(f"{host}.mod", name) for name in ("spelled", "gone"))
-    assert not mentions("math", "sqrt"), "an extension has no code to look at"
-    assert not mentions(f"{host}.absent", "fused")

@@ -338,7 +338,7 @@ def test_a_symbol_that_nobody_looks_for_is_not_provided(tmp_path):
     for _, patch, _ in declared():
         if isinstance(patch, Provide):
             module, path = parse(patch.target)
-            wanted.setdefault(patch.wanted_by or module, set()).add((path or (module,))[-1])
+            wanted.setdefault(module, set()).add(path[-1])
     for module, names in wanted.items():
         text = copy.read(module).text
         copy.texts[module] = re.sub(rf"\b({'|'.join(names)})\b", rf"\1{GONE}", text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, ImportHandle, Session, when_imported
+from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.platform import megatron
 
 TRAINING = "megatron.training.training"
@@ -43,20 +43,7 @@ def read(result: Any) -> tuple[dict[str, float], float | None]:
 
 
 def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
-    applied: list[megatron.Placed] = []
-    feature = megatron.always(name, why, Around(f"{TRAINING}:train_step", around))
-
-    def place(module: Any) -> None:
-        applied.append(megatron.place(feature))
-
-    handle: ImportHandle = when_imported(TRAINING, place)
-
-    def remove() -> None:
-        handle.cancel()
-        while applied:
-            applied.pop().remove()
-
-    return remove
+    return megatron.Placed(megatron.always(name, why, Around(f"{TRAINING}:train_step", around))).remove
 
 
 def _number(value: Any) -> float:
