@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +22,8 @@ def install(redirects: Redirects) -> None:
         replacements[name] = _averaging
     replacements |= {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
     for name, wrap in replacements.items():
-        modules = [module for module in (dist, dist.distributed_c10d) if hasattr(module, name)]
-        changed: Any = None
-        for module in modules:
-            original = getattr(module, name)
-            changed = changed or functools.wraps(original)(wrap(original))
-            redirects.set(module, name, changed)
+        if hasattr(dist, name):
+            redirects.wrap(dist, name, wrap)
 
 
 def _over_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
