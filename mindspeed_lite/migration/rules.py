@@ -24,15 +24,6 @@ def _check_latent_attention(use: FlagUse, line: CommandLine) -> None:
         )
 
 
-def built_in(use: FlagUse, line: CommandLine) -> Result:
-    """A value that is fixed in latent attention."""
-    value, fixed = line.values_of(use)[0], use.row.words
-    _check_latent_attention(use, line)
-    if not is_equal(value, fixed):
-        raise Refusal(f"{use.flag} {value}: latent attention in Megatron has {fixed} built in: leave it out")
-    return f"{fixed} is built into Megatron's latent attention"
-
-
 def is_equal(one: str, other: str) -> bool:
     try:
         return float(one) == float(other)
