@@ -31,7 +31,6 @@ from mindspeed_lite.platform.npu_trouble import series
 from . import npu_probe
 from .features import compared
 
-_PYTHON = (3, 10)
 _TORCH = (2, 6)
 _VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -150,9 +149,7 @@ def is_there(module: str) -> bool:
 
 
 def _python(machine: Machine) -> Findings:
-    is_old = sys.version_info < _PYTHON
-    fix = "install Python 3.10 or newer" if is_old else ""
-    yield "problem" if is_old else "ok", f"{python_platform.python_version()} at {sys.executable}", fix
+    yield "ok", f"{python_platform.python_version()} at {sys.executable}"
 
 
 def _torch(machine: Machine) -> Findings:

@@ -160,6 +160,30 @@ def say(text: str = "", style: str | None = None) -> None:
     console().print(text, style=style)
 
 
+@contextlib.contextmanager
+def progress(is_logged: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """Show (done, total, current) on stderr, seldom enough for measurements.
+
+    is_logged: without a terminal, print a line for each new `current`; otherwise nothing.
+    """
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    out = Console(stderr=True)
+    with Progress(
+        *columns, console=out, transient=True, refresh_per_second=2, disable=not out.is_terminal
+    ) as display:  # fmt: skip
+        task = display.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            if is_logged and not out.is_terminal and what != display.tasks[task].description:
+                print(what, file=sys.stderr, flush=True)
+            display.update(task, completed=done, total=total, description=what)
+
+        yield show
+
+
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", styles: Mapping[str, str] | None = None
 ) -> None:

@@ -265,13 +265,6 @@ def _ranks(kinds: dict[int, str], then: str = "") -> list[Ending]:
     return endings(body, folder, {"WORLD_SIZE": "2"}, ranks=2)
 
 
-@forked("megatron")
-def test_all_ranks_fail_alike_and_rank_0_says_it_once() -> None:
-    first, second = _ranks({0: "ours", 1: "ours"})
-    assert first.err[-1] == "mindspeed_lite: error: feature `x` fell back." and first.code == second.code == 2
-    assert not any("fell back" in line or "Traceback" in line for line in [*second.err, *first.err[:-1]])
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @forked("megatron")
 def test_an_error_of_one_rank_is_printed_once_and_the_other_ends_quietly(rank: int) -> None:
