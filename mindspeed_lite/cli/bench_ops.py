@@ -23,7 +23,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def add_options(parser: Parser) -> None:
-    parser.appendix = _shapes
+    parser.epilog = _shapes()
     names = f"an operator ({', '.join(OPERATORS)}); repeatable; default: all"
     option(parser, "--op NAME", names, action="append")
     option(parser, "--shapes SHAPE", "cases in place of the default ones, with one --op", nargs="+", action="extend")
@@ -38,7 +38,7 @@ def add_options(parser: Parser) -> None:
 def _shapes() -> str:
     width = max(map(len, OPERATORS))
     rows = ((name, cases(name)) for name in OPERATORS)
-    return "\nshapes:\n" + "".join(
+    return "shapes:\n" + "".join(
         f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.cpu[0]}\n"
         for name, declared in rows
     )

@@ -35,12 +35,10 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         reads_command: a training command follows `--`; `options.command` has its words.
         keeps_unknown: unknown words are in `options.unknown`; otherwise they are an error.
-        appendix: end of the help, made when it is printed.
     """
 
     reads_command = False
     keeps_unknown = False
-    appendix: Callable[[], str] | None = None
 
     def __init__(self, program: str, text: str) -> None:
         description, *epilog = re.split(r"^(?=examples:|exit codes?:)", text, maxsplit=1, flags=re.MULTILINE)
@@ -58,9 +56,6 @@ class Parser(argparse.ArgumentParser):
         if self.reads_command and not options.command:
             self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
         return options
-
-    def format_help(self) -> str:
-        return super().format_help() + (self.appendix() if self.appendix is not None else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -158,23 +158,17 @@ MODEL = (
 TRAININGS = [
     ("--mock-data --context-parallel-size 2", ["--context-parallel-size 2: needs 2 processes"]),
     ("--data-path none/text", ["--data-path none/text", "no none/text.idx"]),
-    ("--data-path 0.5 data 0.5 none", ["--data-path none", "none.idx"]),
     ("--data-path half", ["no half.bin"]),
     ("--data-args-path none.txt", ["--data-args-path none.txt", "no such file"]),
     ("--mock-data --transformer-impl transformer_engine", ["transformer_engine needs"]),
     ("--mock-data --mindspeed-lite-report none/r.json", ["cannot be written there"]),
-    ("--mock-data --mindspeed-lite-verify -1", ["--mindspeed-lite-verify", "not -1"]),
     ("--mock-data --use-fused-layernorm --mindspeed-lite-strict", ["use_fused_layernorm"]),
-    ("--mock-data --swap-attention --mindspeed-lite-strict", ["swap_attention", "one memory"]),
 ]
 # Refused by the parser, of which every rank has one: two ranks under a launcher's store.
 PARSED = [
     ("--no-such-thing", ["unrecognized argument --no-such-thing"]),
-    ("--context-parallel-algo x", ["takes one of megatron_cp_algo", "not 'x'"]),
     ("--virtual-optimizer much", ["takes all, or a number of GiB", "not 'much'"]),
     ("--yaml-cfg none.yaml", ["--yaml-cfg", "no file none.yaml"]),
-    ("--bf16 7", ["unrecognized argument"]),
-    ("--train-iters many", ["--train-iters", "'many'"]),
     ("--auto-settings", ["--auto-settings (served in", "Instead: "]),
 ]
 
@@ -328,7 +322,6 @@ def test_an_interrupt_of_bench() -> None:
     ("missing", "words"),
     [
         ("torch", "PyTorch is not installed: pip install torch"),
-        ("wrapt", "wrapt is not installed"),
         ("megatron", "megatron.core cannot be found"),
     ],
 )
@@ -341,7 +334,6 @@ def test_a_missing_dependency_of_a_script_with_the_import_line(tmp_path: Path, m
 
 BROKEN = {
     "ImportError": "raise ImportError('libcudnn.so.9: cannot open shared object file')",
-    "OSError": "import ctypes\nctypes.CDLL('libcudnn.so.9: cannot open shared object file')",
     "RuntimeError": "try:\n    import libcudnn\nexcept ImportError as e:\n    raise RuntimeError('autoload') from e",
 }
 
@@ -351,9 +343,8 @@ def test_a_torch_that_cannot_be_loaded(tmp_path: Path, kind: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(BROKEN[kind])
     (tmp_path / "script.py").write_text("import mindspeed_lite.megatron_adaptor")
-    words = {"OSError": ["bench", "--", "true"], "ImportError": ["run", "script.py"]}
-    runs = [command(*words[kind], cwd=tmp_path, path=[tmp_path])] if kind in words else []
-    for run in [python("script.py", cwd=tmp_path, path=[tmp_path]), *runs]:
+    words = {"RuntimeError": ["bench", "--", "true"], "ImportError": ["run", "script.py"]}[kind]
+    for run in [python("script.py", cwd=tmp_path, path=[tmp_path]), command(*words, cwd=tmp_path, path=[tmp_path])]:
         assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1, run.stderr
         for word in ("PyTorch is installed but cannot be loaded: ", "libcudnn", "pip install --force-reinstall torch"):
             assert word in run.stderr

@@ -94,13 +94,6 @@ def test_what_is_not_a_cuda_name_means_what_it_meant():
     assert torch.tensor(True, device=None).item() is True
 
 
-@pytest.mark.xfail(strict=True, reason="a limit that docs/device-layer.md names: the current device is no index")
-@forked()
-def test_the_current_device_is_an_index():
-    platform.activate()
-    torch.device("cuda", torch.cuda.current_device())
-
-
 @forked()
 def test_queries_answer_like_one_gpu_per_process():
     os.environ["LOCAL_WORLD_SIZE"] = "3"
