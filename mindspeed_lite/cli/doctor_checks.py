@@ -232,20 +232,13 @@ def _device(machine: Machine) -> Findings:
 
 
 def _torch_npu(machine: Machine) -> Findings:
-    version, torch = npu_trouble.torch_npu_version(), npu_trouble.torch_version()
+    facts, trouble = machine.npu.facts, machine.npu.trouble
+    version, torch = facts.get("version") or npu_trouble.torch_npu_version(), npu_trouble.torch_version()
     if not version and not is_there("torch_npu"):
         return
     if not torch:
         yield "note", f"{version}, without torch", f"install torch {version} first"
         return
-    mismatch = npu_trouble.pair(version, torch)
-    if mismatch is None:
-        version = machine.npu.facts.get("version") or version
-        mismatch = npu_trouble.pair(version, torch)
-    if mismatch is not None:
-        yield "problem", *mismatch
-        return
-    facts, trouble = machine.npu.facts, machine.npu.trouble
     cann = f", CANN {facts['cann']}" if facts.get("cann") else ""
     text = f"{version or 'unknown version'} for torch {torch}{cann}"
     if trouble is not None:
