@@ -16,14 +16,6 @@ Result: TypeAlias = "str | tuple[str | tuple[str, ...], str] | None"
 Rule = Callable[[FlagUse, CommandLine], Result]
 
 
-def _check_latent_attention(use: FlagUse, line: CommandLine) -> None:
-    if not line.has("--multi-latent-attention", "--multi-head-latent-attention"):
-        raise Refusal(
-            f"{' '.join((use.flag, *use.values))}: YaRN without latent attention is not translated. Instead: "
-            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
-        )
-
-
 def is_equal(one: str, other: str) -> bool:
     try:
         return float(one) == float(other)
@@ -37,7 +29,11 @@ def _rope_scaling_type(use: FlagUse, line: CommandLine) -> Result:
         return "--use-rope-scaling", "Megatron's name for it"
     if value != "yarn":
         raise Refusal(f"--rope-scaling-type {value}: has no counterpart in Megatron")
-    _check_latent_attention(use, line)
+    if not line.has("--multi-latent-attention", "--multi-head-latent-attention"):
+        raise Refusal(
+            "--rope-scaling-type yarn: YaRN without latent attention is not translated. Instead: "
+            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
+        )
     return "YaRN is what latent attention has by default"
 
 
