@@ -27,19 +27,17 @@ def install(redirects: Redirects) -> None:
 
 
 def _over_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     def make(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("backend"), str):
-            kwargs["backend"] = _gloo(kwargs["backend"])
-        args = tuple(_gloo(each) if isinstance(each, str) else each for each in args)
+        call = signature.bind(*args, **kwargs)
+        if "nccl" in str(call.arguments.get("backend")):
+            call.arguments["backend"] = "gloo"
         for option in ("device_id", "pg_options"):
-            kwargs.pop(option, None)
-        return original(*args, **kwargs)
+            call.arguments.pop(option, None)
+        return original(*call.args, **call.kwargs)
 
     return make
-
-
-def _gloo(backend: str) -> str:
-    return "gloo" if "nccl" in backend else backend
 
 
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:

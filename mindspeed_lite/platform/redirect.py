@@ -45,7 +45,6 @@ class Redirects(contextlib.ExitStack):
             self.set(owner, name, make(getattr(owner, name)))
 
 
-_QUIET = (frozenset(sys.stdlib_module_names) | {"mpmath", "networkx", "numpy", "sympy"}) - {"__main__"}
 _machine_module: dict[str, bool] = {}
 
 
@@ -58,7 +57,7 @@ def asked_by_machine(frame: FrameType) -> bool:
         file = frame.f_code.co_filename
         known = top in MACHINE_PACKAGES or (
             top not in {"megatron", "__main__", "__mp_main__"}
-            and ("site-packages" in file or "dist-packages" in file or top in _QUIET)
+            and ("site-packages" in file or "dist-packages" in file or top in sys.stdlib_module_names)
         )
         _machine_module[name] = known
     return known

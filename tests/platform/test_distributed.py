@@ -35,6 +35,7 @@ def test_averages_are_means_however_they_are_asked_for(tmp_path):
         average = dist.ReduceOp.AVG
         group = dist.new_group([0, 1], backend="nccl")
         assert dist.get_backend(group) == "gloo"
+        assert dist.get_backend(dist.new_subgroups(2, backend="nccl", pg_options=object())[0]) == "gloo"
         # 3 + 5 halves exactly, so the mean has no rounding to hide in.
         for arguments, keywords in (((average,), {}), ((), {"op": average}), ((average, group), {}),
                                     ((), {"op": average, "group": group, "async_op": True})):  # fmt: skip
