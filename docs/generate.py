@@ -151,12 +151,19 @@ def defaults() -> list[str]:
 def mindspeed() -> list[str]:
     """What becomes of each flag of MindSpeed's, class by class."""
     from mindspeed_lite import runtime
-    from mindspeed_lite.migration.table import CLASSES, OUTCOMES, flags
+    from mindspeed_lite.migration.table import CLASSES, flags
 
     ours = {option.flag for option in runtime.catalogue().options()}
-    done = {"rename": "translated", "write": "translated", "drop": "left out", "launcher": "torchrun's",
-            "skip": "skipped", "refuse": "refused", "keep": "as it is"}  # fmt: skip
-    lines = table(("Outcome", "Meaning"), [(done[name], OUTCOMES[name]) for name in done if name != "rename"])
+    meanings = {
+        "write": ("translated", "other words take its place"),
+        "drop": ("left out", "left out: nothing has to be asked for"),
+        "launcher": ("torchrun's", "stays with the launcher; after the training script it is left out"),
+        "skip": ("skipped", "left out, with a notice: the same model trains, without what the flag would save"),
+        "refuse": ("refused", "one line and exit code 2"),
+        "keep": ("as it is", "stays as it is"),
+    }
+    done = {"rename": "translated"} | {outcome: label for outcome, (label, _) in meanings.items()}
+    lines = table(("Outcome", "Meaning"), meanings.values())
     found: dict[str, list[FlagRow]] = {kind: [] for kind in CLASSES}
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)

@@ -186,19 +186,16 @@ def install() -> Callable[[], None]:
         ("set_stream", lambda stream: None),
         ("stream", StreamContext),
     ):
-        redirects.set(cuda, name, for_the_host(getattr(cuda, name), answer))
+        redirects.wrap(cuda, name, functools.partial(for_the_host, answer=answer))
     for name, value in (("Stream", Stream), ("StreamContext", StreamContext), ("Event", Event)):
         redirects.set(cuda, name, value)
     for name in _COLLECTIVES:
-        changed = _collective(getattr(dist, name))
-        redirects.set(dist, name, changed)
-        redirects.set(dist.distributed_c10d, name, changed)
+        redirects.wrap(dist, name, _collective)
     _guard_memory(redirects)
     redirects.set(native, "_call", _native_call(native._call))
-    redirects.on_undo(lanes.finish_all)
-    redirects.on_undo(_leave_compiled_code)
-    redirects.rebind_importers()
-    return redirects.undo
+    redirects.callback(lanes.finish_all)
+    redirects.callback(_leave_compiled_code)
+    return redirects.close
 
 
 def _collective(original: Callable[..., Any]) -> Callable[..., Any]:

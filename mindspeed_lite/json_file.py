@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 Description = Callable[[Any], T]
 
-MOST_BYTES = 1 << 28
 # Keeps sums and squares finite.
 MOST = 1e30
 MOST_WHOLE = 1 << 53
@@ -41,13 +40,13 @@ class Mismatch(ValueError):
 
 def read(path: str | Path, description: Description[T]) -> T:
     with _opened(path) as file:
-        return decode(_decoded(file.read(MOST_BYTES + 1), path), path, description)
+        return decode(_decoded(file.read(), path), path, description)
 
 
 def lines(path: str | Path) -> Iterator[tuple[str, str]]:
     """Yield (`FILE: line 3`, text) of each non-blank line. Raises JsonFileError."""
     with _opened(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
+        for number, line in enumerate(file, 1):
             place = f"{path}: line {number}"
             found = _decoded(line, place)
             if found.strip():
@@ -56,16 +55,14 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 def decode(text: str, place: object, description: Description[T]) -> T:
     try:
-        return description(json.loads(text, object_pairs_hook=_object))
-    except RecursionError:
-        raise JsonFileError(f"{place}: is nested too deeply") from None
+        return description(json.loads(text))
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if "\n" in text.strip() else ""
         raise NotJson(f"{place}: is not JSON: {error.msg} at {line}column {error.colno}") from None
     except Mismatch as error:
         raise JsonFileError(f"{place}: {error.path}{': ' if error.path else ''}{error}") from None
-    except ValueError:
-        raise JsonFileError(f"{place}: holds a number of too many digits") from None
+    except (RecursionError, ValueError):
+        raise JsonFileError(f"{place}: is nested too deeply, or holds a number of too many digits") from None
 
 
 @contextlib.contextmanager
@@ -78,25 +75,10 @@ def _opened(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _decoded(found: bytes, place: object) -> str:
-    if len(found) > MOST_BYTES:
-        raise JsonFileError(f"{place}: is longer than {MOST_BYTES >> 20} MiB")
     try:
         return found.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JsonFileError(f"{place}: is not UTF-8 (byte {found[error.start]:#x} at {error.start})") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise Mismatch(f"has {_shown(key)} twice in an object")
-        found[key] = value
-    return found
-
-
-def anything(value: Any) -> Any:
-    return value
 
 
 def whole(what: str, least: int = 0, most: int = MOST_WHOLE) -> Description[int]:

@@ -231,7 +231,10 @@ def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
     of_device = {
         patch.target for feature in megatron.ASSUMPTIONS for patch in feature.patches_for(megatron.version())[0]
     }
-    before, of_torch = places.snapshot(), [dict(vars(each)) for each in (torch, torch.cuda, torch.distributed)]
+    owners = (torch, torch.cuda, torch.distributed)
+    before, of_torch = places.snapshot(), [
+        {name: (value, getattr(value, "__code__", None)) for name, value in vars(each).items()} for each in owners
+    ]  # fmt: skip
     from megatron.training import arguments
 
     import mindspeed_lite.megatron_adaptor
@@ -246,9 +249,9 @@ def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
     # Functions change in place, under every name; so does a function of torch that the device layer redirects.
     redirected = {
         id(value)
-        for owner, names in zip((torch, torch.cuda, torch.distributed), of_torch, strict=True)
-        for name, value in names.items()
-        if vars(owner).get(name) is not value
+        for owner, names in zip(owners, of_torch, strict=True)
+        for name, (value, code) in names.items()
+        if vars(owner).get(name) is not value or getattr(value, "__code__", None) is not code
     }
     followed = {id(places.held(before, place)) for place in hooks | loaded} | redirected
     unexpected = {place for place in differing if id(places.held(before, place)) not in followed}

@@ -21,8 +21,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,11 +84,8 @@ def main(options: argparse.Namespace) -> int:
 
     folder = Path(options.out or time.strftime("mindspeed-lite-bench-%Y%m%d-%H%M%S")).absolute()
     is_new = not folder.exists()
-    try:
-        training.check_features([*options.features, *options.beside])
-        output.check_writable(folder)
-    except (training.BenchError, output.OutputError) as error:
-        raise CommandError(error) from error
+    training.check_features([*options.features, *options.beside])
+    output.check_writable(folder)
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     job = harness.Job(
         command, folder, options.warmup, options.steps, options.timeout, options.allocator, beside=options.beside
@@ -114,7 +109,9 @@ def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
 
     ended: training.BenchError | None = None
     code = 0
-    with _shown() as benchmark.show:
+    job = benchmark.job
+    with terminal.progress(is_logged=True) as show:
+        benchmark.show = lambda what, step: show(step, job.warmup + job.steps, what)
         try:
             benchmark.run()
         except KeyboardInterrupt:
@@ -136,22 +133,3 @@ def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
             print("\n".join([f"--- the end of {last.log}", *last.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"{ended} (log: {folder / last.log})", 1)
     return code or int(any(finding["severity"] == "failure" for finding in report["findings"]))
-
-
-@contextmanager
-def _shown() -> Iterator[Callable[[str, int], None]]:
-    from rich.console import Console
-
-    console, began, printed = Console(stderr=True), time.monotonic(), [""]
-    # A live display must not disturb measurements.
-    with console.status("", refresh_per_second=2) as status:
-
-        def show(what: str, steps: int) -> None:
-            if console.is_terminal:
-                minutes, seconds = divmod(time.monotonic() - began, 60)
-                status.update(f"{what}{f', step {steps}' if steps > 0 else ''}  {minutes:.0f}:{seconds:02.0f}")
-            elif what != printed[0]:
-                printed[0] = what
-                print(what, file=sys.stderr, flush=True)
-
-        yield show

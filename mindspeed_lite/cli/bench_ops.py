@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite.json_file import JsonFileError
@@ -21,25 +20,15 @@ if TYPE_CHECKING:
     from mindspeed_lite.ops.case import Problem
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
-# Peer as in --against -> module to test for, and how to install it.
-PEERS = {
-    "liger": ("liger_kernel", "pip install 'mindspeed-lite[compare]'"),
-    "flash_attn": ("flash_attn", "pip install flash-attn"),
-    "transformer_engine": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
-    "apex": ("fused_weight_gradient_mlp_cuda", "build NVIDIA Apex with its C++ extensions"),
-}
 
 
 def add_options(parser: Parser) -> None:
-    parser.appendix = _shapes
+    parser.epilog = _shapes()
     names = f"an operator ({', '.join(OPERATORS)}); repeatable; default: all"
     option(parser, "--op NAME", names, action="append")
-    option(parser, "--shapes SHAPE", "cases in place of the default ones; with more than one operator as NAME:SHAPE",
-           nargs="+", action="extend")  # fmt: skip
+    option(parser, "--shapes SHAPE", "cases in place of the default ones, with one --op", nargs="+", action="extend")
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="default: the one a training run would take")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-    option(parser, "--against PEER", f"these peers ({', '.join(PEERS)}), which must be there; default: on a GPU those "
-           "installed", nargs="+", choices=tuple(PEERS))  # fmt: skip
     option(parser, "--out DIR", "write report.json, report.md and report.html there")
     option(parser, "--compare FILE", "an earlier report.json; a regression is exit code 1")
     option(parser, "--quick", "a small case of each, few rounds, no torch.compile")
@@ -49,7 +38,7 @@ def add_options(parser: Parser) -> None:
 def _shapes() -> str:
     width = max(map(len, OPERATORS))
     rows = ((name, cases(name)) for name in OPERATORS)
-    return "\nshapes:\n" + "".join(
+    return "shapes:\n" + "".join(
         f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.cpu[0]}\n"
         for name, declared in rows
     )
@@ -57,10 +46,15 @@ def _shapes() -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Exit code 1 after a regression or failed operator, 2 for bad input, 130 after Ctrl-C."""
-    chosen = chosen_shapes(options.op or list(OPERATORS), options.shapes or ())
+    names = options.op or list(OPERATORS)
+    for name in names:
+        if name not in OPERATORS:
+            raise CommandError(f"--op: there is no operator {name!r}; {suggestion(name, OPERATORS)}")
+    if options.shapes and len(set(names)) > 1:
+        raise CommandError("--shapes belongs to one operator: give it with one --op")
     if options.out is not None and importlib.util.find_spec("jinja2") is None:
         raise CommandError("the report needs jinja2: pip install 'mindspeed-lite[bench]'")
-    report = _measure(options, chosen)
+    report = _measure(options, names)
     from mindspeed_lite.bench import output
     from mindspeed_lite.bench import report as pages
 
@@ -80,29 +74,7 @@ def main(options: argparse.Namespace) -> int:
     return 1 if any(finding["severity"] == "failure" for finding in report["findings"]) else 0
 
 
-def chosen_shapes(operators: Sequence[str], shapes: Sequence[str]) -> dict[str, list[str]]:
-    """Operator -> its shapes; none stands for the default ones."""
-    for name in operators:
-        if name not in OPERATORS:
-            raise CommandError(f"--op: there is no operator {name!r}; {suggestion(name, OPERATORS)}")
-    if not shapes:
-        return {name: [] for name in operators}
-    found: dict[str, list[str]] = {}
-    for given in shapes:
-        name, colon, shape = given.partition(":")
-        if not colon:
-            if len(set(operators)) > 1:
-                raise CommandError(f"--shapes: whose is {given!r}? Add --op NAME, or write it as NAME:{given}")
-            name, shape = operators[0], given
-        if name not in OPERATORS:
-            raise CommandError(f"--shapes: {given!r}: there is no operator {name!r}; {suggestion(name, OPERATORS)}")
-        if name not in operators:
-            raise CommandError(f"--shapes: {given!r}: {name} is not among the --op given")
-        found.setdefault(name, []).append(shape)
-    return found
-
-
-def _measure(options: argparse.Namespace, chosen: dict[str, list[str]]) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, output, timing
     from mindspeed_lite.bench.operators import earlier, run
@@ -112,15 +84,8 @@ def _measure(options: argparse.Namespace, chosen: dict[str, list[str]]) -> dict[
         device = platform.choose(options.device)
     except platform.DeviceError as error:
         raise CommandError(f"--device: {error}" if options.device else error) from error
-    for peer in options.against or ():
-        module, remedy = PEERS[peer]
-        if importlib.util.find_spec(module) is None:
-            raise CommandError(f"--against {peer}: it is not installed: {remedy}")
-        if device.name != "cuda":
-            reason = f"its kernels need a CUDA device, and this is {device.name}; leave it out"
-            raise CommandError(f"--against {peer}: {reason}")
     dtype = ceiling.DTYPES[options.dtype]
-    problems = chosen_problems(chosen, device.name, dtype, options.quick, options.against)
+    problems = _problems(options, names, device.name, dtype)
     try:
         before = None if options.compare is None else earlier.load(options.compare)
         if options.out is not None:
@@ -128,46 +93,29 @@ def _measure(options: argparse.Namespace, chosen: dict[str, list[str]]) -> dict[
         keep = allocator.wanted() == allocator.KEEP
     except JsonFileError as error:
         raise CommandError(f"--compare: {error}; give a report.json that this version of bench-ops wrote") from error
-    except (output.OutputError, ValueError) as error:
+    except ValueError as error:
         raise CommandError(error) from error
     if keep and device.name == "cpu":
         allocator.keep_freed_memory()
     effort = timing.QUICK if options.quick else timing.Effort()
     command = ["mindspeed-lite", "bench-ops", *options.given]
-    with ceiling.products_of_training(device.name), _progress() as tell:
+    with ceiling.products_of_training(device.name), terminal.progress() as tell:
         return run.run(problems, device, dtype, effort, quick=options.quick, command=command, before=before, tell=tell)
 
 
-def chosen_problems(
-    chosen: dict[str, list[str]], device: str, dtype: Any, quick: bool, against: Sequence[str] | None
-) -> list[Problem]:
+def _problems(options: argparse.Namespace, names: Sequence[str], device: str, dtype: Any) -> list[Problem]:
     from mindspeed_lite.ops.case import COMPILED
 
     found: dict[tuple[str, str], Problem] = {}
-    for name, shapes in chosen.items():
+    for name in names:
         declared = cases(name)
-        for shape in shapes or declared.timed(device, quick):
+        for shape in options.shapes or declared.timed(device, options.quick):
             try:
-                problem = declared.problem(shape, device, dtype, against)
+                problem = declared.problem(shape, device, dtype)
             except ValueError as error:
                 raise CommandError(f"--shapes: {shape!r} is no shape of {name}: {error}") from error
-            if quick:
+            if options.quick:
                 # Compiling takes longer than everything else together.
                 problem = problem.only(*(each.name for each in problem.contenders if each.name != COMPILED))
             found[name, problem.name] = problem
-    for peer in against or ():
-        if not any(each.name == peer for problem in found.values() for each in problem.contenders):
-            raise CommandError(f"--against {peer}: it has none of these operators: {', '.join(chosen)}")
     return list(found.values())
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)

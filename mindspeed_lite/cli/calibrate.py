@@ -23,7 +23,7 @@ def default_file() -> Path | None:
 
 
 def add_options(parser: Parser) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = len(os.sched_getaffinity(0))
     option(parser, "--out FILE", "the file (default: calibration.json in the cache's folder)", output_file)
     option(parser, "--processes N", "how many at once", bounded(int, 1, max(2, 4 * cores)), min(2, cores))
     option(parser, "--seconds S", "for how long calls of operators are repeated, about",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from . import npu_probe, terminal
@@ -63,7 +62,8 @@ def _selftest(options: argparse.Namespace, machine: Machine) -> int:
     from mindspeed_lite.bench import output, selftest
 
     facts = machine.npu.facts if device == "npu" else {}
-    report = selftest.run(device, quick=options.quick, facts=facts, tell=_show_progress)
+    with terminal.progress() as tell:
+        report = selftest.run(device, quick=options.quick, facts=facts, tell=tell)
     if options.out is not None:
         with terminal.writing("--out", options.out):
             output.write_file(Path(options.out), output.dumps(report))
@@ -80,8 +80,3 @@ def _selftest(options: argparse.Namespace, machine: Machine) -> int:
     if options.out is not None:
         print(f"written: {options.out}")
     return 0 if report["passed"] else 1
-
-
-def _show_progress(done: int, total: int, what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{done}/{total} {what}"[: terminal.width()], end="" if what else "\r\x1b[K", file=sys.stderr)

@@ -31,7 +31,6 @@ from mindspeed_lite.platform.npu_trouble import series
 from . import npu_probe
 from .features import compared
 
-_PYTHON = (3, 10)
 _TORCH = (2, 6)
 _VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -150,9 +149,7 @@ def is_there(module: str) -> bool:
 
 
 def _python(machine: Machine) -> Findings:
-    is_old = sys.version_info < _PYTHON
-    fix = "install Python 3.10 or newer" if is_old else ""
-    yield "problem" if is_old else "ok", f"{python_platform.python_version()} at {sys.executable}", fix
+    yield "ok", f"{python_platform.python_version()} at {sys.executable}"
 
 
 def _torch(machine: Machine) -> Findings:
@@ -235,20 +232,13 @@ def _device(machine: Machine) -> Findings:
 
 
 def _torch_npu(machine: Machine) -> Findings:
-    version, torch = npu_trouble.torch_npu_version(), npu_trouble.torch_version()
+    facts, trouble = machine.npu.facts, machine.npu.trouble
+    version, torch = facts.get("version") or npu_trouble.torch_npu_version(), npu_trouble.torch_version()
     if not version and not is_there("torch_npu"):
         return
     if not torch:
         yield "note", f"{version}, without torch", f"install torch {version} first"
         return
-    mismatch = npu_trouble.pair(version, torch)
-    if mismatch is None:
-        version = machine.npu.facts.get("version") or version
-        mismatch = npu_trouble.pair(version, torch)
-    if mismatch is not None:
-        yield "problem", *mismatch
-        return
-    facts, trouble = machine.npu.facts, machine.npu.trouble
     cann = f", CANN {facts['cann']}" if facts.get("cann") else ""
     text = f"{version or 'unknown version'} for torch {torch}{cann}"
     if trouble is not None:

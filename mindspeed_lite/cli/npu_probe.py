@@ -59,11 +59,10 @@ def ask(seconds: float = SECONDS) -> Probe:
                 code: int | None = child.wait(seconds)
             except subprocess.TimeoutExpired:
                 code = None
-        entries = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        facts: dict[str, Any] = {"doing": "starting Python"}
+        for line in found.read_text(encoding="utf-8").splitlines():
+            facts |= json.loads(line) if line.endswith("}") else {}
         lines = [line.strip() for line in printed.read_text("utf-8", "replace").splitlines() if line.strip()]
-    facts: dict[str, Any] = {"doing": "starting Python"}
-    for entry in entries:
-        facts |= entry
     doing = facts.pop("doing")
     if "trouble" in facts:
         trouble = NpuDiagnosis(*facts.pop("trouble"))

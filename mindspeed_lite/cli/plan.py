@@ -96,8 +96,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> Search:
     file = Path(options.calibration) if options.calibration else default_file()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, cores))
+    pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, len(os.sched_getaffinity(0))))
     words = candidates.without_chosen(options.command)
 
     def base(tp: int) -> planner.TrainingConfig:

@@ -26,15 +26,11 @@ was lost.
 
 from __future__ import annotations
 
-import builtins
 import importlib
-import importlib.util
 import os
+import runpy
 import sys
-import types
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from typing import Any
 
 from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator
@@ -59,24 +55,30 @@ def main(arguments: Sequence[str]) -> int:
             raise CommandError(f"there is no script {name!r} in {os.getcwd()}")
         _prepare_process(os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
         _import_adaptor(allocator_choice)
-        code, module = _load_module(name) if is_module else _load_script(name)
     except CommandError as error:
         error_exit.print_error(str(error), PROGRAM)
         return error_exit.EXIT_CODE
-    except SyntaxError as error:  # python shows a script's syntax error without a frame
-        sys.excepthook(type(error), error.with_traceback(None), None)
-        return 1
-    sys.argv[:] = [str(module.__file__) if is_module else name, *rest[1:]]
-    # Stays: exit handlers of the interpreter may need it.
-    sys.modules["__main__"] = module
+    sys.argv[:] = rest
     try:
-        exec(code, module.__dict__)
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(os.path.join(os.getcwd(), name), run_name="__main__")
     except Exception as error:
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        error = error.with_traceback(trace)
-        sys.excepthook(type(error), error, trace)
-        return 1
+        return _show_traceback(error, name)
     return 0
+
+
+def _show_traceback(error: Exception, name: str) -> int:
+    """Show an uncaught error as plain python would, without the frames of this file and runpy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        trace = trace.tb_next
+    if trace is None and isinstance(error, ImportError):
+        error_exit.print_error(f"there is no module {name!r} to run: {error}", PROGRAM)
+        return error_exit.EXIT_CODE
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 1
 
 
 def _options(rest: list[str]) -> tuple[str, bool | None]:
@@ -130,51 +132,3 @@ def _import_adaptor(allocator_choice: str) -> None:
     if allocator_choice == allocator.KEEP and device is not None and device.name == "cpu":
         # Works before and after torch's import; doctor reports failures.
         allocator.keep_freed_memory()
-
-
-def _main_module(**attributes: Any) -> types.ModuleType:
-    module = types.ModuleType("__main__")
-    if sys.version_info < (3, 14):
-        module.__annotations__ = {}
-    module.__dict__.update(attributes, __builtins__=builtins)
-    return module
-
-
-def _load_script(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    absolute = os.path.join(os.getcwd(), name)
-    try:
-        with open(name, "rb") as script:
-            source = script.read()
-    except OSError as error:
-        raise CommandError(f"{name!r} cannot be read: {error.strerror}") from error
-    module = _main_module(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
-    # Do not inherit this module's `from __future__` lines.
-    return compile(source, absolute, "exec", dont_inherit=True), module
-
-
-def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    spec = _spec(name)
-    if spec is None or spec.loader is None:
-        raise CommandError(f"there is no module {name!r} to run")
-    code: types.CodeType | None = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-    if code is None:
-        raise CommandError(f"{name} has no Python code to run")
-    return code, _main_module(
-        __file__=spec.origin, __cached__=spec.cached, __package__=spec.parent, __spec__=spec, __loader__=spec.loader
-    )
-
-
-def _spec(name: str) -> ModuleSpec | None:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            spec = importlib.util.find_spec(name)
-        return spec
-    except ModuleNotFoundError as error:
-        # Failed imports inside a parent are shown as they are.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-    except ValueError:
-        pass
-    return None

@@ -35,12 +35,10 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         reads_command: a training command follows `--`; `options.command` has its words.
         keeps_unknown: unknown words are in `options.unknown`; otherwise they are an error.
-        appendix: end of the help, made when it is printed.
     """
 
     reads_command = False
     keeps_unknown = False
-    appendix: Callable[[], str] | None = None
 
     def __init__(self, program: str, text: str) -> None:
         description, *epilog = re.split(r"^(?=examples:|exit codes?:)", text, maxsplit=1, flags=re.MULTILINE)
@@ -58,9 +56,6 @@ class Parser(argparse.ArgumentParser):
         if self.reads_command and not options.command:
             self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
         return options
-
-    def format_help(self) -> str:
-        return super().format_help() + (self.appendix() if self.appendix is not None else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -158,6 +153,30 @@ def console() -> Console:
 
 def say(text: str = "", style: str | None = None) -> None:
     console().print(text, style=style)
+
+
+@contextlib.contextmanager
+def progress(is_logged: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """Show (done, total, current) on stderr, seldom enough for measurements.
+
+    is_logged: without a terminal, print a line for each new `current`; otherwise nothing.
+    """
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    out = Console(stderr=True)
+    with Progress(
+        *columns, console=out, transient=True, refresh_per_second=2, disable=not out.is_terminal
+    ) as display:  # fmt: skip
+        task = display.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            if is_logged and not out.is_terminal and what != display.tasks[task].description:
+                print(what, file=sys.stderr, flush=True)
+            display.update(task, completed=done, total=total, description=what)
+
+        yield show
 
 
 def table(

@@ -12,7 +12,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -99,7 +99,8 @@ class _Function(_Site):
         keywords = {key: each for key, each in (function.__kwdefaults__ or {}).items() if key != _SLOT}
         if value is MISSING:
             function.__code__ = self._code
-            function.__kwdefaults__ = keywords or None
+            below = {key: each for key, each in (self.original.__kwdefaults__ or {}).items() if key == _SLOT}
+            function.__kwdefaults__ = {**keywords, **below} or None
             vars(function).pop("__wrapped__", None)
             kept = ("__wrapped__", *self._hidden)
             vars(function).update({key: each for key, each in vars(self.original).items() if key in kept})
@@ -217,6 +218,13 @@ def _site_of(swap: Swap) -> _Site | None:
     return _SITES.setdefault((id(place[0]), place[1]), _Attribute(*place))
 
 
+def replace_function(function: FunctionType, make: Callable[[Any], Any], undo: ExitStack) -> None:
+    """Let a function call `make(original)`, outside of any feature, until `undo` is closed."""
+    site = _Function(function, function.__qualname__, False)
+    undo.callback(site.put, MISSING)
+    site.put(make(site.original))
+
+
 def provided(text: str) -> Place | None:
     for site in _SITES.values():
         if isinstance(site, _Attribute) and any(each.patch.target == text for each in site.swaps):
@@ -262,6 +270,7 @@ def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
     """
     flags, names = like.co_flags, list(like.co_varnames)
     positional, keyword = names[: like.co_argcount], names[like.co_argcount :][: like.co_kwonlyargcount]
+    keyword = [each for each in keyword if each != _SLOT]  # of a replacement below
     rest = names[like.co_argcount + like.co_kwonlyargcount :]
     star = rest.pop(0) if flags & inspect.CO_VARARGS else ""
     stars = rest.pop(0) if flags & inspect.CO_VARKEYWORDS else "_more" if takes_more else ""

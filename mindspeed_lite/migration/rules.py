@@ -16,23 +16,6 @@ Result: TypeAlias = "str | tuple[str | tuple[str, ...], str] | None"
 Rule = Callable[[FlagUse, CommandLine], Result]
 
 
-def _check_latent_attention(use: FlagUse, line: CommandLine) -> None:
-    if not line.has("--multi-latent-attention", "--multi-head-latent-attention"):
-        raise Refusal(
-            f"{' '.join((use.flag, *use.values))}: YaRN without latent attention is not translated. Instead: "
-            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
-        )
-
-
-def built_in(use: FlagUse, line: CommandLine) -> Result:
-    """A value that is fixed in latent attention."""
-    value, fixed = line.values_of(use)[0], use.row.words
-    _check_latent_attention(use, line)
-    if not is_equal(value, fixed):
-        raise Refusal(f"{use.flag} {value}: latent attention in Megatron has {fixed} built in: leave it out")
-    return f"{fixed} is built into Megatron's latent attention"
-
-
 def is_equal(one: str, other: str) -> bool:
     try:
         return float(one) == float(other)
@@ -46,7 +29,11 @@ def _rope_scaling_type(use: FlagUse, line: CommandLine) -> Result:
         return "--use-rope-scaling", "Megatron's name for it"
     if value != "yarn":
         raise Refusal(f"--rope-scaling-type {value}: has no counterpart in Megatron")
-    _check_latent_attention(use, line)
+    if not line.has("--multi-latent-attention", "--multi-head-latent-attention"):
+        raise Refusal(
+            "--rope-scaling-type yarn: YaRN without latent attention is not translated. Instead: "
+            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
+        )
     return "YaRN is what latent attention has by default"
 
 

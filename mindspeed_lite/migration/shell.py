@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .translate import TranslatedFlag, Translation, translate
 
 _ASSIGNMENT = re.compile(r"^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=(\"[^\"$`\n]*\"|'[^'\n]*'|[^\s\"'();|&#]*)", re.M)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_HOLDS_FLAGS = re.compile(r"(?:^|\s)--[A-Za-z]")
-_FLAG = re.compile(r"--[A-Za-z][\w-]*")
-_BLANK = ("", " ", "\t", "\n", "\\", ")")
+_SUBSTITUTION = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|`[^`]*`"
+_QUOTES = r"\"(?:\\[\s\S]|[^\"\\])*\"|'[^']*'"
+# A comment, a word, or a character between words.
+_TOKEN = re.compile(
+    rf"(?<![^\s;(])#[^\n]*|(?P<word>(?:\\[^\n]|{_SUBSTITUTION}|{_QUOTES}|[^\s;|&<>()\"'`\\])+)|\\\n|[\s\S]"
+)
+_WORD_OF_TEXT = re.compile(rf"(?:\\[^\n]|{_SUBSTITUTION}|[^\s\\])+")
+_QUOTED = re.compile(_QUOTES)
+_QUOTED_FLAG = re.compile(r"([\"'])(--[A-Za-z][\w-]*)\1")
+_HOLDS_FLAGS = re.compile(r"(?:^|\s|\\\n)--[A-Za-z]")
 _IMPORT = re.compile(r"^(\s*)(import mindspeed\.|from mindspeed import )(?=megatron_adaptor\b)", re.M)
 
 
@@ -47,9 +55,14 @@ def read_script(text: str, is_python: bool = False) -> Script:
     if is_python:
         text, count = _IMPORT.subn(lambda m: m[1] + m[2].replace("mindspeed", "mindspeed_lite"), text)
         return Script(text, Translation((), ()), count, ())
-    reader = _Reader(text)
-    reader.read("command", 0, len(text))
-    words, variables = reader.words, {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
+    variables = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
+    words: list[_Word] = []
+    ends: set[int] = set()
+    for each in _words(text):
+        if each is None:
+            ends.add(len(words) - 1)
+        else:
+            words.append(each)
 
     def resolved(word: str) -> str:
         is_quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"
@@ -58,7 +71,7 @@ def read_script(text: str, is_python: bool = False) -> Script:
             found = _VARIABLE.sub(lambda m: str(variables.get(m[1] or m[2], m[0] if m[3] is None else m[3])), found)
         return found
 
-    found = translate([word.text for word in words], resolve=resolved, ends=reader.ends)
+    found = translate([word.text for word in words], resolve=resolved, ends=ends)
     in_table = {step.use.start for step in found.steps}
     others = dict.fromkeys(
         word.text.partition("=")[0]
@@ -68,80 +81,38 @@ def read_script(text: str, is_python: bool = False) -> Script:
     return Script(_edited(text, words, found.steps), found, 0, tuple(others))
 
 
-class _Reader:
-    """Words of a script; `ends`: places of those that end quotes or a command."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.words: list[_Word] = []
-        self.ends: set[int] = set()
-
-    def _add(self, begin: int, end: int, place: str) -> None:
-        if end > begin:
-            self.words.append(_Word(self._text[begin:end], begin, end, place))
-
-    def _end(self, begin: int, end: int, place: str) -> None:
-        self._add(begin, end, place)
-        self.ends.add(len(self.words) - 1)
-
-    def read(self, place: str, start: int, stop: int) -> None:
-        text, begin, at = self._text, start, start
-        while at < stop:
-            char = text[at]
-            if text.startswith("\\\n", at):
-                self._add(begin, at, place)
-                at = begin = at + 2
-            elif char == "\\":
-                at += 2
-            elif char in " \t\r" or (char == "\n" and place != "command"):
-                self._add(begin, at, place)
-                at = begin = at + 1
-            elif char == "#" and at == begin and place != "text":
-                end = text.find("\n", at)
-                at = begin = stop if end < 0 else end
-            elif char in "\"'" and place != "text":
-                end = _closing(text, at, stop)
-                if at == begin and _FLAG.fullmatch(text, at + 1, end) and text[end + 1 : end + 2] in _BLANK:
-                    self.words.append(_Word(text[at + 1 : end], at, end + 1, place))
-                    begin = end + 1
-                elif _HOLDS_FLAGS.search(text[at + 1 : end].replace("\\\n", " ")):
-                    self._end(begin, at, place)
-                    self.read("text", at + 1, end)
-                    begin = end + 1
-                at = end + 1
-            elif text.startswith(("$(", "${", "`"), at):
-                at = _after_substitution(text, at, stop)
-            elif char in "()" and place == ("command" if char == "(" and text[at - 1 : at] == "=" else "array"):
-                self._end(begin, at, place)
-                place = "array" if char == "(" else "command"
-                at = begin = at + 1
-            elif char in "\n;|&<>()" and place == "command":
-                self._end(begin, at, place)
-                at = begin = at + 1
-            else:
-                at += 1
-        self._end(begin, min(at, stop), place)
+def _words(text: str) -> Iterator[_Word | None]:
+    """Yield words; None where quotes or a command end."""
+    place = "command"
+    for found in _TOKEN.finditer(text):
+        char = found[0]
+        if found["word"]:
+            yield from _parts(text, found.start(), found.end(), place)
+        elif char == "(" and text[found.start() - 1 : found.start()] == "=":
+            place = "array"
+            yield None
+        elif char == ")" or (char in "\n;|&<>(" and place == "command"):
+            place = "command"
+            yield None
+    yield None
 
 
-def _closing(text: str, at: int, stop: int) -> int:
-    end = at + 1
-    while end < stop and text[end] != text[at]:
-        end += 2 if text[end] == "\\" and text[at] == '"' else 1
-    return min(end, stop)
-
-
-def _after_substitution(text: str, at: int, stop: int) -> int:
-    """Position after `$(...)`, `${...}` or backquotes."""
-    if text[at] == "`":
-        end = text.find("`", at + 1)
-        return stop if end < 0 else end + 1
-    opening = text[at + 1]
-    closing, depth = {"(": ")", "{": "}"}[opening], 0
-    for place in range(at + 1, stop):
-        depth += (text[place] == opening) - (text[place] == closing)
-        if depth == 0:
-            return place + 1
-    return stop
+def _parts(text: str, start: int, stop: int, place: str) -> Iterator[_Word | None]:
+    """Split a word of the shell into quoted texts that hold flags, and the rest."""
+    if flag := _QUOTED_FLAG.fullmatch(text, start, stop):
+        yield _Word(flag[2], start, stop, place)
+        return
+    for quoted in _QUOTED.finditer(text, start, stop):
+        if _HOLDS_FLAGS.search(quoted[0][1:-1]):
+            if quoted.start() > start:
+                yield _Word(text[start : quoted.start()], start, quoted.start(), place)
+            yield None
+            for word in _WORD_OF_TEXT.finditer(text, quoted.start() + 1, quoted.end() - 1):
+                yield _Word(word[0], word.start(), word.end(), "text")
+            yield None
+            start = quoted.end()
+    if stop > start:
+        yield _Word(text[start:stop], start, stop, place)
 
 
 def _edited(text: str, words: list[_Word], steps: tuple[TranslatedFlag, ...]) -> str:

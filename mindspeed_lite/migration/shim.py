@@ -1,6 +1,6 @@
 """A `mindspeed` package for scripts that import `mindspeed.megatron_adaptor`.
 
-Two files in a folder for PYTHONPATH; never replaces a real MindSpeed, and raises where one is installed.
+Two files in a folder for PYTHONPATH; never written where MindSpeed is installed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,6 @@ _PACKAGE = f'''"""{_MARK}: `mindspeed.megatron_adaptor` is mindspeed_lite's; the
 
 Written by `mindspeed-lite migrate --shim`. Remove this folder to be rid of it.
 """
-
-from importlib.machinery import PathFinder
-from pathlib import Path
-import sys
-
-_here = Path(__file__).resolve().parents[1]
-_others = [each for each in sys.path if Path(each or ".").resolve() != _here]
-_real = PathFinder.find_spec("mindspeed", _others)
-if _real is not None and _real.origin is not None:
-    raise ImportError(
-        f"{{__file__}} is {_MARK}, and MindSpeed itself is installed ({{_real.origin}}): take {{_here}} off "
-        "PYTHONPATH, or uninstall one of the two."
-    )
 '''
 
 _ADAPTOR = f'''"""{_MARK}: importing it imports mindspeed_lite.megatron_adaptor."""

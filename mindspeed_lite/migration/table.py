@@ -18,19 +18,6 @@ CLASSES = {
     "dead": "gone from MindSpeed itself",
 }
 
-OUTCOMES = {
-    "keep": "stays as it is",
-    "rename": "its value goes to another flag",
-    "write": "other words take its place",
-    "drop": "left out: nothing has to be asked for",
-    "launcher": "stays with the launcher; after the training script it is left out",
-    "skip": "left out, with a notice: the same model trains, without what the flag would save",
-    "refuse": "one line and exit code 2",
-    "choose": "depends on its value",
-    "built-in": "one value is built into Megatron and left out",
-    "rule": "depends on its value or on other flags",
-}
-
 
 class FlagRow(NamedTuple):
     """One flag.
@@ -38,9 +25,9 @@ class FlagRow(NamedTuple):
     Attributes:
         values: number of words: "0", "1" or "+" (up to the next flag).
         kind: one of CLASSES.
-        outcome: one of OUTCOMES.
-        words: `rename`, `write`: replacement. `keep`: after "!", refused values, separated by "|". `built-in`: the
-            value. `choose`: "PATTERN>WORDS", separated by "|"; "*>REASON" refuses others. "{}": the flag's value.
+        outcome: keep, rename, write (other words), drop, launcher (torchrun's), skip, refuse, choose (by value), rule.
+        words: `rename`, `write`: replacement. `keep`: after "!", refused values, separated by "|". `choose`:
+            "PATTERN>WORDS", separated by "|"; "*>REASON" refuses others. "{}": the flag's value.
         idle: conditions; the first that holds makes it a no-op: "cp=1", "pp=1", "vpp=1", "value:x", "no:--other" (flag
             absent), "with:--other" or "with:--other=x" (flag given); "not:--other" refuses both. "shared": also a flag
             of Megatron or this package; translated only in MindSpeed commands.

@@ -104,8 +104,6 @@ def _result(use: FlagUse, line: CommandLine) -> Result:
         return rules.RULES[flag](use, line)
     if row.outcome == "choose":
         return _chosen(use, line)
-    if row.outcome == "built-in":
-        return rules.built_in(use, line)
     if row.outcome == "rename":
         return _renamed(use, line)
     if row.outcome == "write":

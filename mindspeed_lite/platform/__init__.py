@@ -9,9 +9,10 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from .redirect import Redirects
+if TYPE_CHECKING:
+    from .redirect import Redirects
 
 __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate", "device_names"]
 
@@ -86,20 +87,18 @@ def activate(requested: str | None = None) -> Device:
             )
         return _active[0]
     chosen = choose(requested)
+    from . import megatron
+    from .redirect import Redirects
+
     redirects = Redirects()
     try:
         chosen.install(redirects)
-    except BaseException:
-        redirects.undo()
-        raise
-    _active = (chosen, redirects)
-    from . import megatron
-
-    try:
         megatron.attach(chosen.name)
     except BaseException:
-        deactivate()
+        megatron.detach()
+        redirects.close()
         raise
+    _active = chosen, redirects
     return chosen
 
 
@@ -123,7 +122,7 @@ def deactivate() -> None:
     from . import megatron
 
     megatron.detach()
-    _active[1].undo()
+    _active[1].close()
     _active = None
 
 

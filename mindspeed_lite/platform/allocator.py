@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 
 ALLOCATOR_VARIABLE = "MINDSPEED_LITE_ALLOCATOR"
 KEEP = "keep"
@@ -21,13 +20,7 @@ _M_ARENA_MAX = -8
 _SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
 
 # User tuning, which mallopt would override.
-_TUNING = {
-    "MALLOC_ARENA_MAX",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-}
+_TUNING = {f"MALLOC_{name}" for name in "ARENA_MAX MMAP_MAX_ MMAP_THRESHOLD_ TRIM_THRESHOLD_ TOP_PAD_".split()}
 
 _kept = False
 
@@ -42,8 +35,6 @@ def wanted(given: str | None = None) -> str:
 
 
 def why_not() -> list[str]:
-    if not sys.platform.startswith("linux"):
-        return [f"{sys.platform} has no mallopt; this is for Linux with glibc"]
     process = ctypes.CDLL(None)
     if not hasattr(process, "gnu_get_libc_version") or not hasattr(process, "mallopt"):
         return ["the C library is not glibc"]

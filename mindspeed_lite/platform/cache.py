@@ -45,8 +45,7 @@ def _places() -> Iterator[Path]:
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield Path(chosen) if chosen else Path(home) / "mindspeed_lite"
-    if hasattr(os, "getuid"):
-        yield Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}"
+    yield Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}"
 
 
 def _problem(place: Path) -> str | None:
@@ -55,15 +54,14 @@ def _problem(place: Path) -> str | None:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = place.stat()
         # Code is loaded from here, so no other user may write to it.
-        if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        if found.st_uid != os.getuid():
             return "it belongs to another user, whose code would be loaded"
-        if os.name == "posix":
-            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                who = "every user" if found.st_mode & stat.S_IWOTH else "its group"
-                return f"{who} can write to it, whose code would be loaded (chmod go-w makes it usable)"
-            for each in {*place.absolute().parents, *place.resolve().parents}:
-                if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-                    return f"every user can put another in its place (chmod +t or o-w {each} makes it usable)"
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            who = "every user" if found.st_mode & stat.S_IWOTH else "its group"
+            return f"{who} can write to it, whose code would be loaded (chmod go-w makes it usable)"
+        for each in {*place.absolute().parents, *place.resolve().parents}:
+            if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                return f"every user can put another in its place (chmod +t or o-w {each} makes it usable)"
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:

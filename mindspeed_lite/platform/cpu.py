@@ -7,12 +7,11 @@ pins memory.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 import platform as machine
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +49,10 @@ def available() -> list[str]:
 
 
 def describe() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     widened = sorted(str(dtype).removeprefix("torch.") for dtype in cpu_matmul.widened())
-    return f"{_processor()}, {cores} cores" + (f", {' and '.join(widened)} products in fp32" if widened else "")
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores" + (
+        f", {' and '.join(widened)} products in fp32" if widened else ""
+    )
 
 
 def _processor() -> str:
@@ -64,7 +64,7 @@ def _processor() -> str:
 
 
 def install(redirects: Redirects) -> None:
-    """Redirect `torch.cuda`, device names and collectives; `redirects.undo()` restores them."""
+    """Redirect `torch.cuda`, device names and collectives; `redirects.close()` restores them."""
     # Cached on first use of `with torch.device(...)`; must be torch's own constructors.
     _device_constructors()
 
@@ -73,16 +73,15 @@ def install(redirects: Redirects) -> None:
     redirects.default_environment(*NO_CUDA_EXTENSION)
 
     _redirect_device(redirects)
-    _redirect_random(redirects, HostRandom())
+    _redirect_random(redirects)
     _redirect_tensors(redirects)
     gloo.install(redirects)
-    redirects.on_undo(cpu_matmul.install())
-    redirects.rebind_importers()
+    redirects.callback(cpu_matmul.install())
 
 
 def _redirect_device(redirects: Redirects) -> None:
     cuda, none = torch.cuda, _constant(None)
-    _answer(redirects, (cuda, cuda.memory), {
+    _answer(redirects, cuda, {
         "is_available": _constant(True),
         "is_initialized": _constant(True),
         "is_bf16_supported": _constant(True),
@@ -115,7 +114,7 @@ def _redirect_device(redirects: Redirects) -> None:
         "memory_snapshot": lambda *_, **__: [],
     })  # fmt: skip
     markers = ("range_push", "range_pop", "mark", "range_start", "range_end")
-    _answer(redirects, (cuda.nvtx,), dict.fromkeys(markers, _constant(0)))
+    _answer(redirects, cuda.nvtx, dict.fromkeys(markers, _constant(0)))
     for owner, attribute, value in (
         (cuda, "StreamContext", streams.StreamContext),
         (cuda, "Stream", streams.Stream),
@@ -124,29 +123,32 @@ def _redirect_device(redirects: Redirects) -> None:
         (cuda.nvtx, "range", _no_range),
     ):
         redirects.set(owner, attribute, value)
-    redirects.set(cuda, "device", contextlib.nullcontext, shared=True)
+    redirects.set(cuda, "device", contextlib.nullcontext)
 
 
-def _answer(redirects: Redirects, owners: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> None:
+def _answer(redirects: Redirects, owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
     for function, answer in answers.items():
-        chosen: Any = None
-        for owner in owners:
-            if function in vars(owner):
-                chosen = chosen or for_the_host(getattr(owner, function), answer)
-                redirects.set(owner, function, chosen)
+        if hasattr(owner, function):
+            redirects.wrap(owner, function, functools.partial(for_the_host, answer=answer))
 
 
-def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
-    generator, own_seed = torch.default_generator, torch.manual_seed
+def _redirect_random(redirects: Redirects) -> None:
+    """Separate the host's random state from the device's, which is that of torch's default generator.
+
+    Megatron saves both and warns if device operations move the host's. Data loaders draw from the host's, since not all
+    tensor-parallel ranks have one.
+    """
+    generator, host = torch.default_generator, torch.Generator()
+    host.set_state(generator.get_state())
 
     def seed_device(seed: int) -> None:
         generator.manual_seed(int(seed))
 
     def seed_both(seed: int) -> torch.Generator:
         host.manual_seed(int(seed))
-        return own_seed(seed)
+        return generator.manual_seed(int(seed))
 
-    _answer(redirects, (torch.cuda, torch.cuda.random), {
+    _answer(redirects, torch.cuda, {
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state()],
         "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
@@ -156,80 +158,37 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
         **dict.fromkeys(("seed", "seed_all"), lambda: generator.seed()),
     })  # fmt: skip
     redirects.set(torch.cuda, "default_generators", DeviceGenerators((generator,)))
-    _answer(redirects, (torch, torch.random), {
-        "get_rng_state": host.get_state,
+    _answer(redirects, torch, {
+        "get_rng_state": lambda: host.get_state(),
         "set_rng_state": lambda new_state: host.set_state(new_state),
         "manual_seed": seed_both,
     })  # fmt: skip
-    own_fork = torch.random.fork_rng
 
-    @contextlib.contextmanager
-    @functools.wraps(own_fork)
-    def fork_rng(*args: Any, **kwargs: Any) -> Any:
-        before = host.get_state()
-        with own_fork(*args, **kwargs):
-            try:
-                yield
-            finally:
-                if kwargs.get("enabled", args[1] if len(args) > 1 else True):
-                    host.set_state(before)
+    def forking(original: Any) -> Any:
+        @contextlib.contextmanager
+        def fork_rng(*args: Any, **kwargs: Any) -> Any:
+            before = host.get_state()
+            with original(*args, **kwargs):
+                try:
+                    yield
+                finally:
+                    if kwargs.get("enabled", args[1] if len(args) > 1 else True):
+                        host.set_state(before)
 
-    redirects.set(torch.random, "fork_rng", fork_rng)
+        return fork_rng
 
-    own_shuffle = torch.utils.data.RandomSampler.__iter__
+    def drawing_from_host(original: Any) -> Any:
+        def iterate(self: Any) -> Any:
+            self.generator = self.generator or host
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*pin_memory.*")
+                return original(self)
 
-    @functools.wraps(own_shuffle)
-    def shuffle(self: Any) -> Any:
-        if self.generator is None:
-            # The host draws it on a GPU run, at the first batch.
-            with host.drawing():
-                seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            self = copy.copy(self)
-            self.generator = torch.Generator().manual_seed(seed)
-        yield from own_shuffle(self)
+        return iterate
 
-    redirects.set(torch.utils.data.RandomSampler, "__iter__", shuffle)
-
-    loader_iter = torch.utils.data.DataLoader.__iter__
-
-    @functools.wraps(loader_iter)
-    def iterate(self: Any) -> Any:
-        # The loader's base seed comes from the host's generator on a GPU run.
-        with host.drawing(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*pin_memory.*")
-            return loader_iter(self)
-
-    redirects.set(torch.utils.data.DataLoader, "__iter__", iterate)
-
-
-class HostRandom:
-    """Host random state; torch's default generator is the device's.
-
-    Megatron saves both and warns if device operations move the host's.
-    """
-
-    def __init__(self) -> None:
-        self._state: torch.Tensor = torch.default_generator.get_state()
-
-    def get_state(self) -> torch.Tensor:
-        return self._state.clone()
-
-    def set_state(self, state: torch.Tensor) -> None:
-        self._state = state.clone()
-
-    def manual_seed(self, seed: int) -> None:
-        self._state = torch.Generator().manual_seed(seed).get_state()
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Make torch's default generator the host's within the block."""
-        device_state = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._state)
-        try:
-            yield
-        finally:
-            self._state = torch.default_generator.get_state()
-            torch.default_generator.set_state(device_state)
+    redirects.wrap(torch.random, "fork_rng", forking)
+    for owner in (torch.utils.data.DataLoader, torch.utils.data.RandomSampler):
+        redirects.wrap(owner, "__iter__", drawing_from_host)
 
 
 class DeviceGenerators(tuple[torch.Generator, ...]):
@@ -244,20 +203,13 @@ def _redirect_tensors(redirects: Redirects) -> None:
         owner: Any = torch.fft if function.startswith("fft_") else torch
         name = function.removeprefix("fft_")
         if hasattr(owner, name):
-            redirects.set(owner, name, _factory(getattr(owner, name)))
-    own_context = DeviceContext.__init__
-
-    @functools.wraps(own_context)
-    def enter_device(self: Any, device: Any) -> None:
-        own_context(self, on_cpu(device))
-
+            redirects.wrap(owner, name, _factory)
     # Shared by `with torch.device("cuda")` and `torch.set_default_device`.
-    redirects.set(DeviceContext, "__init__", enter_device)
+    redirects.wrap(DeviceContext, "__init__", lambda original: lambda self, device: original(self, on_cpu(device)))
     tensor = torch.Tensor
     for function in _TENSOR_FACTORIES:
-        redirects.set(tensor, function, _factory(getattr(tensor, function)))
-
-    own_to, own_type, own_load = tensor.to, tensor.type, torch.load
+        redirects.wrap(tensor, function, _factory)
+    own_to, own_type = tensor.to, tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:
@@ -276,23 +228,18 @@ def _redirect_tensors(redirects: Redirects) -> None:
             dtype = dtype.replace("torch.cuda.", "torch.")
         return own_type(self, dtype, *args, **kwargs)
 
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(map_location, dict):
-            map_location = {source: _location(target) for source, target in map_location.items()}
-        return own_load(f, on_cpu(map_location), *args, **kwargs)
-
     redirects.set(tensor, "to", functools.wraps(own_to)(to))
     redirects.set(tensor, "cuda", functools.wraps(tensor.cuda)(cuda))
     redirects.set(tensor, "type", for_the_host(own_type, type_name))
     redirects.set(tensor, "record_stream", _constant(None))
     redirects.set(tensor, "pin_memory", lambda self, *args, **kwargs: self)
-    redirects.set(torch, "load", functools.wraps(own_load)(load))
+    redirects.wrap(torch, "load", _loading)
     for owner in (torch, torch.amp):
         redirects.set(owner, "autocast", _Autocast)
     for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
         redirects.set(owner, "autocast", _CudaAutocast)
     for short in _TYPES:
-        redirects.set(torch.cuda, f"{short}Tensor", getattr(torch, f"{short}Tensor"), shared=True)
+        redirects.set(torch.cuda, f"{short}Tensor", getattr(torch, f"{short}Tensor"))
 
 
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,6 +252,15 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return make
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(map_location, dict):
+            map_location = {source: _location(target) for source, target in map_location.items()}
+        return original(f, on_cpu(map_location), *args, **kwargs)
+
+    return load
 
 
 def _location(target: Any) -> Any:

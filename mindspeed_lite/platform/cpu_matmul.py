@@ -13,7 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -69,9 +69,10 @@ def install() -> Callable[[], None]:
         return lambda: None
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     overrides = {}
-    for each in _OPERATORS:
-        multiply, original = (get_kernel(f"aten::{name}", "CPU") for name in (each.multiply, each.overload))
-        overrides[each.overload] = _override(each, slow, multiply, original)
+    for overload in _OVERLOADS:
+        plain = "bmm" if "bmm" in overload else "mm"
+        multiply, original = (get_kernel(f"aten::{name}", "CPU") for name in (plain, overload))
+        overrides[overload] = _override(overload, slow, multiply, original)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for overload, run in overrides.items():
@@ -86,28 +87,11 @@ def install() -> Callable[[], None]:
     return undo
 
 
-class _Operator(NamedTuple):
-    """Overload with `terms` arguments before its matrices, and its plain matmul."""
-
-    overload: str
-    multiply: str
-    terms: int
+_OVERLOADS = ("mm", "mm.out", "bmm", "bmm.out", "addmm", "addmm.out", "addmm_", "baddbmm", "baddbmm.out", "baddbmm_")
 
 
-_OPERATORS = tuple(
-    _Operator(name + form, multiply, terms)
-    for name, multiply, terms, forms in (
-        ("mm", "mm", 0, ("", ".out")),
-        ("bmm", "bmm", 0, ("", ".out")),
-        ("addmm", "mm", 1, ("", ".out", "_")),
-        ("baddbmm", "bmm", 1, ("", ".out", "_")),
-    )
-    for form in forms
-)
-
-
-def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, original: Any) -> Callable[..., Any]:
-    terms, in_place = operator.terms, operator.overload.endswith("_")
+def _override(overload: str, slow: frozenset[torch.dtype], multiply: Any, original: Any) -> Callable[..., Any]:
+    terms, in_place = int("add" in overload), overload.endswith("_")  # terms: arguments before the matrices
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         a, b = args[terms], args[terms + 1]

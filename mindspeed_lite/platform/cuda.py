@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from .redirect import Redirects
+if TYPE_CHECKING:
+    from .redirect import Redirects
+
 
 name = "cuda"
 distributed_backend = "nccl"

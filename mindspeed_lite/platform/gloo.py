@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,28 +22,22 @@ def install(redirects: Redirects) -> None:
         replacements[name] = _averaging
     replacements |= {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
     for name, wrap in replacements.items():
-        modules = [module for module in (dist, dist.distributed_c10d) if hasattr(module, name)]
-        changed: Any = None
-        for module in modules:
-            original = getattr(module, name)
-            changed = changed or functools.wraps(original)(wrap(original))
-            redirects.set(module, name, changed)
+        if hasattr(dist, name):
+            redirects.wrap(dist, name, wrap)
 
 
 def _over_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     def make(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("backend"), str):
-            kwargs["backend"] = _gloo(kwargs["backend"])
-        args = tuple(_gloo(each) if isinstance(each, str) else each for each in args)
+        call = signature.bind(*args, **kwargs)
+        if "nccl" in str(call.arguments.get("backend")):
+            call.arguments["backend"] = "gloo"
         for option in ("device_id", "pg_options"):
-            kwargs.pop(option, None)
-        return original(*args, **kwargs)
+            call.arguments.pop(option, None)
+        return original(*call.args, **call.kwargs)
 
     return make
-
-
-def _gloo(backend: str) -> str:
-    return "gloo" if "nccl" in backend else backend
 
 
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:

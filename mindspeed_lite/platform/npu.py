@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import DeviceError, npu_trouble
 from .npu_trouble import NpuDiagnosis
-from .redirect import Redirects
+
+if TYPE_CHECKING:
+    from .redirect import Redirects
 
 name = "npu"
 distributed_backend = "hccl"

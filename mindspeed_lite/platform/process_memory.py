@@ -1,4 +1,4 @@
-"""Memory of this process in bytes, reported by the CPU device."""
+"""Memory of this process in bytes, reported by the CPU device; from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import os
 import resource
 from typing import Any
 
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * _PAGE
-    except OSError:
-        return peak_resident()
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * _PAGE
 
 
 def peak_resident() -> int:
-    found = _field("/proc/self/status", b"VmHWM:")
-    if found is not None:
-        return found
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024
+    # Sandboxed kernels may lack VmHWM.
+    return _field("/proc/self/status", b"VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def handed_out() -> int | None:
@@ -72,13 +66,10 @@ def total() -> int:
 
 
 def available() -> int:
-    found = _field("/proc/meminfo", b"MemAvailable:")
-    return max(0, total() - resident()) if found is None else found
+    return _field("/proc/meminfo", b"MemAvailable:") or max(0, total() - resident())
 
 
-def _field(path: str, name: bytes) -> int | None:
-    try:
-        with open(path, "rb") as file:
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)
-    except OSError:
-        return None
+def _field(path: str, name: bytes) -> int:
+    """Field in bytes; 0 if the kernel lacks it."""
+    with open(path, "rb") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), 0)

@@ -13,7 +13,6 @@ import pytest
 from mindspeed_lite import cli
 from mindspeed_lite.cli import doctor_checks
 from mindspeed_lite.cli.doctor_checks import CHECKS, Machine, Row
-from tests.harness import fake_torch_npu, matrix
 from tests.harness.commands import command, without
 
 
@@ -98,15 +97,6 @@ def test_a_torch_that_does_not_import(tmp_path):
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('Failed to load the backend: torch_npu')")
     row = examined(command("doctor", "--json", path=[tmp_path]))["torch"]
     assert row["status"] == "problem" and "the backend" in row["text"] and "AUTOLOAD" in row["fix"]
-
-
-@matrix.whole
-def test_a_torch_npu_that_breaks_in_its_own_way(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, "raise AttributeError('no _npu here')")
-    found = examined(command("doctor", "--json", path=[tmp_path]))
-    assert "no _npu here" in found["device"]["text"]
-    pair = found["torch_npu"]
-    assert pair["status"] == "note" and "no _npu here" in pair["text"] and "reinstall torch_npu" in pair["fix"]
 
 
 @pytest.mark.parametrize(

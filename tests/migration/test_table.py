@@ -7,7 +7,7 @@ import pytest
 from mindspeed_lite import runtime
 from mindspeed_lite.migration import flags, translate
 from mindspeed_lite.migration.rules import RULES
-from mindspeed_lite.migration.table import CLASSES, OUTCOMES
+from mindspeed_lite.migration.table import CLASSES
 from tests.harness.processes import forked
 
 ROWS = list(flags().values())
@@ -15,10 +15,6 @@ OURS = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().option
 LATENT = "--multi-latent-attention"
 # Flags whose outcome depends on the command: a value that is translated, and the flags it needs.
 NEEDS = {
-    **dict.fromkeys(("--beta-fast", "--rope-scaling-beta-fast"), ("32", LATENT)),
-    **dict.fromkeys(("--beta-slow", "--rope-scaling-beta-slow"), ("1", LATENT)),
-    "--rope-scaling-original-max-position-embeddings": ("4096", LATENT),
-    "--original-max-position-embeddings": ("4096.0", "--multi-head-latent-attention"),
     "--rope-scaling-type": ("yarn", LATENT),
     "--rope-scaling-factor": ("40", f"{LATENT} --rope-scaling-type yarn"),
     "--num-layers": ("4", "--noop-layers 3"),
@@ -79,11 +75,11 @@ def write_flags(path):
 
 def test_the_table_is_whole(megatron_flags):
     assert len(ROWS) == 434
-    assert {row.kind for row in ROWS} == set(CLASSES) and {row.outcome for row in ROWS} == set(OUTCOMES)
+    assert {row.kind for row in ROWS} == set(CLASSES)
     assert set(RULES) == {row.flag for row in ROWS if row.outcome == "rule"}
     for row in ROWS:
         assert row.values in ("0", "1", "+") and row.note, row.flag
-        has_words = row.outcome in ("rename", "write", "choose", "built-in")
+        has_words = row.outcome in ("rename", "write", "choose")
         assert bool(row.words) == has_words or row.words.startswith("!"), row.flag
         for each in row.idle:
             known = ("no:--", "with:--", "not:--", "value:")
@@ -97,7 +93,7 @@ def test_the_table_is_whole(megatron_flags):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.flag)
 def test_every_flag_has_its_outcome(row, megatron_flags):
-    if row.outcome in ("rule", "choose", "built-in"):
+    if row.outcome in ("rule", "choose"):
         value, needs = NEEDS.get(row.flag, ("7", ""))
         if row.flag == "--muon-nesterov":
             assert outcome([row.flag], row.flag, megatron_flags)[0] == "kept"

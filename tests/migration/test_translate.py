@@ -97,8 +97,7 @@ STAGES = "--pipeline-num-transformer-layers"
 TWO = "--pipeline-model-parallel-size 2"
 REFUSED = [
     ("--rope-scaling-type yarn", "--rope-scaling-type yarn: YaRN without latent attention"),
-    ("--multi-latent-attention --beta-fast 64", "--beta-fast 64: latent attention in Megatron has 32 built in"),
-    ("--multi-latent-attention --beta-fast x", "--beta-fast x: latent attention in Megatron has 32 built in"),
+    ("--beta-fast x", "--beta-fast (served by Megatron): 32 is built into latent attention; other values"),
     ("--moe-ffn-hidden-size 32 --moe-intermediate-size 64", "--moe-intermediate-size and --moe-ffn-hidden-size are"),
     ("--n-shared-experts 1", "--n-shared-experts needs --moe-ffn-hidden-size."),
     ("--n-shared-experts x", "--n-shared-experts takes a whole number, not 'x'"),

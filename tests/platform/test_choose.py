@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.platform import DeviceError, cuda, npu, npu_trouble
+from mindspeed_lite.platform.redirect import Redirects
 from tests.harness import fake_torch_npu
 from tests.harness.processes import forked
 
@@ -189,7 +190,7 @@ def test_another_device_is_never_taken_silently_beside_an_unusable_npu(machine, 
 def test_a_mapping_that_does_not_import_is_a_device_error(machine):
     machine(fake_torch_npu.WORKS, transfer="raise ImportError('no such name')")
     with pytest.raises(DeviceError, match=r"transfer_to_npu does not import \(no such name\); install the torch_npu"):
-        npu.install(platform.Redirects())
+        npu.install(Redirects())
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_a_device_that_fails_halfway_is_taken_back():
 
     own = torch.cuda.is_available
 
-    def fail(redirects, host):
+    def fail(redirects):
         raise RuntimeError("halfway")
 
     cpu._redirect_random = fail

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,6 +35,7 @@ def test_averages_are_means_however_they_are_asked_for(tmp_path):
         average = dist.ReduceOp.AVG
         group = dist.new_group([0, 1], backend="nccl")
         assert dist.get_backend(group) == "gloo"
+        assert dist.get_backend(dist.new_subgroups(2, backend="nccl", pg_options=object())[0]) == "gloo"
         # 3 + 5 halves exactly, so the mean has no rounding to hide in.
         for arguments, keywords in (((average,), {}), ((), {"op": average}), ((average, group), {}),
                                     ((), {"op": average, "group": group, "async_op": True})):  # fmt: skip
@@ -101,19 +101,5 @@ def test_a_tensor_whose_storage_is_swapped_while_it_is_sent_arrives_intact(tmp_p
                 received = torch.empty(count)
                 dist.irecv(received, 0).wait()
                 assert bool((received == index).all()), (index, received.unique())
-
-    joined(tmp_path / "store", body)
-
-
-@pytest.mark.parametrize("collective", ["reduce_scatter", "reduce"])
-@forked()
-def test_the_older_collectives_average_too(tmp_path, collective):
-    def body(rank):
-        output = torch.full((2,), 3.0 + 2 * rank)
-        if collective == "reduce":
-            dist.reduce(output, 0, dist.ReduceOp.AVG)
-        else:
-            dist.reduce_scatter(output, [output.clone(), output.clone()], dist.ReduceOp.AVG)
-        assert rank == 1 or torch.equal(output, torch.full((2,), 4.0))
 
     joined(tmp_path / "store", body)

@@ -11,8 +11,8 @@ import types
 import pytest
 import torch
 
-from mindspeed_lite import platform
 from mindspeed_lite.platform import npu, npu_unmapped
+from mindspeed_lite.platform.redirect import Redirects
 from tests.harness import fake_torch_npu
 
 
@@ -42,11 +42,11 @@ def marked(monkeypatch):
         ),
         raising=False,
     )
-    npu_unmapped._say.cache_clear()
-    redirects = platform.Redirects()
+    npu_unmapped._warn_once.cache_clear()
+    redirects = Redirects()
     npu_unmapped.install(redirects)
     yield told
-    redirects.undo()
+    redirects.close()
 
 
 def test_memory_used_is_that_of_the_device(marked):
@@ -97,13 +97,13 @@ def test_it_comes_with_the_mapping_and_leaves_what_that_maps(monkeypatch, tmp_pa
         owner, _, attribute = name.rpartition(".")
         monkeypatch.setattr(getattr(torch, owner) if owner else torch, attribute, None, raising=False)
     importlib.invalidate_caches()
-    redirects, own = platform.Redirects(), (torch.cuda.power_draw, torch.cuda.default_generators)
+    redirects, own = Redirects(), (torch.cuda.power_draw, torch.cuda.default_generators)
     try:
         npu.install(redirects)
         assert torch.cuda.temperature() == 41 and torch.cuda.power_draw() == 0
         assert torch.cuda.default_generators == ("of npu 0", "of npu 1")
     finally:
-        redirects.undo()
+        redirects.close()
         for name in [name for name in sys.modules if name.partition(".")[0] == "torch_npu"]:
             del sys.modules[name]
     assert (torch.cuda.power_draw, torch.cuda.default_generators) == own
