@@ -1,6 +1,6 @@
 """Expert placement for equal load, and choice of hot experts to copy.
 
-A placement is each expert's rank. Experts keep their local slot, so moves exchange equal pieces. Standard library only.
+A placement is each expert's rank. Experts keep their local slot, so moves exchange equal pieces.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from . import assignment
+
 # Minimum relative reduction of the largest predicted load.
 MIN_GAIN = 0.02
+# Weight of the past in the average of loads.
+DECAY = 0.9
 
 
 class SlotMove(NamedTuple):
@@ -40,43 +44,19 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
 
 
 def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Slot by slot, the heaviest expert on the least loaded rank, then `improved`."""
-    sums = [0.0] * ranks
-    placement = [0] * len(loads)
-    slots = _slots(len(loads), ranks)
-    for slot in sorted(slots, key=lambda slot: min(loads[each] for each in slot) - max(loads[each] for each in slot)):
-        emptiest = sorted(range(ranks), key=lambda rank: (sums[rank], rank))
-        for expert, rank in zip(sorted(slot, key=lambda each: (-loads[each], each)), emptiest, strict=True):
-            placement[expert] = rank
-            sums[rank] += loads[expert]
-    return improved(loads, placement, ranks)
+    """Slot by slot, most uneven first, then `improved`."""
+
+    def evenness(slot: Sequence[int]) -> float:
+        return min(loads[each] for each in slot) - max(loads[each] for each in slot)
+
+    slots = sorted(_slots(len(loads), ranks), key=evenness)
+    return improved(loads, assignment.deal(loads, slots, ranks), ranks)
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange the fullest rank's experts within their slot, while the larger sum falls."""
-    placement, local = list(before), len(loads) // ranks
-    sums = rank_loads(loads, before, ranks)
-    held = [[0] * local for _ in range(ranks)]
-    for expert, rank in enumerate(before):
-        held[rank][expert % local] = expert
-    for _ in range(len(loads)):
-        full = max(range(ranks), key=lambda each: sums[each])
-        best, exchange = sums[full] * (1 - 1e-9), None
-        for rank, others in enumerate(held):
-            for own, other in zip(held[full], others, strict=True):
-                gain = loads[own] - loads[other]
-                fuller = max(sums[full] - gain, sums[rank] + gain)
-                if rank != full and fuller < best:
-                    best, exchange = fuller, (own, other, rank)
-        if exchange is None:
-            break
-        own, other, rank = exchange
-        gain = loads[own] - loads[other]
-        sums[full] -= gain
-        sums[rank] += gain
-        held[full][own % local], held[rank][own % local] = other, own
-        placement[own], placement[other] = rank, full
-    return placement
+    """Exchange experts within their slots."""
+    local = len(loads) // ranks
+    return assignment.exchange(loads, before, ranks, [expert % local for expert in range(len(loads))])
 
 
 def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
