@@ -2,7 +2,6 @@
 
 record       expert load file
 counts       expert token counts and averages
-assignment   units to ranks: one algorithm for experts and micro-batches
 placement    expert-to-rank assignment: pure functions
 placer       moves experts between ranks while training
 copies       per-micro-batch copies of hot experts, and their measured cost

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from . import assignment
+from .placement import improved
 
 # Loaders read ahead into the next step.
 KEPT_STEPS = 4
@@ -34,9 +34,14 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"{len(costs)} micro-batches are not equally many for each of {ranks} ranks")
     ordered = sorted(range(len(costs)), key=lambda each: (-costs[each], each))
-    placed = assignment.deal(costs, _groups(ordered, ranks), ranks)
+    placed, sums = [0] * len(costs), [0.0] * ranks
+    for units in _groups(ordered, ranks):
+        # The most expensive to the least loaded rank.
+        for unit, rank in zip(units, sorted(range(ranks), key=lambda each: (sums[each], each)), strict=True):
+            placed[unit] = rank
+            sums[rank] += costs[unit]
     if not waits:
-        placed = assignment.exchange(costs, placed, ranks)
+        placed = improved(costs, placed, ranks)
     held: list[list[int]] = [[] for _ in range(ranks)]
     for unit in ordered:
         held[placed[unit]].append(unit)

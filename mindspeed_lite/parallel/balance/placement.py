@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from . import assignment
+import numpy
 
 # Minimum relative reduction of the largest predicted load.
 MIN_GAIN = 0.02
@@ -43,44 +43,33 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
     return found
 
 
-def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Slot by slot, most uneven first, then `improved`."""
-
-    def evenness(slot: Sequence[int]) -> float:
-        return min(loads[each] for each in slot) - max(loads[each] for each in slot)
-
-    slots = sorted(_slots(len(loads), ranks), key=evenness)
-    return improved(loads, assignment.deal(loads, slots, ranks), ranks)
-
-
-def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange experts within their slots."""
-    local = len(loads) // ranks
-    return assignment.exchange(loads, before, ranks, [expert % local for expert in range(len(loads))])
-
-
-def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
-    """Keep groups; each goes to the rank that holds most of it."""
-    shared = [[0] * ranks for _ in range(ranks)]
-    for new, old in zip(placement, before, strict=True):
-        shared[new][old] += 1
-    pairs = sorted((-shared[new][old], new, old) for new in range(ranks) for old in range(ranks))
-    name: dict[int, int] = {}
-    for _, new, old in pairs:
-        if new not in name and old not in name.values():
-            name[new] = old
-    return [name[rank] for rank in placement]
+def improved(
+    loads: Sequence[float], before: Sequence[int], ranks: int, slots: Sequence[int] | None = None
+) -> list[int]:
+    """Exchange units, of one slot each, with the fullest rank while the larger of both sums falls."""
+    load, placed = numpy.array(loads, dtype=float), numpy.array(before)
+    slot = numpy.zeros(len(loads)) if slots is None else numpy.array(slots)
+    for _ in loads:
+        sums = numpy.bincount(placed, load, ranks)
+        full = sums.argmax()
+        own = numpy.flatnonzero(placed == full)
+        gain = load[own, None] - load
+        larger = numpy.maximum(sums[full] - gain, sums[placed] + gain)
+        larger[(placed == full) | (slot[own, None] != slot)] = numpy.inf
+        mine, other = numpy.unravel_index(larger.argmin(), larger.shape)
+        if not larger[mine, other] < sums[full] * (1 - 1e-9):
+            break
+        placed[own[mine]], placed[other] = placed[other], full
+    found: list[int] = placed.tolist()
+    return found
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """Best placement, or `before` if none pays; price: tokens per step to gain per moved slot."""
-
-    def cost(placement: Sequence[int]) -> tuple[float, int]:
-        moves = len(slot_moves(placement, before, ranks))
-        return max(rank_loads(loads, placement, ranks)) + price * moves, moved(placement, before)
-
-    best = min(improved(loads, before, ranks), relabelled(greedy(loads, ranks), before, ranks), key=cost)
-    return best if cost(best)[0] < (1 - MIN_GAIN) * cost(before)[0] else list(before)
+    """`improved` placement, or `before` if it does not pay; price: tokens per step to gain per moved slot."""
+    local = len(loads) // ranks
+    after = improved(loads, before, ranks, [expert % local for expert in range(len(loads))])
+    cost = max(rank_loads(loads, after, ranks)) + price * len(slot_moves(after, before, ranks))
+    return after if cost < (1 - MIN_GAIN) * max(rank_loads(loads, before, ranks)) else list(before)
 
 
 def moved(placement: Sequence[int], before: Sequence[int]) -> int:
@@ -88,11 +77,11 @@ def moved(placement: Sequence[int], before: Sequence[int]) -> int:
 
 
 def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[SlotMove]:
-    found = []
-    for number, slot in enumerate(_slots(len(after), ranks)):
+    found, local = [], len(after) // ranks
+    for number in range(local):
         to, source = [0] * ranks, [0] * ranks
-        for expert in slot:
-            to[before[expert]], source[after[expert]] = after[expert], before[expert]
+        for old, new in zip(before[number::local], after[number::local], strict=True):
+            to[old], source[new] = new, old
         if to != [*range(ranks)]:
             found.append(SlotMove(number, tuple(to), tuple(source)))
     return found
@@ -105,11 +94,6 @@ def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
     for expert, rank in enumerate(placement):
         found[rank * local + expert % local] = expert
     return found
-
-
-def _slots(experts: int, ranks: int) -> list[list[int]]:
-    local = len(contiguous(experts, ranks)) // ranks
-    return [list(range(slot, experts, local)) for slot in range(local)]
 
 
 @dataclass(frozen=True)
