@@ -126,6 +126,3 @@ def predicted_loads(averages: Sequence[LoadAverage], group: ProcessGroup) -> lis
     dist.all_reduce(parts, group=group)
     found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()
     return found
-
-
-__all__ = ["ExpertPlace", "LoadAverage", "LoadCounter", "predicted_loads"]

@@ -5,11 +5,13 @@ A placement is each expert's rank. Experts keep their local slot, so moves excha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy
+
+# [ranks][experts], tokens by source rank.
+Counts = Sequence[Sequence[float]]
 
 # Minimum relative reduction of the largest predicted load.
 MIN_GAIN = 0.02
@@ -96,56 +98,37 @@ def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
-class SentTokens:
-    """Tokens sent to experts in an expert-parallel group.
-
-    totals: [experts]. by_source: expert -> [ranks], tokens by source rank.
-    """
-
-    totals: Sequence[float]
-    by_source: Callable[[int], Sequence[float]]
-    ranks: int
-
-    @classmethod
-    def counted(cls, counts: Sequence[Sequence[float]]) -> SentTokens:
-        totals = [sum(column) for column in zip(*counts, strict=True)]
-        return cls(totals, lambda expert: [row[expert] for row in counts], len(counts))
-
-    @classmethod
-    def evenly(cls, loads: Sequence[float], ranks: int) -> SentTokens:
-        return cls(loads, lambda expert: [loads[expert] / ranks] * ranks, ranks)
-
-
-def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collection[int]) -> list[float]:
+def loads_with_copies(counts: Counts, placement: Sequence[int], copied: Sequence[int]) -> list[float]:
     """[ranks]; tokens of a copied expert stay on their source."""
-    found = rank_loads(sent.totals, placement, sent.ranks)
-    for expert in copied:
-        found[placement[expert]] -= sent.totals[expert]
-        found = [load + here for load, here in zip(found, sent.by_source(expert), strict=True)]
+    sent = numpy.array(counts, dtype=float)
+    here = sent[:, list(copied)].sum(1)
+    sent[:, list(copied)] = 0.0
+    found: list[float] = (numpy.bincount(placement, sent.sum(0), len(sent)) + here).tolist()
     return found
 
 
-def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
+def hot_experts(counts: Counts, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
     """At most `number` experts to copy: repeatedly the heaviest of the fullest rank.
 
     Returns the prefix with the lowest maximum load, if each saves more than `price`.
     """
-    loads = rank_loads(sent.totals, placement, sent.ranks)
-    if max(loads) - sum(loads) / sent.ranks <= price:
-        return []
+    sent, placed = numpy.array(counts, dtype=float), numpy.array(placement)
+    totals = sent.sum(0)
+    loads = numpy.bincount(placed, totals, len(sent))
     copied: list[int] = []
-    best, count = max(loads), 0
+    best, count = loads.max(), 0
+    if best - loads.mean() <= price:
+        return []
     for _ in range(number):
-        fullest = max(range(sent.ranks), key=lambda rank: loads[rank])
-        candidates = [each for each, rank in enumerate(placement) if rank == fullest and each not in copied]
+        fullest = loads.argmax()
+        candidates = [expert for expert in numpy.flatnonzero(placed == fullest).tolist() if expert not in copied]
         if not candidates:
             break
-        heaviest = max(candidates, key=lambda each: sent.totals[each])
-        loads = [load + here for load, here in zip(loads, sent.by_source(heaviest), strict=True)]
-        loads[fullest] -= sent.totals[heaviest]
+        heaviest = max(candidates, key=totals.__getitem__)
+        loads = loads + sent[:, heaviest]
+        loads[fullest] -= totals[heaviest]
         copied.append(heaviest)
-        cost = max(loads) + price * len(copied)
-        if cost < best:
+        cost = loads.max() + price * len(copied)
+        if cost < best * (1 - 1e-9):
             best, count = cost, len(copied)
     return copied[:count]

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,6 @@ from .placement import SlotMove
 
 # Parameters of an expert -> read-write access to all their training state.
 StateOf = Callable[[Sequence[Tensor]], AbstractContextManager[list[Tensor]]]
-# The same by slot.
-StateOfSlot = Callable[[int], AbstractContextManager[list[Tensor]]]
 
 
 @torch.no_grad()
@@ -96,11 +93,11 @@ class PlacedExperts:
         now, then = (max(placements.rank_loads(loads, each, self.ranks)) / mean for each in (before, after))
         return after, now, then
 
-    def move(self, after: list[int], state_of: StateOfSlot) -> int:
-        """Returns the bytes sent. A collective."""
+    def move(self, after: list[int], parameters: Sequence[Sequence[Tensor]], state_of: StateOf) -> int:
+        """Returns the bytes sent; parameters: of this rank's experts, by slot. A collective."""
         sent = 0
         for each in placements.slot_moves(after, self.placement, self.ranks):
-            with state_of(each.slot) as tensors:
+            with state_of(parameters[each.slot]) as tensors:
                 sent += exchange(tensors, each, self.group)
         self.placement, self.wanted, self._index = after, None, None
         return sent
@@ -232,15 +229,6 @@ class Placer(abc.ABC):
         state_of, sent = self.state_of(), 0
         for layer, after in moving.items():
             parameters = [[*each.parameters()] for each in self.experts(layer)]
-            sent += self.layers[layer].move(after, partial(_state_of_slot, state_of, parameters))
+            sent += self.layers[layer].move(after, parameters, state_of)
         self.has_moved()
         return sent
-
-
-def _state_of_slot(
-    state_of: StateOf, parameters: Sequence[Sequence[Tensor]], slot: int
-) -> AbstractContextManager[list[Tensor]]:
-    return state_of(parameters[slot])
-
-
-__all__ = ["PlacedExperts", "PlacementGroup", "Placer", "StateOf"]

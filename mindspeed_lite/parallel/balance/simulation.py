@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import placement as placements
-from .placement import DECAY, SentTokens, hot_experts, loads_with_copies
+from .placement import DECAY, hot_experts, loads_with_copies
 from .record import LoadRecord
 
 POLICIES = ("none", "copies", "placement", "both")
@@ -45,9 +45,9 @@ def simulate(
     for row in range(len(record.header.layers)):
         placed, average = home, [0.0] * experts
         for at, step in enumerate(record.steps):
-            # Each replica has an equal share of tokens.
+            # Replicas, and sources in them, have equal shares of tokens.
             loads = [load / record.header.replicas for load in step.experts[row]]
-            sent = SentTokens.evenly(loads, ranks)
+            sent = [[load / ranks for load in loads]] * ranks
             evens[at] += sum(loads) / ranks
             moves = 0
             if at and at % interval == 0:

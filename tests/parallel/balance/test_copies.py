@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel.balance import copies, placement
-from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts, loads_with_copies
+from mindspeed_lite.parallel.balance.placement import hot_experts, loads_with_copies
 from tests.harness.expert_copies import KINDS, run
 from tests.harness.expert_hierarchy import Problem, definition
 from tests.harness.process_groups import joined
@@ -47,10 +47,10 @@ def test_ranks_compute_what_the_choice_foresaw(tmp_path):
         group = joined(rank, 4, tmp_path)
         for problem, _ in CASES:
             counts = [problem.of_rank(each)[1].sum(0).tolist() for each in range(4)]
-            placed, sent = placement.contiguous(problem.experts, 4), SentTokens.counted(counts)
-            copied = hot_experts(sent, placed, 3)
+            placed = placement.contiguous(problem.experts, 4)
+            copied = hot_experts(counts, placed, 3)
             found = run(problem, rank, group, copied, "autograd")
-            assert found["rows"].item() == loads_with_copies(sent, placed, copied)[rank]
+            assert found["rows"].item() == loads_with_copies(counts, placed, copied)[rank]
 
     on_ranks(4, body)
 

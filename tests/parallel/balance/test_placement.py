@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_lite.parallel.balance import placement
-from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts, loads_with_copies
+from mindspeed_lite.parallel.balance.placement import hot_experts, loads_with_copies
 from mindspeed_lite.parallel.balance.record import LoadHeader, LoadRecord, LoadStep
 from mindspeed_lite.parallel.balance.simulation import simulate
 
@@ -74,14 +74,14 @@ def test_what_cannot_be_placed_is_refused():
 
 def test_a_copied_expert_is_computed_where_its_tokens_come_from():
     # [sources][experts]; experts 0 and 1 on rank 0, 2 and 3 on rank 1.
-    sent = SentTokens.counted([[6, 1, 0, 1], [2, 0, 3, 0]])
+    sent = [[6, 1, 0, 1], [2, 0, 3, 0]]
     placed = [0, 0, 1, 1]
     assert loads_with_copies(sent, placed, ()) == [9, 4]
     assert loads_with_copies(sent, placed, (0,)) == [1 + 6, 4 + 2]
     assert hot_experts(sent, placed, 1) == [0]
     # With expert 0 copied 7 stand against 6; copying another of the fullest rank moves nothing away from its source.
     assert hot_experts(sent, placed, 3) == [0]
-    assert hot_experts(SentTokens.evenly([1, 1, 1, 1], 2), placed, 2) == []
+    assert hot_experts([[0.5] * 4] * 2, placed, 2) == []
 
 
 @settings(max_examples=60)
@@ -89,7 +89,7 @@ def test_a_copied_expert_is_computed_where_its_tokens_come_from():
 def test_copies_keep_every_token_and_never_raise_the_fullest(chance, number):
     ranks, experts = 4, 8
     counts = [[chance.randrange(20) for _ in range(experts)] for _ in range(ranks)]
-    sent, placed = SentTokens.counted(counts), placement.contiguous(experts, ranks)
+    sent, placed = counts, placement.contiguous(experts, ranks)
     hot = hot_experts(sent, placed, number)
     before, after = (loads_with_copies(sent, placed, each) for each in ((), hot))
     by_hand = [
@@ -106,7 +106,7 @@ def test_copies_keep_every_token_and_never_raise_the_fullest(chance, number):
 
 def test_two_equally_full_ranks_need_two_copies():
     # A copy of one alone leaves the other rank as full as it was.
-    sent = SentTokens.evenly([12, 0, 12, 0, 2, 2, 2, 2], 4)
+    sent = [[3, 0, 3, 0, 0.5, 0.5, 0.5, 0.5]] * 4
     placed = placement.contiguous(8, 4)
     assert hot_experts(sent, placed, 1) == []
     assert hot_experts(sent, placed, 2) == [0, 2] and max(loads_with_copies(sent, placed, [0, 2])) == 10
