@@ -83,60 +83,43 @@ class Trace:
         self.done.clear()
 
 
-def run(
-    program: Program,
-    passes: Passes,
-    transport: Transport,
-    keep: bool = True,
-    trace: Trace | None = None,
-    sync: DataParallelSync | None = None,
-) -> None:
-    """Execute a program.
+@dataclass
+class Executor:
+    """Executes a rank's program once.
 
     keep: hold inputs and outputs for backward passes, and release sent outputs.
-    """
-    executor = _Executor(program, passes, transport, keep, trace, sync)
-    if sync is not None:
-        sync.begin()
-    for action in program:
-        if isinstance(action, Transfer):
-            executor.exchange(action)
-        else:
-            executor.run(action)
-    executor.finish_sending()
-    if sync is not None:
-        sync.end()
-    if trace is not None:
-        trace.write()
-
-
-class _Executor:
-    """Tensors of one run.
-
     tensors: message -> tensor. waits: message -> waits for its arrival.
     held: (chunk, micro-batch) -> (input, output) for its backward.
     sending: messages of the last send, and its wait.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        passes: Passes,
-        transport: Transport,
-        keep: bool,
-        trace: Trace | None,
-        sync: DataParallelSync | None,
-    ) -> None:
-        self.passes, self.transport = passes, transport
-        self.keep, self.releases = keep, keep and passes.releases
-        self.trace, self.sync = trace, sync
-        works = [action for action in program if isinstance(action, Work)]
+    program: Program
+    passes: Passes
+    transport: Transport
+    keep: bool = True
+    trace: Trace | None = None
+    sync: DataParallelSync | None = None
+    tensors: dict[Message | None, Any] = field(default_factory=dict)
+    waits: dict[Message | None, Callable[[], object] | None] = field(default_factory=dict)
+    held: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
+    sending: tuple[list[Message], Callable[[], object] | None] = ([], None)
+
+    def run(self) -> None:
         # Bound once for all micro-batches.
-        self.calls = {passed: self._bound(*passed) for passed in dict.fromkeys(map(_passed, works))}
-        self.tensors: dict[Message | None, Any] = {}
-        self.waits: dict[Message | None, Callable[[], object] | None] = {}
-        self.held: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.sending: tuple[list[Message], Callable[[], object] | None] = [], None
+        passed = dict.fromkeys(_passed(action) for action in self.program if isinstance(action, Work))
+        calls = {each: self._bound(*each) for each in passed}
+        if self.sync is not None:
+            self.sync.begin()
+        for action in self.program:
+            if isinstance(action, Transfer):
+                self.exchange(action)
+            else:
+                self.compute(action, calls[_passed(action)])
+        self.finish_sending()
+        if self.sync is not None:
+            self.sync.end()
+        if self.trace is not None:
+            self.trace.write()
 
     def exchange(self, transfer: Transfer) -> None:
         to_next, to_prev, from_prev, from_next = transfer
@@ -163,10 +146,10 @@ class _Executor:
         """Outputs needed by a backward are released, keeping their graph."""
         for message in sent:
             tensor = self.tensors.pop(message)
-            if self.releases and message.step.kind is Kind.FORWARD:
+            if self.keep and self.passes.releases and message.step.kind is Kind.FORWARD:
                 self.passes.release(tensor)
 
-    def run(self, work: Work) -> None:
+    def compute(self, work: Work, call: Callable[..., Any]) -> None:
         for step, message in zip(work.steps, work.takes, strict=True):
             if self.sync is not None:
                 self.sync.before(step)
@@ -180,7 +163,11 @@ class _Executor:
                 arguments += self._of_forward(step)
             if step.kind is Kind.FORWARD or step.kind in BACKWARDS:
                 arguments.append(self.tensors.pop(message, None))
-        made = self._timed(work, arguments)
+        begin = time.perf_counter()
+        made = call(*arguments)
+        if self.trace is not None:
+            end = time.perf_counter()
+            self.trace.done += [(step, begin, end) for step in work.steps]
         outputs = made if len(work.steps) > 1 else (made,)
         if self.keep and work.steps[0].kind is Kind.FORWARD:
             self.held[work.steps[0][1:]] = arguments[1], outputs[0]
@@ -189,11 +176,8 @@ class _Executor:
             self._end(step, message, output)
 
     def _bound(self, *passed: tuple[Kind, int]) -> Callable[..., Any]:
-        if len(passed) > 1:
-            pair: Callable[..., Any] = getattr(self.passes, "pair")(*(chunk for _, chunk in passed))  # noqa: B009
-            return pair
-        ((kind, chunk),) = passed
-        found: Callable[..., Any] = getattr(self.passes, kind.name.lower())(chunk)
+        name = "pair" if len(passed) > 1 else passed[0][0].name.lower()
+        found: Callable[..., Any] = getattr(self.passes, name)(*(chunk for _, chunk in passed))
         return found
 
     def _of_forward(self, step: Step) -> tuple[Any, Any]:
@@ -203,14 +187,6 @@ class _Executor:
             self.finish_sending()
         return received, output
 
-    def _timed(self, work: Work, arguments: Sequence[Any]) -> Any:
-        begin = time.perf_counter()
-        made = self.calls[_passed(work)](*arguments)
-        if self.trace is not None:
-            end = time.perf_counter()
-            self.trace.done += [(step, begin, end) for step in work.steps]
-        return made
-
     def _end(self, step: Step, message: Message | None, made: Any) -> None:
         if self.sync is not None:
             self.sync.after(step)
@@ -218,7 +194,7 @@ class _Executor:
             return
         if message.is_local and step.kind is Kind.FORWARD:
             self.tensors[message] = self.passes.hand_over(made)
-            if self.releases:
+            if self.keep and self.passes.releases:
                 self.passes.release(made)
         else:
             self.tensors[message] = made

@@ -13,7 +13,7 @@ from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
 from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import Joining, Program, compile_program
-from mindspeed_lite.pipeline.run import Trace, run
+from mindspeed_lite.pipeline.run import Executor, Trace
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
 from . import pipeline_orders, pipeline_passes
@@ -149,7 +149,7 @@ def execute(
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     folder = settings.get("pipeline_schedule_trace")
     trace = None if forward_only or folder is None else _trace(folder, rank)
-    run(planned.program, passes, transport, not forward_only, trace, sync)
+    Executor(planned.program, passes, transport, not forward_only, trace, sync).run()
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mindspeed_lite.pipeline import orders, program, steps, zero_bubble
+from mindspeed_lite.pipeline import orders, steps, zero_bubble
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import Joining, Program, Transfer, Work, compile_program
 from mindspeed_lite.pipeline.steps import Kind, Message, Schedule, backward, forward
@@ -68,17 +68,6 @@ def is_run_by_rendezvous(ranks: list[Program]) -> bool:
 def test_every_call_returns_where_calls_block(lookahead: int, joining: Joining, pairs: bool) -> None:
     for schedule in SCHEDULES:
         assert is_run_by_rendezvous(programs(schedule, lookahead, joining, pairs)), (schedule.name, schedule.num_ranks)
-
-
-def test_receives_right_before_their_steps_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_places(works, order, rank, lookahead):
-        places = {}
-        for index, work in enumerate(works):
-            places |= dict.fromkeys(work.takes, index) | dict.fromkeys(work.gives, index + 1)
-        return [places[message] for message in order]
-
-    monkeypatch.setattr(program, "_places", own_places)
-    assert not all(is_run_by_rendezvous(programs(each, 0, "all")) for each in SCHEDULES)
 
 
 @pytest.mark.parametrize(("lookahead", "joining"), [(0, "all"), (1, "one way")])
