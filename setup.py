@@ -57,7 +57,7 @@ setup(
         "mindspeed_lite.platform": ["fingerprints.json"],
         "mindspeed_lite.bench": ["*.j2", "inject/*.py"],
     },
-    install_requires=["torch>=2.6", "megatron-core>=0.12.1", "wrapt>=1.16", "packaging>=23", "rich>=13"],
+    install_requires=["torch>=2.6", "megatron-core>=0.12.1", "numpy", "wrapt>=1.16", "packaging>=23", "rich>=13"],
     extras_require={
         "npu": ["torch-npu"],
         "adaptive": SOLVER,

@@ -2,7 +2,6 @@
 
 Documents of long-tailed lengths come through Megatron's data sets and loaders; each rank computes the packed attention
 of its micro-batches, forward and backward. A step has the time of its slowest rank.
-`mindspeed-lite balance --generate-lengths` simulates many steps of more ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from benchmarks.harness import Benchmark, Options, Row, ms
 from lab.ranks import Loopback, Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.ops.attention import packed
-from mindspeed_lite.parallel.balance.lengths import GeneratedLengths, attention_pairs
+from mindspeed_lite.parallel.balance.lengths import attention_pairs
 from tests.harness import document_data
 
 RANKS = 2
@@ -52,7 +51,7 @@ def _training_set(options: Options, micro_batches: int, folder: str) -> Any:
 
     prefix, samples = Path(folder, "data"), (options.steps + 1) * RANKS * micro_batches
     if dist.get_rank() == 0:
-        lengths = GeneratedLengths(options.shortest, options.tail, options.seq_length)
+        lengths = document_data.GeneratedLengths(options.shortest, options.tail, options.seq_length)
         # By the mean of a Pareto distribution; documents that are cut and a long tail make the sum fall below it.
         mean = options.shortest * options.tail / (options.tail - 1)
         document_data.write(prefix, int(3 * samples * options.seq_length / mean), lengths)

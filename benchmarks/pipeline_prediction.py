@@ -1,8 +1,8 @@
 """Pipeline schedules simulated and executed: idle time, and peak memory of activations.
 
 Two processes train a model in each order. A layer sleeps in its forward pass, as long again for the gradient of its
-input and for those of its weights. The simulation has the times of steps, of messages and between steps of the recorded
-training step; peak memory follows from what the first micro-batch of each chunk keeps.
+input and for those of its weights. The simulation has the median times of steps and the mean time of messages of the
+recorded training step; peak memory follows from what the first micro-batch of each chunk keeps.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _rows(options: Options, folder: Path, rates: Rates) -> list[Row]:
         # The first step makes buffers, and the last one sleeps nowhere.
         steps = trace.training_steps(trace.read(folder / order), schedule)[1:-1]
         typical = sorted(steps, key=lambda each: each.bubble)[len(steps) // 2]
-        recorded = trace.recorded_costs(typical, trace.overheads([typical]))
+        recorded = trace.median_costs([typical])
         rows.append({
             "order": order, "peaks": peaks, "recorded": typical.bubble,
             "simulated": simulate(typical.schedule, recorded).bubble, "gain": _gain_of_two_queues(options, order),
@@ -203,7 +203,7 @@ def _picture(page: Path, options: Options, rows: list[Row]) -> None:
     order = options.orders[-1]
     schedule = _schedule(order, options.micro_batches)
     last = trace.training_steps(trace.read(options.folder / order), schedule)[-2]
-    simulated = simulate(last.schedule, trace.recorded_costs(last, trace.overheads([last])))
+    simulated = simulate(last.schedule, trace.median_costs([last]))
     draw.png({f"{order}, simulated": simulated, "executed": last}, page.with_suffix(".png"), "s")
 
 

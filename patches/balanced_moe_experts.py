@@ -37,7 +37,7 @@ from mindspeed_lite.parallel.balance.copies import (
     gather_counts,
     measure_costs,
 )
-from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts
+from mindspeed_lite.parallel.balance.placement import hot_experts
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
@@ -155,7 +155,7 @@ def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any,
     placed = placement.contiguous(ranks * local, ranks)
     price = _break_even(state, dispatcher, experts, sum(map(sum, counts)) // (ranks * local))
     number = min(state.session.settings[NUMBER], ranks * local)
-    return Slots(ranks, local, tuple(hot_experts(SentTokens.counted(counts), placed, number, price)))
+    return Slots(ranks, local, tuple(hot_experts(counts, placed, number, price)))
 
 
 def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> float:

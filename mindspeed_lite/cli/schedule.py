@@ -160,13 +160,11 @@ def _show_orders(
 
 
 def _show_executed(executed: Simulation) -> None:
-    overheads = trace.overheads([executed])
-    alone, whole = (simulate(executed.schedule, trace.recorded_costs(executed, each)) for each in (None, overheads))
+    simulated = simulate(executed.schedule, trace.median_costs([executed]))
     say(
         f"\nexecuted in this order, last training step: {in_seconds(executed.makespan)}, idle "
-        f"{percent(executed.bubble)}; simulated with the times of its steps: {in_seconds(alone.makespan)}, idle "
-        f"{percent(alone.bubble)}; with those of its messages ({in_seconds(overheads.message)}) and of what is between "
-        f"steps as well: {in_seconds(whole.makespan)}, idle {percent(whole.bubble)}"
+        f"{percent(executed.bubble)}; simulated with the median times of its steps and the mean time of its messages: "
+        f"{in_seconds(simulated.makespan)}, idle {percent(simulated.bubble)}"
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Schedule, Step, steps_of
 
@@ -16,7 +16,6 @@ class Costs:
     recompute: empty: as forward.
     message: seconds between two ranks.
     one_queue: both directions between two ranks share one queue.
-    between: overhead after a step, by kind.
     pair: seconds of an overlapped pair over the sum of its steps.
     recomputes: a backward without a RECOMPUTE step recomputes its chunk first, as in Megatron's full recomputation.
     activation_bytes: kept from forward or recomputation to the weight gradients.
@@ -30,7 +29,6 @@ class Costs:
     recompute: Sequence[float] = ()
     message: float = 0.0
     one_queue: bool = False
-    between: Mapping[Kind, float] = field(default_factory=dict)
     pair: float = 1.0
     recomputes: bool = False
     activation_bytes: Sequence[float] = ()
@@ -40,9 +38,6 @@ class Costs:
     def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
         total = sum(self._seconds_of_step(schedule, rank, step) for step in steps_of(entry))
         return total * self.pair if isinstance(entry, OverlappedPair) else total
-
-    def seconds_after(self, entry: Entry) -> float:
-        return self.between.get(steps_of(entry)[-1].kind, 0.0)
 
     def _seconds_of_step(self, schedule: Schedule, rank: int, step: Step) -> float:
         stage, kind = schedule.stage(rank, step.chunk), step.kind

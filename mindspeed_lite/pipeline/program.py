@@ -9,9 +9,8 @@ A receive is issued `lookahead` steps early, or before a later message of the gl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 from .costs import uniform
@@ -29,81 +28,68 @@ class Transfer(NamedTuple):
     from_next: Message | None = None
 
 
-class BoundStep(NamedTuple):
-    """Step whose input and output may be messages to the rank itself."""
+class Work(NamedTuple):
+    """A step, or a forward and a backward in one call; their inputs and outputs may be messages to the rank itself."""
 
-    step: Step
-    takes: Message | None
-    gives: Message | None
+    steps: tuple[Step, ...]
+    takes: tuple[Message | None, ...]
+    gives: tuple[Message | None, ...]
 
 
-@dataclass(frozen=True)
-class RankProgram:
-    """Steps and calls of a rank.
-
-    transfers: `transfers[i]` are the calls before step i; the last entry follows the last step.
-    paired: indices of forwards that run in one call with the next backward.
-    """
-
-    works: tuple[BoundStep, ...]
-    transfers: tuple[tuple[Transfer, ...], ...]
-    paired: frozenset[int] = frozenset()
-
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        return tuple(work.step for work in self.works)
+# What a rank executes, in order.
+Program = tuple[Transfer | Work, ...]
 
 
 def compile_program(
     schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
-) -> RankProgram:
+) -> Program:
     """Compile a rank's program.
 
-    lookahead: steps by which receives are early, if the order allows it.
+    lookahead: works by which receives are early, if the order allows it.
     joining: what one call may carry; "none" if calls first exchange something else, such as lengths.
     pairs: run overlapped pairs in one call.
 
     Raises:
         ValueError: a deadlock, or a message to a rank that is no ring neighbour.
     """
-    works = tuple(
-        BoundStep(step, schedule.input(rank, step), schedule.output(rank, step)) for step in schedule.steps(rank)
-    )
+    works = [
+        Work(
+            steps,
+            tuple(schedule.input(rank, step) for step in steps),
+            tuple(schedule.output(rank, step) for step in steps),
+        )
+        for entry in schedule.ranks[rank]
+        for steps in _calls(entry, pairs)
+    ]
     messages = simulate(schedule, uniform(schedule.num_stages)).messages()
     order = [each for each in messages if rank in (each.source, each.target)]
-    paired = frozenset(_pairs(schedule.ranks[rank]) if pairs else ())
-    calls: list[list[Message]] = [[] for _ in range(len(works) + 1)]
-    for message, place in zip(order, _places(works, order, rank, lookahead, paired), strict=True):
-        calls[place].append(message)
-    transfers = tuple(tuple(_join(each, rank, schedule.num_ranks, joining)) for each in calls)
-    return RankProgram(works, transfers, paired)
+    before: list[list[Message]] = [[] for _ in range(len(works) + 1)]
+    for message, place in zip(order, _places(works, order, rank, lookahead), strict=True):
+        before[place].append(message)
+    program: list[Transfer | Work] = []
+    for found, work in itertools.zip_longest(before, works):
+        program += _join(found, rank, schedule.num_ranks, joining)
+        program += [work] if work is not None else []
+    return tuple(program)
 
 
-def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
-    place = 0
-    for entry in entries:
-        if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
-            yield place
-        place += len(steps_of(entry))
+def _calls(entry: Entry, pairs: bool) -> list[tuple[Step, ...]]:
+    if pairs and isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
+        return [steps_of(entry)]
+    return [(step,) for step in steps_of(entry)]
 
 
-def _places(
-    works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int, paired: frozenset[int]
-) -> list[int]:
-    """Step before which each message is issued; never inside a pair."""
-    own: dict[Message, int] = {}
+def _places(works: Sequence[Work], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
+    """Work before which each message is issued."""
+    own: dict[Message | None, int] = {}
     for index, work in enumerate(works):
-        if work.takes is not None:
-            own[work.takes] = index - (index - 1 in paired)
-        if work.gives is not None:
-            own[work.gives] = index + 1 + (index in paired)
+        own |= dict.fromkeys(work.takes, index) | dict.fromkeys(work.gives, index + 1)
     latest: list[int] = []
     for message in reversed(order):
         latest.append(min(own[message], latest[-1]) if latest else own[message])
     places: list[int] = []
     for message, place in zip(order, reversed(latest), strict=True):
         wanted = place if message.source == rank else max(0, place - lookahead)
-        wanted -= wanted - 1 in paired
         places.append(max(wanted, places[-1]) if places else wanted)
     return places
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .data_parallel_sync import DataParallelSync
-from .program import RankProgram, Transfer
+from .program import Program, Transfer, Work
 from .steps import BACKWARDS, Kind, Message, Step
 
 
@@ -83,65 +83,43 @@ class Trace:
         self.done.clear()
 
 
-def run(
-    program: RankProgram,
-    passes: Passes,
-    transport: Transport,
-    keep: bool = True,
-    trace: Trace | None = None,
-    sync: DataParallelSync | None = None,
-) -> None:
-    """Execute a program.
+@dataclass
+class Executor:
+    """Executes a rank's program once.
 
     keep: hold inputs and outputs for backward passes, and release sent outputs.
-    """
-    executor = _Executor(program, passes, transport, keep, trace, sync)
-    if sync is not None:
-        sync.begin()
-    for place, transfers in enumerate(program.transfers):
-        for transfer in transfers:
-            executor.exchange(transfer)
-        if place in program.paired:
-            executor.run_pair(place)
-        elif place < len(program.works) and place - 1 not in program.paired:
-            executor.run_step(place)
-    executor.finish_sending()
-    if sync is not None:
-        sync.end()
-    if trace is not None:
-        trace.write()
-
-
-class _Executor:
-    """Tensors of one run.
-
     tensors: message -> tensor. waits: message -> waits for its arrival.
     held: (chunk, micro-batch) -> (input, output) for its backward.
     sending: messages of the last send, and its wait.
     """
 
-    def __init__(
-        self,
-        program: RankProgram,
-        passes: Passes,
-        transport: Transport,
-        keep: bool,
-        trace: Trace | None,
-        sync: DataParallelSync | None,
-    ) -> None:
-        self.works, self.passes, self.transport = program.works, passes, transport
-        self.keep, self.releases = keep, keep and passes.releases
-        self.trace, self.sync = trace, sync
-        self.pass_of = {
-            (kind, chunk): getattr(passes, kind.name.lower())(chunk)
-            for kind, chunk in dict.fromkeys(step[:2] for step in program.steps)
-        }
-        pairs = dict.fromkeys((program.steps[i].chunk, program.steps[i + 1].chunk) for i in sorted(program.paired))
-        self.pair_of = {chunks: getattr(passes, "pair")(*chunks) for chunks in pairs}  # noqa: B009
-        self.tensors: dict[Message | None, Any] = {}
-        self.waits: dict[Message | None, Callable[[], object] | None] = {}
-        self.held: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.sending: tuple[list[Message], Callable[[], object] | None] = [], None
+    program: Program
+    passes: Passes
+    transport: Transport
+    keep: bool = True
+    trace: Trace | None = None
+    sync: DataParallelSync | None = None
+    tensors: dict[Message | None, Any] = field(default_factory=dict)
+    waits: dict[Message | None, Callable[[], object] | None] = field(default_factory=dict)
+    held: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
+    sending: tuple[list[Message], Callable[[], object] | None] = ([], None)
+
+    def run(self) -> None:
+        # Bound once for all micro-batches.
+        passed = dict.fromkeys(_passed(action) for action in self.program if isinstance(action, Work))
+        calls = {each: self._bound(*each) for each in passed}
+        if self.sync is not None:
+            self.sync.begin()
+        for action in self.program:
+            if isinstance(action, Transfer):
+                self.exchange(action)
+            else:
+                self.compute(action, calls[_passed(action)])
+        self.finish_sending()
+        if self.sync is not None:
+            self.sync.end()
+        if self.trace is not None:
+            self.trace.write()
 
     def exchange(self, transfer: Transfer) -> None:
         to_next, to_prev, from_prev, from_next = transfer
@@ -168,47 +146,39 @@ class _Executor:
         """Outputs needed by a backward are released, keeping their graph."""
         for message in sent:
             tensor = self.tensors.pop(message)
-            if self.releases and message.step.kind is Kind.FORWARD:
+            if self.keep and self.passes.releases and message.step.kind is Kind.FORWARD:
                 self.passes.release(tensor)
 
-    def run_step(self, place: int) -> None:
-        step = self.works[place].step
-        run = self.pass_of[step[:2]]
-        self._begin(place)
-        if step.kind is Kind.FORWARD:
-            taken = self._take(place)
-            made = self._timed((step,), run, step.microbatch, taken)
-            if self.keep:
-                self.held[step[1:]] = taken, made
-            del taken
-        elif step.kind in BACKWARDS:
-            made = self._timed((step,), run, step.microbatch, *self._of_forward(step), self._take(place))
-        else:
-            made = self._timed((step,), run, step.microbatch)
-        self._end(place, made)
+    def compute(self, work: Work, call: Callable[..., Any]) -> None:
+        for step, message in zip(work.steps, work.takes, strict=True):
+            if self.sync is not None:
+                self.sync.before(step)
+            wait = self.waits.pop(message, None)
+            if wait is not None:
+                wait()
+        arguments: list[Any] = []
+        for step, message in zip(work.steps, work.takes, strict=True):
+            arguments.append(step.microbatch)
+            if step.kind in BACKWARDS:
+                arguments += self._of_forward(step)
+            if step.kind is Kind.FORWARD or step.kind in BACKWARDS:
+                arguments.append(self.tensors.pop(message, None))
+        begin = time.perf_counter()
+        made = call(*arguments)
+        if self.trace is not None:
+            end = time.perf_counter()
+            self.trace.done += [(step, begin, end) for step in work.steps]
+        outputs = made if len(work.steps) > 1 else (made,)
+        if self.keep and work.steps[0].kind is Kind.FORWARD:
+            self.held[work.steps[0][1:]] = arguments[1], outputs[0]
+        arguments.clear()
+        for step, message, output in zip(work.steps, work.gives, outputs, strict=True):
+            self._end(step, message, output)
 
-    def run_pair(self, place: int) -> None:
-        steps = ahead, back = self.works[place].step, self.works[place + 1].step
-        run = self.pair_of[ahead.chunk, back.chunk]
-        self._begin(place)
-        self._begin(place + 1)
-        taken = self._take(place)
-        of_backward = back.microbatch, *self._of_forward(back), self._take(place + 1)
-        made, gradient = self._timed(steps, run, ahead.microbatch, taken, *of_backward)
-        self.held[ahead[1:]] = taken, made
-        del taken, of_backward
-        self._end(place, made)
-        self._end(place + 1, gradient)
-
-    def _begin(self, place: int) -> None:
-        if self.sync is not None:
-            self.sync.before(self.works[place].step)
-        wait = self.waits.pop(self.works[place].takes, None)
-        if wait is not None:
-            wait()
-
-    def _take(self, place: int) -> Any:
-        return self.tensors.pop(self.works[place].takes, None)
+    def _bound(self, *passed: tuple[Kind, int]) -> Callable[..., Any]:
+        name = "pair" if len(passed) > 1 else passed[0][0].name.lower()
+        found: Callable[..., Any] = getattr(self.passes, name)(*(chunk for _, chunk in passed))
+        return found
 
     def _of_forward(self, step: Step) -> tuple[Any, Any]:
         """Tensors of a backward's forward, after the output was sent."""
@@ -217,23 +187,18 @@ class _Executor:
             self.finish_sending()
         return received, output
 
-    def _timed(self, steps: Sequence[Step], run: Callable[..., Any], *arguments: Any) -> Any:
-        begin = time.perf_counter()
-        made = run(*arguments)
-        if self.trace is not None:
-            end = time.perf_counter()
-            self.trace.done += [(step, begin, end) for step in steps]
-        return made
-
-    def _end(self, place: int, made: Any) -> None:
+    def _end(self, step: Step, message: Message | None, made: Any) -> None:
         if self.sync is not None:
-            self.sync.after(self.works[place].step)
-        message = self.works[place].gives
+            self.sync.after(step)
         if message is None:
             return
-        if message.is_local and message.step.kind is Kind.FORWARD:
+        if message.is_local and step.kind is Kind.FORWARD:
             self.tensors[message] = self.passes.hand_over(made)
-            if self.releases:
+            if self.keep and self.passes.releases:
                 self.passes.release(made)
         else:
             self.tensors[message] = made
+
+
+def _passed(work: Work) -> tuple[tuple[Kind, int], ...]:
+    return tuple(step[:2] for step in work.steps)

@@ -128,9 +128,8 @@ def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
                 waiting[missing] = rank
                 break
             sent, there = max((ready[each] for each in inputs), key=lambda pair: pair[1], default=(0.0, 0.0))
-            free = clock[rank] + (costs.seconds_after(timed[rank][-1].entry) if timed[rank] else 0.0)
-            begin = max(free, there)
-            exposed = max(0.0, begin - max(free, sent)) if there == begin else 0.0
+            begin = max(clock[rank], there)
+            exposed = max(0.0, begin - max(clock[rank], sent)) if there == begin else 0.0
             clock[rank] = end = begin + costs.seconds(schedule, rank, entry)
             timed[rank].append(TimedEntry(entry, begin, end, exposed))
             for step in steps_of(entry):

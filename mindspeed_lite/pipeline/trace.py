@@ -5,11 +5,8 @@ JSON lines: rank, kind (a `Kind`), chunk, microbatch, begin and end in seconds o
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +15,7 @@ from mindspeed_lite import json_file
 
 from .costs import Costs
 from .simulate import Simulation, TimedEntry
-from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, steps_of
+from .steps import Entry, Kind, OverlappedPair, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
@@ -121,71 +118,8 @@ def _execution(schedule: Schedule, ranks: Sequence[Sequence[ExecutedStep]]) -> S
     )
 
 
-class Overheads(NamedTuple):
-    """Seconds of a message, and after each kind of step."""
-
-    message: float
-    between: Mapping[Kind, float]
-
-
-def overheads(executions: Iterable[Simulation]) -> Overheads:
-    """Means over recorded training steps.
-
-    Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step: the
-        gap to the next one if that waited neither for its input nor for the receivers of the last two messages.
-    """
-    waits: list[float] = []
-    gaps: dict[Kind, list[float]] = {}
-    for execution in executions:
-        schedule = execution.schedule
-        sent: dict[Message, float] = {}
-        # Begin of the entry before the one that receives.
-        ready: dict[Message, float] = {}
-        for rank, entries in enumerate(execution.ranks):
-            for before, timed in pairwise([None, *entries]):
-                assert timed is not None
-                sent |= dict.fromkeys(_messages(schedule.output, rank, timed), timed.end)
-                begin = -math.inf if before is None else before.begin
-                ready |= dict.fromkeys(_messages(schedule.input, rank, timed), begin)
-        for rank, entries in enumerate(execution.ranks):
-            sending = deque([-math.inf], maxlen=2)
-            for last, timed in pairwise(entries):
-                sending.extend(ready[each] for each in _messages(schedule.output, rank, last))
-                arrived = max((sent[each] for each in _messages(schedule.input, rank, timed)), default=last.begin)
-                if arrived > last.end:
-                    waits.append(timed.begin - arrived)
-                elif arrived <= last.begin and max(sending) <= last.end:
-                    gaps.setdefault(steps_of(last.entry)[-1].kind, []).append(max(0.0, timed.begin - last.end))
-    # Clock skew may give a negative time.
-    message = max(0.0, statistics.fmean(waits)) if waits else 0.0
-    return Overheads(message, {kind: statistics.fmean(each) for kind, each in gaps.items()})
-
-
-def _messages(of: Callable[[int, Step], Message | None], rank: int, timed: TimedEntry) -> list[Message]:
-    found = [of(rank, step) for step in steps_of(timed.entry)]
-    return [each for each in found if each is not None and not each.is_local]
-
-
-@dataclass(frozen=True)
-class _RecordedCosts(Costs):
-    recorded: Mapping[tuple[int, Entry], float] = field(default_factory=dict)
-
-    def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
-        return self.recorded[rank, entry]
-
-
-def recorded_costs(execution: Simulation, overheads: Overheads | None = None) -> Costs:
-    """Costs of each entry as recorded."""
-    recorded = {
-        (rank, timed.entry): timed.end - timed.begin
-        for rank, entries in enumerate(execution.ranks)
-        for timed in entries
-    }
-    return _RecordedCosts([], [], [], **(overheads or Overheads(0.0, {}))._asdict(), recorded=recorded)
-
-
 def median_costs(executions: Sequence[Simulation]) -> Costs:
-    """Median seconds by kind and stage, and mean overheads; full backwards split in half."""
+    """Median seconds by kind and stage, and mean seconds of a message; full backwards split in half."""
     found: dict[tuple[Kind, int], list[float]] = {}
     for execution in executions:
         for rank, entries in enumerate(execution.ranks):
@@ -204,5 +138,26 @@ def median_costs(executions: Sequence[Simulation]) -> Costs:
         input_grad=[a or b for a, b in zip(of(Kind.INPUT_GRAD), half, strict=True)],
         weight_grad=[a or b for a, b in zip(of(Kind.WEIGHT_GRAD), half, strict=True)],
         recompute=of(Kind.RECOMPUTE),
-        **overheads(executions)._asdict(),
+        message=_message_seconds(executions),
     )
+
+
+def _message_seconds(executions: Iterable[Simulation]) -> float:
+    """From the end of a sender's step to the begin of a receiver's step that waited for it."""
+    waits: list[float] = []
+    for execution in executions:
+        schedule = execution.schedule
+        ended = {
+            (rank, step): timed.end
+            for rank, entries in enumerate(execution.ranks)
+            for timed in entries
+            for step in steps_of(timed.entry)
+        }
+        for rank, entries in enumerate(execution.ranks):
+            for last, timed in pairwise(entries):
+                inputs = [schedule.input(rank, step) for step in steps_of(timed.entry)]
+                sent = [ended[each.source, each.step] for each in inputs if each is not None and not each.is_local]
+                if max(sent, default=last.end) > last.end:
+                    waits.append(timed.begin - max(sent))
+    # Clock skew may give a negative time.
+    return max(0.0, statistics.fmean(waits)) if waits else 0.0

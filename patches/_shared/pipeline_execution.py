@@ -10,10 +10,10 @@ from typing import Any
 
 from mindspeed_lite.engine import Function, OptionError, Session, Settings
 from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
-from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
+from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_program
-from mindspeed_lite.pipeline.run import Trace, run
+from mindspeed_lite.pipeline.program import Joining, Program, compile_program
+from mindspeed_lite.pipeline.run import Executor, Trace
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
 from . import pipeline_orders, pipeline_passes
@@ -30,12 +30,13 @@ from .proxies import AttributeOverride
 
 
 class PlannedStep:
-    def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
-        self.schedule, self.program, self.sync = schedule, program, sync
+    def __init__(self, schedule: Schedule, rank: int, program: Program) -> None:
+        steps = [*schedule.steps(rank)]
+        self.schedule, self.program, self.sync = schedule, program, sync_plan(steps, schedule.num_chunks, rank)
         self.last_rank = schedule.locations[schedule.num_stages - 1][0]
-        self.recomputed = frozenset(step[1:] for step in program.steps if step.kind is Kind.RECOMPUTE)
-        kinds = [step.kind for step in program.steps]
-        forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
+        self.recomputed = frozenset(step[1:] for step in steps if step.kind is Kind.RECOMPUTE)
+        kinds = [step.kind for step in steps]
+        forwards = [step for step in steps if step.kind is Kind.FORWARD]
         ahead = next((place for place, kind in enumerate(kinds) if kind is not Kind.FORWARD), len(kinds))
         # Windows in which Megatron fully recomputes the later forwards.
         self.place_in_window = {step: place % ahead for place, step in enumerate(forwards)}
@@ -148,7 +149,7 @@ def execute(
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     folder = settings.get("pipeline_schedule_trace")
     trace = None if forward_only or folder is None else _trace(folder, rank)
-    run(planned.program, passes, transport, not forward_only, trace, sync)
+    Executor(planned.program, passes, transport, not forward_only, trace, sync).run()
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:
@@ -207,8 +208,7 @@ def _planned(
         schedule = pipeline_orders.schedule_of(settings, PipelineShape(*shape), forward_only)
         # With lookahead a receive starts one step early.
         program = compile_program(schedule, rank, lookahead, joining, is_combined)
-        plan = sync_plan(program.steps, schedule.num_chunks, rank)
-        found = state.planned[key] = PlannedStep(schedule, program, plan)
+        found = state.planned[key] = PlannedStep(schedule, rank, program)
     return found
 
 

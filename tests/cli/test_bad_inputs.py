@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite import cli, error_exit
+from mindspeed_lite.parallel.balance import record
+from tests.harness import document_data
 from tests.harness.commands import command, python, without
 from tests.harness.endings import Ending, endings
 from tests.harness.processes import forked
@@ -26,7 +28,6 @@ PLANNED = "plan --devices 8 --memory 40 --device a100"
 LAYOUT = f"{GPT} --global-batch-size 16"
 TRAIN = f"{LAYOUT} --micro-batch-size 1"
 FOUR = f"torchrun --nproc-per-node 4 {TRAIN} --pipeline-model-parallel-size 4"
-MADE = "balance --generate experts=16 ranks=4 topk=2 layers=2 steps=3"
 BENCH = "bench --out out"
 # What is typed, and words of the line.
 COMMANDS: list[tuple[str, ...]] = [
@@ -69,20 +70,14 @@ COMMANDS: list[tuple[str, ...]] = [
     (f"schedule -- {FOUR} --num-layers 6", "--num-layers 6"),
     (f"schedule -- {FOUR} --pipeline-schedule", "--pipeline-schedule has no value"),
     (f"schedule -- {FOUR} --pipeline-schedule zb-auto --pipeline-schedule-max-live x", "--pipeline-schedule-max-live"),
-    ("balance", "one of FILE, --generate and --generate-lengths"),
+    ("balance", "FILE"),
     ("balance none", "none: cannot be read: No such file"),
     ("balance loss.jsonl", "want the header"),
-    (f"{MADE} --ranks 3", "3 ranks cannot hold 16 experts"),
-    (f"{MADE} --hidden-size 64", "go together"),
-    (f"{MADE} heat=3", "not 'heat=3'"),
-    (f"{MADE} topk=17", "topk=17: a token has at most all 16 experts"),
-    (f"{MADE} skew=99", "from 1 to 15"),
-    (f"{MADE} --seq-length 8", "--seq-length is about sequence lengths"),
+    ("balance loss.jsonl --seq-length 8", "--seq-length is about sequence lengths"),
+    ("balance load.jsonl --ranks 3", "3 ranks cannot hold 4 experts"),
     ("balance data.idx", "is no index of a Megatron data set"),
-    ("balance --generate-lengths --last 3", "--last is about loads of experts"),
-    ("balance --generate-lengths tail=0.01", "tail=0.01: at least 0.1"),
-    (f"balance --generate-lengths shortest={10**400}", "too large"),
-    ("balance --generate-lengths --ranks 5", "48 samples are no micro-batches of 1 for each of 5 ranks"),
+    ("balance data.idx --last 3", "--last is about loads of experts"),
+    ("balance set.idx --ranks 5", "48 samples are no micro-batches of 1 for each of 5 ranks"),
     ("migrate", "no script given"),
     ("migrate none.sh", "none.sh cannot be read: No such file or directory"),
     ("migrate --shim x file", "--shim takes a folder and nothing else"),
@@ -111,6 +106,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "loss.jsonl").write_text('{"loss": 1}\n')
+    header = record.LoadHeader(experts=4, topk=1, expert_parallel=2, replicas=1, decoder_layers=1, layers=(1,))
+    record.append(tmp_path / "load.jsonl", [record.LoadStep(1, [4], [[1] * 4], [[2, 2]])], header)
+    document_data.write(tmp_path / "set", 9, document_data.GeneratedLengths())
     for name in ("file", "data.idx", "script.sh"):
         (tmp_path / name).write_text("")
     return tmp_path

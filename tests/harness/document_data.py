@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import random
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
-
 # The token that ends a document: `NullTokenizer` with `--vocab-size 255` has its last one for that.
 EOD = 254
+
+
+@dataclass(frozen=True)
+class GeneratedLengths:
+    """Lengths in tokens from a Pareto distribution of exponent `tail`, cut at `longest`."""
+
+    shortest: int = 16
+    tail: float = 1.4
+    longest: int = 8192
+    seed: int = 1234
+
+    def draw(self) -> Iterator[int]:
+        chance = random.Random(self.seed)
+        while True:
+            yield min(self.longest, int(self.shortest * chance.paretovariate(self.tail)))
 
 
 def write(prefix: Path, documents: int, lengths: GeneratedLengths) -> str:

@@ -18,7 +18,7 @@ from mindspeed_lite.parallel.tp_linear import (
     column_linear,
     fixed_chunks,
     row_linear,
-)
+)  # fmt: skip
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner, Trial
 from tests.harness.compare import error
 from tests.harness.patience import once_of
@@ -42,7 +42,7 @@ def column_problem(ranks, rows, dtype):
 
 
 def shares(whole, rank, ranks, dim):
-    return whole.chunk(ranks, dim)[rank]
+    return whole if dim is None else whole.chunk(ranks, dim)[rank]
 
 
 def leaves(*given):
@@ -57,72 +57,47 @@ def whole(x, weight, bias, dy):
     return y.detach(), x.grad, weight.grad, bias.grad
 
 
+@pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize(("ranks", "rows", "chunks"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
 @forked("torch")
-def test_a_column_parallel_layer(ranks, rows, chunks):
-    folder = Path(tempfile.mkdtemp())
+def test_outputs_and_gradients_are_those_of_one_rank(kind, ranks, rows, chunks):
+    folder, is_column = Path(tempfile.mkdtemp()), kind == "column"
 
     def check(rank, group, sequence_parallel, dtype):
-        x, weight, bias, dy = column_problem(ranks, rows, dtype)
-        exact = whole(x, weight, bias, dy)
+        if is_column:
+            x, weight, bias, dy = column_problem(ranks, rows, dtype)
+        else:
+            shapes = (ranks * rows, BATCH, ranks * INNER), (OUTER, ranks * INNER), (ranks * rows, BATCH, OUTER)
+            (x, weight, dy), bias = tensors(*shapes, dtype=dtype), torch.zeros(OUTER)
+        # Dimensions along which x, the weight and y are split.
+        split = 0 if sequence_parallel else None
+        of_x, of_weight, of_y = (split, 0, 2) if is_column else (2, 1, split)
+        y, dx, dw, db = whole(x, weight, bias, dy)
         mine = {}
         for number in (chunks, 1):
-            given = shares(x, rank, ranks, 0) if sequence_parallel else x
-            a, w, b = leaves(given, shares(weight, rank, ranks, 0), shares(bias, rank, ranks, 0))
-            y = column_linear(a, w, b, TPCommConfig(group, sequence_parallel, fixed_chunks(number), AUTOGRAD_WGRAD))
-            assert y._base is None, "Megatron lets go of the storage of outputs"
-            y.backward(shares(dy, rank, ranks, 2))
-            mine[number] = y.detach(), a.grad, w.grad, b.grad
-        expected = (
-            shares(exact[0], rank, ranks, 2),
-            shares(exact[1], rank, ranks, 0) if sequence_parallel else exact[1],
-            shares(exact[2], rank, ranks, 0),
-            shares(exact[3], rank, ranks, 0),
-        )
+            comm = TPCommConfig(group, sequence_parallel, fixed_chunks(number), AUTOGRAD_WGRAD)
+            a, w, c = leaves(
+                shares(x, rank, ranks, of_x), shares(weight, rank, ranks, of_weight), shares(bias, rank, ranks, 0)
+            )
+            if is_column:
+                out = column_linear(a, w, c, comm)
+                assert out._base is None, "Megatron lets go of the storage of outputs"
+            else:
+                # Not contiguous: how attention hands over its output under some layouts.
+                out = row_linear(a.transpose(0, 1).contiguous().transpose(0, 1), w, comm)
+            out.backward(shares(dy, rank, ranks, of_y))
+            mine[number] = {"y": out.detach(), "dx": a.grad, "dw": w.grad, **({"db": c.grad} if is_column else {})}
+        exact = {
+            "y": shares(y, rank, ranks, of_y), "dx": shares(dx, rank, ranks, of_x),
+            "dw": shares(dw, rank, ranks, of_weight), "db": shares(db, rank, ranks, 0),
+        }  # fmt: skip
         slack = 2 * torch.finfo(dtype).eps
-        for name, ours, plain, truth in zip(("y", "dx", "dw", "db"), mine[chunks], mine[1], expected, strict=True):
+        for name, ours in mine[chunks].items():
+            plain, truth = mine[1][name], exact[name]
             assert ours.shape == truth.shape and ours.dtype == dtype
             assert error(ours, truth) <= error(plain, truth) + slack <= 4 * slack, name
             if name in ("dw", "db"):
                 assert torch.equal(ours, plain), f"{name} is one product, whatever the chunks"
-
-    def body(rank):
-        group = joined(rank, ranks, folder)
-        for sequence_parallel in (True, False):
-            for dtype in (torch.float32, torch.bfloat16):
-                check(rank, group, sequence_parallel, dtype)
-
-    on_ranks(ranks, body)
-
-
-@pytest.mark.parametrize(("ranks", "rows", "chunks"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
-@forked("torch")
-def test_a_row_parallel_layer(ranks, rows, chunks):
-    folder = Path(tempfile.mkdtemp())
-
-    def check(rank, group, sequence_parallel, dtype):
-        x, weight, dy = tensors(
-            (ranks * rows, BATCH, ranks * INNER), (OUTER, ranks * INNER), (ranks * rows, BATCH, OUTER), dtype=dtype
-        )
-        exact = whole(x, weight, torch.zeros(OUTER), dy)
-        mine = {}
-        for number in (chunks, 1):
-            # Not contiguous: how attention hands over its output under some layouts.
-            a, w = leaves(shares(x, rank, ranks, 2), shares(weight, rank, ranks, 1))
-            strided = a.transpose(0, 1).contiguous().transpose(0, 1)
-            y = row_linear(strided, w, TPCommConfig(group, sequence_parallel, fixed_chunks(number), AUTOGRAD_WGRAD))
-            y.backward(shares(dy, rank, ranks, 0) if sequence_parallel else dy)
-            mine[number] = y.detach(), a.grad, w.grad
-        expected = (
-            shares(exact[0], rank, ranks, 0) if sequence_parallel else exact[0],
-            shares(exact[1], rank, ranks, 2),
-            shares(exact[2], rank, ranks, 1),
-        )
-        slack = 2 * torch.finfo(dtype).eps
-        for name, ours, plain, truth in zip(("y", "dx", "dw"), mine[chunks], mine[1], expected, strict=True):
-            assert ours.shape == truth.shape and ours.dtype == dtype
-            assert error(ours, truth) <= error(plain, truth) + slack <= 4 * slack, name
-        assert torch.equal(mine[chunks][2], mine[1][2]), "dw is one product of the same rows, whatever the chunks"
 
     def body(rank):
         group = joined(rank, ranks, folder)

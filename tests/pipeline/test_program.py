@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mindspeed_lite.pipeline import orders, program, steps, zero_bubble
+from mindspeed_lite.pipeline import orders, steps, zero_bubble
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.program import Joining, RankProgram, Transfer, compile_program
+from mindspeed_lite.pipeline.program import Joining, Program, Transfer, Work, compile_program
 from mindspeed_lite.pipeline.steps import Kind, Message, Schedule, backward, forward
 
 
@@ -30,7 +30,7 @@ def schedules() -> Iterator[Schedule]:
 SCHEDULES = [*schedules()]
 
 
-def programs(schedule: Schedule, lookahead: int, joining: Joining, pairs: bool = False) -> list[RankProgram]:
+def programs(schedule: Schedule, lookahead: int, joining: Joining, pairs: bool = False) -> list[Program]:
     return [compile_program(schedule, rank, lookahead, joining, pairs) for rank in range(schedule.num_ranks)]
 
 
@@ -38,11 +38,11 @@ def messages_of(transfer: Transfer) -> set[Message]:
     return {each for each in transfer if each is not None}
 
 
-def calls_of(each: RankProgram) -> list[Transfer]:
-    return [transfer for transfers in each.transfers for transfer in transfers]
+def calls_of(each: Program) -> list[Transfer]:
+    return [action for action in each if isinstance(action, Transfer)]
 
 
-def is_run_by_rendezvous(ranks: list[RankProgram]) -> bool:
+def is_run_by_rendezvous(ranks: list[Program]) -> bool:
     """Whether all calls return if each blocks until the other ends of all its messages have been issued."""
     calls = [calls_of(each) for each in ranks]
     done = [0] * len(ranks)
@@ -70,17 +70,6 @@ def test_every_call_returns_where_calls_block(lookahead: int, joining: Joining, 
         assert is_run_by_rendezvous(programs(schedule, lookahead, joining, pairs)), (schedule.name, schedule.num_ranks)
 
 
-def test_receives_right_before_their_steps_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_places(works, order, rank, lookahead, paired):
-        places = {}
-        for index, work in enumerate(works):
-            places |= {work.takes: index, work.gives: index + 1}
-        return [places[message] for message in order]
-
-    monkeypatch.setattr(program, "_places", own_places)
-    assert not all(is_run_by_rendezvous(programs(each, 0, "all")) for each in SCHEDULES)
-
-
 @pytest.mark.parametrize(("lookahead", "joining"), [(0, "all"), (1, "one way")])
 def test_both_ends_of_a_pair_of_ranks_issue_messages_in_one_order(lookahead: int, joining: Joining) -> None:
     for schedule in SCHEDULES:
@@ -98,42 +87,44 @@ def test_both_ends_of_a_pair_of_ranks_issue_messages_in_one_order(lookahead: int
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_messages_are_sent_after_their_step_received_before_theirs_and_not_within_a_pair(pairs: bool) -> None:
+def test_messages_are_sent_after_their_step_received_before_theirs(pairs: bool) -> None:
     found = 0
     for schedule in SCHEDULES:
         for rank in range(schedule.num_ranks):
             compiled = compile_program(schedule, rank, 1, "one way", pairs)
-            assert compiled.steps == tuple(schedule.steps(rank))
-            place = {
-                message: index
-                for index, transfers in enumerate(compiled.transfers)
-                for transfer in transfers
-                for message in messages_of(transfer)
-            }
-            for index, work in enumerate(compiled.works):
-                first, last = index - (index - 1 in compiled.paired), index + (index in compiled.paired)
-                if work.takes is not None and not work.takes.is_local:
-                    assert place.pop(work.takes) <= first
-                if work.gives is not None and not work.gives.is_local:
-                    assert place.pop(work.gives) == last + 1
-            assert not place
-            for index in compiled.paired:
-                assert [each.kind for each in compiled.steps[index : index + 2]] == [Kind.FORWARD, Kind.BACKWARD]
-                assert not compiled.transfers[index + 1]
-            found += len(compiled.paired)
+            works = [action for action in compiled if isinstance(action, Work)]
+            assert [step for work in works for step in work.steps] == list(schedule.steps(rank))
+            done, issued = 0, {}
+            for action in compiled:
+                if isinstance(action, Transfer):
+                    issued |= dict.fromkeys(messages_of(action), done)
+                else:
+                    done += 1
+            for index, work in enumerate(works):
+                for message in work.takes:
+                    assert message is None or message.is_local or issued.pop(message) <= index
+                for message in work.gives:
+                    assert message is None or message.is_local or issued.pop(message) == index + 1
+                if len(work.steps) > 1:
+                    assert [each.kind for each in work.steps] == [Kind.FORWARD, Kind.BACKWARD]
+                    found += 1
+            assert not issued
     assert (found > 100) == pairs
 
 
 def test_1f1b_has_megatrons_calls() -> None:
     """Send and receive of neighbours' exchange are one call, as `send_forward_recv_backward` is."""
     compiled = compile_program(orders.build("1f1b", PipelineShape(2, 2)), 0)
-    assert compiled.transfers == (
-        (),
-        (Transfer(to_next=Message(0, 1, forward(0, 0))),),
-        (Transfer(to_next=Message(0, 1, forward(0, 1)), from_prev=Message(1, 0, backward(0, 0))),),
-        (Transfer(from_prev=Message(1, 0, backward(0, 1))),),
-        (),
-    )
+    names = [action if isinstance(action, Transfer) else str(action.steps[0]) for action in compiled]
+    assert names == [
+        "F0:0",
+        Transfer(to_next=Message(0, 1, forward(0, 0))),
+        "F0:1",
+        Transfer(to_next=Message(0, 1, forward(0, 1)), from_prev=Message(1, 0, backward(0, 0))),
+        "B0:0",
+        Transfer(from_prev=Message(1, 0, backward(0, 1))),
+        "B0:1",
+    ]
 
 
 def test_only_neighbours_exchange_tensors() -> None:

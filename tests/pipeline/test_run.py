@@ -15,7 +15,7 @@ import pytest
 from mindspeed_lite.pipeline import orders, recompute_plan, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
-from mindspeed_lite.pipeline.run import Trace, run
+from mindspeed_lite.pipeline.run import Executor, Trace
 from mindspeed_lite.pipeline.steps import Kind, OverlappedPair, Schedule, Step
 
 TIMEOUT = 20.0
@@ -168,7 +168,7 @@ def executed(
             compiled = compile_program(schedule, rank, int(is_async), "one way" if is_async else "all", pairs)
             transport = Transport(links, rank, len(ranks), is_async)
             record = Trace(rank, traces / f"rank{rank}.jsonl") if traces is not None else None
-            run(compiled, found[rank], transport, keep, record)
+            Executor(compiled, found[rank], transport, keep, record).run()
             assert not transport.unfinished
         except BaseException as error:
             errors.append(error)
@@ -258,5 +258,5 @@ def test_nothing_is_held_once_its_last_step_has_run() -> None:
 
     left: list[int] = []
     schedule = orders.build("zb-h1", PipelineShape(1, 5))
-    run(compile_program(schedule, 0), Counting(schedule, 0), Transport({}, 0, 1, False))
+    Executor(compile_program(schedule, 0), Counting(schedule, 0), Transport({}, 0, 1, False)).run()
     assert left == [0]

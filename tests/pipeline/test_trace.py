@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from mindspeed_lite.json_file import JsonFileError
-from mindspeed_lite.pipeline import recompute_plan, trace
+from mindspeed_lite.pipeline import trace
 from mindspeed_lite.pipeline.costs import Costs, uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
-from mindspeed_lite.pipeline.simulate import Simulation, TimedEntry, simulate
-from mindspeed_lite.pipeline.steps import Kind, forward, recompute, steps_of
+from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.steps import steps_of
 from mindspeed_lite.pipeline.trace import TraceError
 
 SCHEDULE = build("zb-h1", PipelineShape(2, 3))
@@ -60,41 +59,11 @@ def test_of_a_folder_one_file_for_each_pipeline_rank_counts(tmp_path):
     assert len(trace.read(tmp_path)) == 18
 
 
-def test_steps_that_take_as_long_as_they_did_explain_what_has_run(file):
-    """The messages that took half a second each are what is missing."""
-    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0])
-    found = simulate(SCHEDULE, trace.recorded_costs(executed(SCHEDULE, file, costs=replace(costs, message=0.5))))
-    assert found.makespan == pytest.approx(simulate(SCHEDULE, costs).makespan)
-
-
-def test_what_a_rank_spends_besides_steps_is_found_again(file):
-    besides = trace.Overheads(0.5, {Kind.FORWARD: 0.125, Kind.INPUT_GRAD: 0.25, Kind.WEIGHT_GRAD: 0.0625})
-    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], **besides._asdict())
-    step, run = executed(SCHEDULE, file, costs=costs), simulate(SCHEDULE, costs)
-    assert trace.overheads([step]) == besides
-    found = simulate(SCHEDULE, trace.recorded_costs(step, besides))
-    assert found.makespan == pytest.approx(run.makespan) and found.bubble == pytest.approx(run.bubble)
-    assert simulate(SCHEDULE, trace.recorded_costs(step)).makespan < found.makespan - 1
-    assert simulate(SCHEDULE, trace.median_costs([step])).makespan == pytest.approx(run.makespan)
-
-
-def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():
-    """A recomputation waits for nothing, but the rank for a receiver that still computes: not after every forward."""
-    schedule = recompute_plan.in_advance(build("interleaved", PipelineShape(2, 6, 2)))
-    besides = {Kind.FORWARD: 0.125, Kind.BACKWARD: 0.125, Kind.RECOMPUTE: 0.25}
-    run = simulate(schedule, Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, between=besides))
-    assert trace.overheads([run]).between == besides
-    entries = [each.entry for each in run.ranks[1]]
-    place = entries.index(recompute(0, 2))
-    assert entries[place - 1] == forward(0, 4)
-    # As if the rank had waited until the receiver of that forward, or of the one before, is ready.
-    late = [*run.ranks[1]]
-    receiver = schedule.output(1, forward(0, 4))
-    taken = next(n for n, each in enumerate(run.ranks[0]) if schedule.input(0, each.entry) == receiver)
-    until = run.ranks[0][taken - 1].begin
-    assert until > late[place - 1].end + besides[Kind.FORWARD]
-    late[place] = TimedEntry(entries[place], until, until + 0.5)
-    assert trace.overheads([Simulation(schedule, (run.ranks[0], tuple(late)))]).between[Kind.FORWARD] == 0.125
+def test_steps_and_messages_of_a_run_explain_its_time(file):
+    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], message=0.5)
+    found = trace.median_costs([executed(SCHEDULE, file, costs=costs)])
+    assert found.message == pytest.approx(0.5)
+    assert simulate(SCHEDULE, found).makespan == pytest.approx(simulate(SCHEDULE, costs).makespan)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -109,7 +78,6 @@ def test_pairs_that_ran_one_after_the_other_are_simulated_so(share, file):
     ]
     (step,) = trace.training_steps(records, schedule)
     assert step.schedule == planned
-    assert simulate(planned, trace.recorded_costs(step)).makespan == pytest.approx(step.makespan)
 
 
 def test_a_backward_measured_as_a_whole_is_halved():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_lite.parallel.balance.lengths import GeneratedLengths
 from tests.harness import document_data, matrix
 from tests.harness.training import LAYOUTS, MODEL, NO_DROPOUT, SCRIPT, Trainer
 
@@ -26,7 +25,7 @@ def run(trainer: Trainer, ranks: int, tmp_path: Path, arguments: str, *more: str
     """Losses of a training in fp32 with documents apart, whose ends do not count: samples have unequal tokens."""
     data = tmp_path / "data"
     if not data.with_suffix(".idx").exists():
-        document_data.write(data, 1200, GeneratedLengths(4, 1.2, 64, 1))
+        document_data.write(data, 1200, document_data.GeneratedLengths(4, 1.2, 64, 1))
     files = ["--data-path", str(data), "--data-cache-path", str(tmp_path / "cache")]
     packed = ["--dataloader-inter-document-masking", "--eod-mask-loss", "--use-flash-attn", "--mindspeed-lite-strict"]
     argv = [SCRIPT, *FP32, *files, *packed, *NO_DROPOUT, "--global-batch-size", "16", "--train-iters", str(STEPS)]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .placement import DECAY
 from .record import LoadStep
 
 # Fixed-point unit (1 / 1024 token): equal sums on every rank.
 _PARTS = 1024
-_DECAY = 0.9
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class LoadAverage:
         self._counts += routing_map.sum(0, dtype=torch.int64)
 
     def end_step(self) -> None:
-        self._average.mul_(_DECAY).add_(self._counts, alpha=1 - _DECAY)
-        self._weight = _DECAY * self._weight + 1 - _DECAY
+        self._average.mul_(DECAY).add_(self._counts, alpha=1 - DECAY)
+        self._weight = DECAY * self._weight + 1 - DECAY
         self._counts.zero_()
 
     def parts(self) -> Tensor:
@@ -126,13 +126,3 @@ def predicted_loads(averages: Sequence[LoadAverage], group: ProcessGroup) -> lis
     dist.all_reduce(parts, group=group)
     found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()
     return found
-
-
-def same_on_all_ranks(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[bool]:
-    """Whether each value is equal on all ranks. A collective."""
-    sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
-    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
-    return [largest == -smallest for largest, smallest in sent.tolist()]
-
-
-__all__ = ["ExpertPlace", "LoadAverage", "LoadCounter", "predicted_loads", "same_on_all_ranks"]

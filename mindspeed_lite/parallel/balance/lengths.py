@@ -1,11 +1,10 @@
 """Orders a step's micro-batches for equal attention cost on data-parallel ranks, and simulates the gain.
 
-Attention cost is quadratic in document length. Only the ranks of micro-batches change. Standard library only.
+Attention cost is quadratic in document length. Only the ranks of micro-batches change.
 """
 
 from __future__ import annotations
 
-import bisect
 import random
 import struct
 from array import array
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+
+from .placement import improved
 
 # Loaders read ahead into the next step.
 KEPT_STEPS = 4
@@ -33,62 +34,18 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"{len(costs)} micro-batches are not equally many for each of {ranks} ranks")
     ordered = sorted(range(len(costs)), key=lambda each: (-costs[each], each))
+    placed, sums = [0] * len(costs), [0.0] * ranks
+    for units in _groups(ordered, ranks):
+        # The most expensive to the least loaded rank.
+        for unit, rank in zip(units, sorted(range(ranks), key=lambda each: (sums[each], each)), strict=True):
+            placed[unit] = rank
+            sums[rank] += costs[unit]
+    if not waits:
+        placed = improved(costs, placed, ranks)
     held: list[list[int]] = [[] for _ in range(ranks)]
-    if waits:
-        sums = [0.0] * ranks
-        for start in range(0, len(ordered), ranks):
-            least_first = sorted(range(ranks), key=lambda each: (sums[each], each))
-            for rank, unit in zip(least_first, ordered[start : start + ranks], strict=True):
-                held[rank].append(unit)
-                sums[rank] += costs[unit]
-    else:
-        placed = _spread(costs, ordered, ranks)
-        for unit in ordered:
-            held[placed[unit]].append(unit)
-    return [unit for row in zip(*held, strict=True) for unit in row]
-
-
-def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[int]:
-    """[units], the rank of each: LPT (Graham, 1969) with equal counts, then pair exchanges."""
-    room = [len(costs) // ranks] * ranks
-    sums = [0.0] * ranks
-    found = [0] * len(costs)
     for unit in ordered:
-        rank = min((each for each in range(ranks) if room[each]), key=lambda each: (sums[each], each))
-        found[unit] = rank
-        room[rank] -= 1
-        sums[rank] += costs[unit]
-    _exchange(costs, found, sums)
-    return found
-
-
-def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> None:
-    """Exchange pairs with the fullest rank while the larger sum falls."""
-    held: list[list[tuple[float, int]]] = [[] for _ in sums]
-    for unit, rank in enumerate(found):
-        bisect.insort(held[rank], (costs[unit], unit))
-    for _ in range(len(costs)):
-        full = max(range(len(sums)), key=lambda each: sums[each])
-        best = (sums[full] * (1 - 1e-9), (0.0, -1), (0.0, -1), full)
-        for rank, others in enumerate(held):
-            half = (sums[full] - sums[rank]) / 2
-            for own in held[full] if half > 0 else ():
-                # The best partner is one of two neighbours.
-                near = bisect.bisect(others, (own[0] - half, 0))
-                for other in others[max(0, near - 1) : near + 1]:
-                    gain = own[0] - other[0]
-                    best = min(best, (max(sums[full] - gain, sums[rank] + gain), own, other, rank))
-        _, own, other, rank = best
-        if rank == full:
-            return
-        gain = own[0] - other[0]
-        sums[full] -= gain
-        sums[rank] += gain
-        held[full].remove(own)
-        held[rank].remove(other)
-        bisect.insort(held[full], other)
-        bisect.insort(held[rank], own)
-        found[own[1]], found[other[1]] = rank, full
+        held[placed[unit]].append(unit)
+    return [unit for row in zip(*held, strict=True) for unit in row]
 
 
 class StepOrder:
@@ -148,25 +105,6 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 
 
-@dataclass(frozen=True)
-class GeneratedLengths:
-    """Document lengths from a Pareto distribution.
-
-    shortest, longest: tokens; longer documents are cut.
-    tail: exponent; smaller means more long documents.
-    """
-
-    shortest: int = 16
-    tail: float = 1.4
-    longest: int = 8192
-    seed: int = 1234
-
-    def draw(self) -> Iterator[int]:
-        chance = random.Random(self.seed)
-        while True:
-            yield min(self.longest, int(self.shortest * chance.paretovariate(self.tail)))
-
-
 def read_index(path: str | Path) -> Sequence[int]:
     """Document lengths from Megatron's `.idx` file. Raises ValueError for other files, or OSError."""
     with Path(path).open("rb") as file:
@@ -213,18 +151,11 @@ def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list
     return [sum(costs[unit] for unit in islice(order, rank, None, ranks)) for rank in range(ranks)]
 
 
-def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """Least slowest rank: the mean, or the most expensive unit with the cheapest others."""
-    each = len(costs) // ranks
-    ordered = sorted(costs)
-    return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))
-
-
 @dataclass(frozen=True)
 class LengthOutcome:
     """Cost of the slowest rank over the mean.
 
-    name: "in order", "balanced", "balanced for waits" (experts over several ranks) or "lower bound".
+    name: "in order", "balanced" or "balanced for waits" (experts over several ranks).
     step, micro_batch: where ranks synchronise; the latter with expert parallelism.
     """
 
@@ -263,7 +194,4 @@ def simulate_order(costs: Sequence[int], ranks: int, step: int, micro_batch: int
             slowest += max(rank_costs(units, order, ranks))
             waited += sum(max(units[each] for each in row) for row in _groups(order, ranks))
         outcomes.append(LengthOutcome(name, slowest / even, waited / even))
-    bound = sum(lower_bound(units, ranks) for units in steps)
-    # Sorting minimises the sum of the groups' maxima.
-    waited = sum(sum(sorted(units, reverse=True)[::ranks]) for units in steps)
-    return [*outcomes, LengthOutcome("lower bound", bound / even, waited / even)]
+    return outcomes

@@ -5,10 +5,8 @@ from __future__ import annotations
 import abc
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +16,11 @@ from torch.distributed import ProcessGroup
 
 from . import placement as placements
 from .copies import copied_bytes, measure_costs
-from .counts import LoadAverage, predicted_loads, same_on_all_ranks
+from .counts import LoadAverage, predicted_loads
 from .placement import SlotMove
 
 # Parameters of an expert -> read-write access to all their training state.
 StateOf = Callable[[Sequence[Tensor]], AbstractContextManager[list[Tensor]]]
-# The same by slot.
-StateOfSlot = Callable[[int], AbstractContextManager[list[Tensor]]]
 
 
 @torch.no_grad()
@@ -97,11 +93,11 @@ class PlacedExperts:
         now, then = (max(placements.rank_loads(loads, each, self.ranks)) / mean for each in (before, after))
         return after, now, then
 
-    def move(self, after: list[int], state_of: StateOfSlot) -> int:
-        """Returns the bytes sent. A collective."""
+    def move(self, after: list[int], parameters: Sequence[Sequence[Tensor]], state_of: StateOf) -> int:
+        """Returns the bytes sent; parameters: of this rank's experts, by slot. A collective."""
         sent = 0
         for each in placements.slot_moves(after, self.placement, self.ranks):
-            with state_of(each.slot) as tensors:
+            with state_of(parameters[each.slot]) as tensors:
                 sent += exchange(tensors, each, self.group)
         self.placement, self.wanted, self._index = after, None, None
         return sent
@@ -174,7 +170,7 @@ class Placer(abc.ABC):
 
     def _place(self) -> None:
         found = self.placement_group()
-        layers = self._served_layers(found.group) if found else []
+        layers = self._served_layers() if found else []
         if found is None or not layers:
             return
         plans, imbalances = {}, []
@@ -196,15 +192,10 @@ class Placer(abc.ABC):
                 f"{before:.3f} before, {after:.3f} after",
             )
 
-    def _served_layers(self, group: ProcessGroup) -> list[Any]:
-        new = [each for each in self.layers if each not in self._served]
-        if new:
-            device = next(new[0].parameters()).device
-            same = same_on_all_ranks([_fingerprint(self.experts(each)) for each in new], group, device)
-            for layer, is_same in zip(new, same, strict=True):
+    def _served_layers(self) -> list[Any]:
+        for layer in self.layers:
+            if layer not in self._served:
                 reason = self.why_not(layer)
-                if not reason and not is_same:
-                    reason = "experts of ranks differ in shape, or in what is trained"
                 self._served[layer] = not reason
                 if reason:
                     self.say("fallback", reason)
@@ -238,22 +229,6 @@ class Placer(abc.ABC):
         state_of, sent = self.state_of(), 0
         for layer, after in moving.items():
             parameters = [[*each.parameters()] for each in self.experts(layer)]
-            sent += self.layers[layer].move(after, partial(_state_of_slot, state_of, parameters))
+            sent += self.layers[layer].move(after, parameters, state_of)
         self.has_moved()
         return sent
-
-
-def _state_of_slot(
-    state_of: StateOf, parameters: Sequence[Sequence[Tensor]], slot: int
-) -> AbstractContextManager[list[Tensor]]:
-    return state_of(parameters[slot])
-
-
-def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
-    text = [
-        [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
-    ]
-    return zlib.crc32(repr(text).encode())
-
-
-__all__ = ["PlacedExperts", "PlacementGroup", "Placer", "StateOf"]

@@ -2,7 +2,7 @@
 
 layout          rows of each rank, blocks left by a positional mask
 blocks          attention over one rank's keys at a time
-ring            ring steps, and their execution
+ring            messages of a ring, and their execution
 collectives     all-gathered keys and values; Ulysses' all-to-alls between rows and heads
 cost            exposed communication
 """

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mindspeed_lite.ops.autograd import linear_map
 from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks, Sums, sum_dtype, zero_sum
 from mindspeed_lite.parallel.context.layout import Layout, Spans, by_rank, gathered, in_order
 from mindspeed_lite.parallel.context.ring import KVMessage
@@ -136,8 +137,11 @@ def to_heads(
 
 def to_rows(out: Tensor, group: ProcessGroup, order: Spans, heads: Spans) -> Tensor:
     """[all rows, .., own heads, size] -> [rows, .., all heads, size], differentiable."""
-    result: Tensor = _ToRows.apply(out, group, order, heads)  # type: ignore[no-untyped-call]
-    return result
+    return linear_map(
+        out,
+        lambda t: _gather_heads((t,), (heads,), group, order)[0],
+        lambda t: _scatter_heads((t,), (heads,), group, order)[0],
+    )
 
 
 class _ToHeads(torch.autograd.Function):
@@ -165,18 +169,6 @@ class _ToHeads(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         split: HeadSplit = ctx.split
         return (*_gather_heads(gradients, (split.q, split.k, split.k), ctx.group, ctx.order), None, None, None, None)
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, group: ProcessGroup, order: Spans, heads: Spans) -> Tensor:
-        ctx.group, ctx.order, ctx.heads = group, order, heads
-        return _gather_heads((out,), (heads,), group, order)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter_heads((dout,), (ctx.heads,), ctx.group, ctx.order)[0], None, None, None
 
 
 def _scatter_heads(

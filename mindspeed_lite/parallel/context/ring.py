@@ -1,4 +1,4 @@
-"""Ring attention: keys and values rotate between ranks during compute, by a list of steps for each rank.
+"""Ring attention: keys and values rotate between ranks during compute.
 
 Keys and values of a block travel during the previous block. In backward the owner's gradient sum follows: each rank
 adds its block's, the last one returns it. A double ring rotates within windows of `window` adjacent ranks; the hop to
@@ -22,8 +22,6 @@ from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks, Sums, su
 from mindspeed_lite.parallel.context.layout import needs
 
 Cache = Literal["none", "half", "full"]
-# ("kv" or "sum", owner) -> message.
-_Held = dict[tuple[str, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,70 +40,65 @@ class Ring:
     cache: Cache = "none"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: RankBlocks, partial: Partial) -> dict[int, Tensor]:
-        rank, pair = blocks.rank, KVMessage.of(k, v)
+        rank, pair, route = blocks.rank, KVMessage.of(k, v), self._route(blocks)
         own = pair.pack(k, v)
-        p2p = RingP2P(self._lanes, {"kv": own})
-        held: _Held = {("kv", rank): own}
+        p2p = RingP2P(rank, self._lanes, {"kv": own})
+        p2p.held["kv", rank] = own
         kept: dict[int, Tensor] = {}
-        for step in self._program(blocks).forward:
-            message = _arrive(p2p, held, step)
-            if step.computes:
-                blocks.forward(q, *pair.unpack(message), step.owner, partial)
-                if step.owner != rank and self.cache != "none":
-                    kept[step.owner] = message if self.cache == "full" else pair.unpack(message)[0].clone()
-            if step.owner != rank:
-                held.pop(("kv", step.owner), None)
+        for owner, hops in zip(route.owners[rank], route.kv, strict=True):
+            p2p.wait("kv", owner)
+            p2p.post(hops)
+            if route.needed[rank][owner]:
+                message = p2p.held["kv", owner]
+                blocks.forward(q, *pair.unpack(message), owner, partial)
+                if owner != rank and self.cache != "none":
+                    kept[owner] = message if self.cache == "full" else pair.unpack(message)[0].clone()
+            p2p.held.pop(("kv", owner), None)
         p2p.finish()
         return kept
 
     def backward(self, dout: Tensor, saved: tuple[Tensor, ...], kept: Mapping[int, Tensor], blocks: RankBlocks) -> Sums:
         q, k, v, out, lse = saved
-        rank, pair = blocks.rank, KVMessage.of(k, v)
+        rank, pair, route = blocks.rank, KVMessage.of(k, v), self._route(blocks)
         # With cached keys only values are sent.
         own = v.reshape(-1) if self.cache == "half" else pair.pack(k, v)
         dq, home = zero_sum(q), pair.zero_sums(k)
-        p2p = RingP2P(self._lanes, {"kv": own, "sum": home})
-        held: _Held = {("kv", rank): own}
+        p2p = RingP2P(rank, self._lanes, {"kv": own, "sum": home})
+        p2p.held["kv", rank] = own
         if self.cache == "full":
-            held |= {("kv", owner): message for owner, message in kept.items()}
-        program = self._program(blocks)
-        for step in program.backward:
-            message = _arrive(p2p, held, step)
-            if step.computes:
+            p2p.held |= {("kv", owner): message for owner, message in kept.items()}
+        for owner, sums, kv in zip(route.owners[rank], route.sums, route.kv, strict=False):
+            p2p.wait("kv", owner)
+            p2p.post(sums if self.cache == "full" else (*sums, *kv))
+            if route.needed[rank][owner]:
+                message = p2p.held["kv", owner]
                 if self.cache == "half":
-                    keys, values = k if step.owner == rank else kept[step.owner], message.view(v.shape)
+                    keys, values = k if owner == rank else kept[owner], message.view(v.shape)
                 else:
                     keys, values = pair.unpack(message)
-                block = home if step.owner == rank else pair.zero_sums(k)
-                blocks.backward(dout, q, keys, values, out, lse, step.owner, Sums(dq, *pair.unpack(block)))
-                if step.owner != rank:
-                    held["sum", step.owner] = block.add_(p2p.take("sum", step.owner)) if step.receives_sum else block
-            if step.owner != rank:
-                held.pop(("kv", step.owner), None)
-        p2p.post(program.last, held)
-        if p2p.expects("sum", rank):
-            home += p2p.take("sum", rank)
+                block = home if owner == rank else pair.zero_sums(k)
+                blocks.backward(dout, q, keys, values, out, lse, owner, Sums(dq, *pair.unpack(block)))
+                if owner != rank:
+                    p2p.wait("sum", owner)
+                    p2p.held["sum", owner] = _added(block, p2p.held.get(("sum", owner)))
+            p2p.held.pop(("kv", owner), None)
+        p2p.post(route.sums[-1])
+        p2p.wait("sum", rank)
         p2p.finish()
-        return Sums(dq, *pair.unpack(home))
+        return Sums(dq, *pair.unpack(_added(home, p2p.held.get(("sum", rank)))))
 
     @property
     def _lanes(self) -> tuple[ProcessGroup, ProcessGroup]:
         return self.group, self.group if self.second is None else self.second
 
-    def _program(self, blocks: RankBlocks) -> Program:
+    def _route(self, blocks: RankBlocks) -> Route:
         layout, ranks = blocks.layout, range(blocks.layout.ranks)
         needed = tuple(tuple(needs(layout, reader, owner, blocks.band) for owner in ranks) for reader in ranks)
-        return programs(layout.ranks, self.window, needed, self.cache != "full")[blocks.rank]
+        return route(needed, self.window)
 
 
-def _arrive(p2p: RingP2P, held: _Held, step: RingStep) -> Tensor:
-    if p2p.expects("kv", step.owner):
-        held["kv", step.owner] = p2p.take("kv", step.owner)
-    p2p.post(step.moves, held)
-    for move in step.moves:
-        if move.what == "sum" and move.direction == "send":
-            del held["sum", move.owner]
-    return held.get(("kv", step.owner))  # type: ignore[return-value]  # None for a block that no query sees
+def _added(block: Tensor, received: Tensor | None) -> Tensor:
+    return block if received is None else block.add_(received)
 
 
 class KVMessage(NamedTuple):
@@ -129,46 +122,49 @@ class KVMessage(NamedTuple):
 
 
 class RingP2P:
-    """Asynchronous neighbour messages of one pass.
+    """Asynchronous messages of one pass.
 
-    groups: of lane 0 and lane 1 (see `Move`).
+    groups: of lane 0 and lane 1 (see `Hop`).
     likes: for "kv" and "sum", a message like received ones.
+    held: ("kv" or "sum", owner) -> message, valid after `wait`.
     """
 
-    def __init__(self, groups: Sequence[ProcessGroup], likes: Mapping[str, Tensor]) -> None:
-        self._groups, self._likes = groups, likes
-        self._coming: dict[tuple[str, int], tuple[Tensor, Any]] = {}
+    def __init__(self, rank: int, groups: Sequence[ProcessGroup], likes: Mapping[str, Tensor]) -> None:
+        self._rank, self._groups, self._likes = rank, groups, likes
+        self.held: dict[tuple[str, int], Tensor] = {}
+        self._coming: dict[tuple[str, int], Any] = {}
         self._going: list[tuple[Tensor, Any]] = []
 
-    def post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], Tensor]) -> None:
+    def post(self, hops: Sequence[Hop]) -> None:
+        """Start this rank's messages of one step; all ranks post the same hops in the same order."""
         self._going = [each for each in self._going if not each[1].is_completed()]
         for lane, group in enumerate(self._groups):
-            chosen = [move for move in moves if move.lane == lane]
-            if not chosen:
+            own = [hop for hop in hops if hop.lane == lane and self._rank in (hop.source, hop.target)]
+            if not own:
                 continue
             operations, tensors = [], []
-            for move in chosen:
-                sends = move.direction == "send"
-                tensor = held[move.what, move.owner] if sends else torch.empty_like(self._likes[move.what])
+            for hop in own:
+                key, sends = (hop.what, hop.owner), hop.source == self._rank
+                if sends:
+                    tensor = self.held[key] if hop.what == "kv" else self.held.pop(key)
+                else:
+                    tensor = self.held[key] = torch.empty_like(self._likes[hop.what])
                 tensors.append(tensor)
-                peer = dist.get_global_rank(group, move.peer)
+                peer = dist.get_global_rank(group, hop.target if sends else hop.source)
                 operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, group))
             works = dist.batch_isend_irecv(operations)
             # NCCL and HCCL return a single handle.
-            works = works if len(works) == len(chosen) else works * len(chosen)
-            for move, tensor, work in zip(chosen, tensors, works, strict=True):
-                if move.direction == "send":
+            works = works if len(works) == len(own) else works * len(own)
+            for hop, tensor, work in zip(own, tensors, works, strict=True):
+                if hop.source == self._rank:
                     self._going.append((tensor, work))
                 else:
-                    self._coming[move.what, move.owner] = tensor, work
+                    self._coming[hop.what, hop.owner] = work
 
-    def expects(self, what: str, owner: int) -> bool:
-        return (what, owner) in self._coming
-
-    def take(self, what: str, owner: int) -> Tensor:
-        tensor, work = self._coming.pop((what, owner))
-        work.wait()
-        return tensor
+    def wait(self, what: str, owner: int) -> None:
+        """Wait for a message, if one was posted."""
+        if (what, owner) in self._coming:
+            self._coming.pop((what, owner)).wait()
 
     def finish(self) -> None:
         for _, work in self._going:
@@ -176,97 +172,48 @@ class RingP2P:
         self._going.clear()
 
 
-class Move(NamedTuple):
-    """Keys and values of `owner`, or their gradient sum.
+class Hop(NamedTuple):
+    """Message with the keys and values of `owner`, or their gradient sum.
 
     lane: 0 for hops the next block waits for; 1 for longer ones and sums.
     """
 
     what: Literal["kv", "sum"]
-    direction: Literal["send", "receive"]
     owner: int
-    peer: int
+    source: int
+    target: int
     lane: int
-
-
-@dataclass(frozen=True)
-class RingStep:
-    """Messages to start, then the block of `owner`.
-
-    moves: in the posting order of both sides.
-    computes: whether any of the owner's keys is visible.
-    receives_sum: adds to a received sum.
-    """
-
-    moves: tuple[Move, ...]
-    owner: int
-    computes: bool
-    receives_sum: bool = False
-
-
-@dataclass(frozen=True)
-class Program:
-    """Steps of one rank; `last`: moves after the last backward block."""
-
-    rank: int
-    forward: tuple[RingStep, ...]
-    backward: tuple[RingStep, ...]
-    last: tuple[Move, ...]
 
 
 # needed[reader][owner]: whether a query of `reader` sees a key of `owner`.
 Needed = tuple[tuple[bool, ...], ...]
-# (step, rank) -> messages to start.
-_Moves = dict[tuple[int, int], tuple[Move, ...]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Messages of a ring.
+
+    owners: [ranks][steps], whose block a rank computes.
+    kv, sums: [steps], started before that step's block; sums have one more step, after the last block.
+    """
+
+    needed: Needed
+    owners: tuple[tuple[int, ...], ...]
+    kv: tuple[tuple[Hop, ...], ...]
+    sums: tuple[tuple[Hop, ...], ...]
 
 
 @functools.lru_cache(maxsize=256)
-def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again: bool = True) -> tuple[Program, ...]:
-    """Programs of a ring (`window` 1 or `ranks`) or double ring.
+def route(needed: Needed, window: int = 1) -> Route:
+    """Route of a ring (`window` 1 or all ranks) or double ring. Raises ValueError if `window` does not divide `ranks`.
 
-    Args:
-        window: ranks of an inner ring.
-        needed: blocks to compute, default all; keys no later rank needs are not sent.
-        kv_again: send keys and values in backward too; False if cached.
-
-    Raises:
-        ValueError: `window` does not divide `ranks`.
+    Keys no later rank needs are not sent. A sum goes from reader to reader, and leaves after the previous step's block.
     """
+    ranks = len(needed)
     if window < 1 or ranks % window:
         raise ValueError(f"a double ring's window of {window} ranks does not divide a ring of {ranks} ranks")
-    needed = needed or ((True,) * ranks,) * ranks
-    kv, sums, added = _moves(ranks, window, needed)
-    made = []
-    for rank in range(ranks):
-        forward, backward = [], []
-        for number, owner in enumerate(_ring_order(ranks, window, rank, -1)):
-            computes, moves = needed[rank][owner], kv.get((number, rank), ())
-            forward.append(RingStep(moves, owner, computes))
-            moves = (*sums.get((number, rank), ()), *(moves if kv_again else ()))
-            backward.append(RingStep(moves, owner, computes, (rank, owner) in added))
-        made.append(Program(rank, tuple(forward), tuple(backward), sums.get((ranks, rank), ())))
-    return tuple(made)
-
-
-def _ring_order(ranks: int, window: int, rank: int, sign: int) -> list[int]:
-    """By step: owners of a rank's blocks (sign -1), readers of an owner's block (sign 1)."""
-    windows = ranks // window
-    outer, inner = divmod(rank, window)
-    return [
-        (outer + sign * turn) % windows * window + (inner + sign * hop) % window
-        for turn in range(windows)
-        for hop in range(window)
-    ]
-
-
-def _moves(ranks: int, window: int, needed: Needed) -> tuple[_Moves, _Moves, set[tuple[int, int]]]:
-    """(KV hops, sum hops, (reader, owner) that adds to a received sum).
-
-    A sum leaves after the previous step's block; step `ranks` is the end of the pass.
-    """
-    kv: _Moves = {}
-    sums: _Moves = {}
-    added: set[tuple[int, int]] = set()
+    kv: list[list[Hop]] = [[] for _ in range(ranks)]
+    sums: list[list[Hop]] = [[] for _ in range(ranks + 1)]
     for owner in range(ranks):
         readers = _ring_order(ranks, window, owner, 1)
         computing = [step for step, reader in enumerate(readers) if step and needed[reader][owner]]
@@ -277,16 +224,21 @@ def _moves(ranks: int, window: int, needed: Needed) -> tuple[_Moves, _Moves, set
             if step in wanted:
                 wanted.add(parents[step])
         for step in sorted(wanted - {0}):
-            lane = int(step - parents[step] > 1)
-            _put(kv, parents[step], owner, (readers[parents[step]], readers[step]), "kv", lane)
+            parent = parents[step]
+            kv[parent].append(Hop("kv", owner, readers[parent], readers[step], int(step - parent > 1)))
         for step, following in itertools.zip_longest(computing, computing[1:]):
             target = owner if following is None else readers[following]
-            _put(sums, step + 1, owner, (readers[step], target), "sum", 1)
-        added |= {(readers[step], owner) for step in computing[1:]}
-    return kv, sums, added
+            sums[step + 1].append(Hop("sum", owner, readers[step], target, 1))
+    owners = tuple(_ring_order(ranks, window, rank, -1) for rank in range(ranks))
+    return Route(needed, owners, tuple(map(tuple, kv)), tuple(map(tuple, sums)))
 
 
-def _put(moves: _Moves, step: int, owner: int, hop: tuple[int, int], what: Literal["kv", "sum"], lane: int) -> None:
-    source, target = hop
-    moves[step, source] = (*moves.get((step, source), ()), Move(what, "send", owner, target, lane))
-    moves[step, target] = (*moves.get((step, target), ()), Move(what, "receive", owner, source, lane))
+def _ring_order(ranks: int, window: int, rank: int, sign: int) -> tuple[int, ...]:
+    """By step: owners of a rank's blocks (sign -1), readers of an owner's block (sign 1)."""
+    windows = ranks // window
+    outer, inner = divmod(rank, window)
+    return tuple(
+        (outer + sign * turn) % windows * window + (inner + sign * hop) % window
+        for turn in range(windows)
+        for hop in range(window)
+    )

@@ -198,11 +198,11 @@ def route_of(routing_map: Tensor, nodes: NodeGroups) -> Route:
     numbers = torch.arange(tokens * experts, dtype=torch.int32, device=routing_map.device).view(tokens, experts)
     level = _level(routing_map, numbers, nodes.nodes, tokens * experts)
     between = Exchange(nodes.between, splits.rows_between)
-    wanted = _unpacked(between.send(_packed(level.wanted)), experts // nodes.nodes)
+    wanted = between.send(level.wanted.to(torch.uint8)).bool()
 
     inner = _level(wanted, _numbers(wanted), nodes.ranks, sum(splits.pairs_between.received))
     within = Exchange(nodes.within, splits.rows_within)
-    wanted = _unpacked(within.send(_packed(inner.wanted)), each)
+    wanted = within.send(inner.wanted.to(torch.uint8)).bool()
 
     expert, row = wanted.t().nonzero(as_tuple=True)
     source = torch.tensor([source for source, _ in splits.sources], device=wanted.device)
@@ -256,19 +256,6 @@ def _level(wanted: Tensor, numbers: Tensor, places: int, pairs: int) -> _Level:
 
 def _numbers(wanted: Tensor) -> Tensor:
     return (wanted.flatten().cumsum(0, dtype=torch.int32) - 1).view(wanted.shape)
-
-
-def _packed(flags: Tensor) -> Tensor:
-    """[R, n] bool -> [R, ceil(n / 8)] uint8."""
-    bits = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8))
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (bits.view(len(flags), bits.shape[1] // 8, 8) * weights).sum(-1, dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor, count: int) -> Tensor:
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed.unsqueeze(-1) & weights).bool()
-    return bits.view(len(packed), packed.shape[1] * 8)[:, :count]
 
 
 def spread(x: Tensor, way: RowCopies | Path) -> Tensor:

@@ -10,14 +10,7 @@ import struct
 import pytest
 
 from mindspeed_lite.parallel.balance import lengths
-from mindspeed_lite.parallel.balance.lengths import (
-    lower_bound,
-    rank_costs,
-    read_index,
-    sample_costs,
-    shuffled,
-    simulate_order,
-)
+from mindspeed_lite.parallel.balance.lengths import rank_costs, read_index, sample_costs, shuffled, simulate_order
 
 
 def test_a_document_costs_the_pairs_of_its_causal_mask():
@@ -50,7 +43,6 @@ def test_an_order_is_one_and_near_the_exact_one(units, ranks, waits):
         assert sorted(order) == list(range(units)) and order == lengths.balanced_order(costs, ranks, waits=waits)
         assert sum(rank_costs(costs, order, ranks)) == sum(costs)
         best = least_largest(costs, range(units), units // ranks)
-        assert lower_bound(costs, ranks) <= best * (1 + 1e-12)
         rows = [order[start : start + ranks] for start in range(0, units, ranks)]
         waited = sum(max(costs[each] for each in row) for row in rows)
         if waits:
@@ -135,11 +127,11 @@ def test_the_index_of_a_data_set_is_read(tmp_path):
 
 
 def test_a_simulation_counts_as_by_hand():
-    before, after, waiting, bound = simulate_order([9, 1, 1, 1, 1, 1, 9, 1, 99], 2, 4)
+    before, after, waiting = simulate_order([9, 1, 1, 1, 1, 1, 9, 1, 99], 2, 4)
     # Steps [9, 1, 1, 1] and [1, 1, 9, 1]; what is no whole step is left out. Even: 6 a rank and step.
     assert (before.step, before.micro_batch) == (20 / 12, 20 / 12)
-    assert (after.step, bound.step, waiting.micro_batch) == (20 / 12, 20 / 12, 20 / 12)
-    before, after, _, _ = simulate_order([9, 1, 9, 1], 2, 4)
+    assert (after.step, waiting.micro_batch) == (20 / 12, 20 / 12)
+    before, after, _ = simulate_order([9, 1, 9, 1], 2, 4)
     assert (before.step, after.step) == (18 / 10, 1.0)
     with pytest.raises(ValueError, match="no step of 4"):
         simulate_order([1, 2], 2, 4)

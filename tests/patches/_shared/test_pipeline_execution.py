@@ -16,7 +16,6 @@ from mindspeed_lite.patches._shared.pipeline_execution import (
     _planned,
 )
 from mindspeed_lite.pipeline import orders
-from mindspeed_lite.pipeline.data_parallel_sync import sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
 from tests.harness.process_groups import start
@@ -30,8 +29,7 @@ def session():
 
 def planned(name, rank, *shape):
     schedule = orders.build(name, PipelineShape(*shape))
-    program = compile_program(schedule, rank)
-    return PlannedStep(schedule, program, sync_plan(program.steps, schedule.num_chunks, rank))
+    return PlannedStep(schedule, rank, compile_program(schedule, rank))
 
 
 def test_megatrons_window_is_the_warmup_and_one():
