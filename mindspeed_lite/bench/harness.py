@@ -62,7 +62,6 @@ class Outcome:
         """Steps that every process finished: slowest time, losses of the last rank that has them."""
         merged = []
         for rows in zip(*(process.steps for process in self.processes), strict=False):
-            live = [row["live_bytes"] for row in rows]
             norms = (row["grad_norm"] for row in reversed(rows) if row["grad_norm"] is not None)
             merged.append(
                 {
@@ -71,7 +70,6 @@ class Outcome:
                     "seconds": max(row["seconds"] for row in rows),
                     "loss": next((row["loss"] for row in reversed(rows) if row["loss"]), {}),
                     "grad_norm": next(norms, None),
-                    "live_bytes": None if None in live else max(live),
                 }
             )
         return merged

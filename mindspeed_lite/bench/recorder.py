@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +26,6 @@ from mindspeed_lite.bench.probes.memory import MemoryProbe
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
 from mindspeed_lite.platform import process_memory
 
-# Approximate bytes of a small Python object.
-_OBJECT = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,7 +39,6 @@ class Recorder:
         self._number = 0
         self._last = plan.job.warmup + plan.job.steps + plan.profile
         self._base = self._peak = 0
-        self._live_base: int | None = 0
         self._given: list[str] = []
         self._building = contextlib.ExitStack()
         self._end_if_hung(since=plan.launched)
@@ -59,20 +56,21 @@ class Recorder:
         self._given = given
         if _is_cpu():
             process_memory.reset_peak()
-            self._base, self._live_base = process_memory.resident(), _held()
+            self._base = process_memory.resident()
         if self.plan.arm.arithmetic == "float32" and precision in _DTYPES:
             self._building.enter_context(SampleRandomInDtype(_DTYPES[precision]))
 
-    def step(self, run: Callable[[], Any]) -> Any:
+    def step(self, model: list[Any], optimizer: Any, run: Callable[[], Any]) -> Any:
         if self._number == 0:
             self._begin()
         self._number += 1
         is_profiled = self.plan.profile and self._number == self._last
+        if self.memory is not None:
+            run = functools.partial(self.memory.around, model, optimizer, run)
         began = time.perf_counter()
         result = self._profiled(run) if is_profiled else self._timed(run)
         seconds = time.perf_counter() - began
         losses, grad_norm = train_step.read(result)
-        memory = (process_memory.resident() if _is_cpu() else torch.cuda.memory_allocated()) - self._base
         if not is_profiled:
             peak = process_memory.peak_resident() if _is_cpu() else torch.cuda.max_memory_allocated()
             self._peak = max(self._peak, peak - self._base)
@@ -83,7 +81,6 @@ class Recorder:
             measured=not is_profiled and self._number > self.plan.job.warmup,
             loss=losses,
             grad_norm=grad_norm,
-            live_bytes=_live(self._live_base, memory),
             peak_memory_bytes=self._peak,
             time=time.time(),
         )
@@ -131,20 +128,3 @@ class Recorder:
 def _is_cpu() -> bool:
     current = platform.current()
     return current is None or current.name == "cpu"
-
-
-def _live(base: int | None, memory: int) -> int | None:
-    """Bytes in use, for leak detection; None under another allocator.
-
-    Resident memory also grows until the heap fits all temporaries.
-    """
-    if not _is_cpu():
-        return memory
-    held = _held()
-    return None if held is None or base is None or held - base < memory // 2 else held - base
-
-
-def _held() -> int | None:
-    """Bytes of malloc, Python's small objects, and shared memory."""
-    found = process_memory.handed_out()
-    return None if found is None else found + _OBJECT * sys.getallocatedblocks() + process_memory.shared()

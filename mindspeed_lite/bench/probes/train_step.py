@@ -5,10 +5,11 @@ Every supported release calls it once per iteration.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, ImportHandle, Session, when_imported
+from mindspeed_lite.engine import Around, Session, when_imported
 from mindspeed_lite.platform import megatron
 
 TRAINING = "megatron.training.training"
@@ -28,28 +29,21 @@ _PARALLEL = {
 _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
-def install(step: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+def install(step: Callable[[list[Any], Any, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Replace each training step by step(model, optimizer, run); returns an undo callable."""
+
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        return lambda *args, **kwargs: step(lambda: wrapped(*args, **kwargs))
+        signature = inspect.signature(wrapped)
 
-    return around_steps("recording", "a benchmark records", around)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            return step(given["model"], given["optimizer"], lambda: wrapped(*args, **kwargs))
 
+        return train_step
 
-def read(result: Any) -> tuple[dict[str, float], float | None]:
-    """Losses and gradient norm; skipped steps and earlier pipeline stages have no losses."""
-    losses = {} if result[_SKIPPED] else {name: _number(value) for name, value in result[_LOSSES].items()}
-    norm = result[_GRAD_NORM]
-    return losses, None if norm is None else _number(norm)
-
-
-def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
     applied: list[megatron.Placed] = []
-    feature = megatron.always(name, why, Around(f"{TRAINING}:train_step", around))
-
-    def place(module: Any) -> None:
-        applied.append(megatron.place(feature))
-
-    handle: ImportHandle = when_imported(TRAINING, place)
+    feature = megatron.always("recording", "a benchmark records", Around(f"{TRAINING}:train_step", around))
+    handle = when_imported(TRAINING, lambda module: applied.append(megatron.place(feature)))
 
     def remove() -> None:
         handle.cancel()
@@ -57,6 +51,13 @@ def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[]
             applied.pop().remove()
 
     return remove
+
+
+def read(result: Any) -> tuple[dict[str, float], float | None]:
+    """Losses and gradient norm; skipped steps and earlier pipeline stages have no losses."""
+    losses = {} if result[_SKIPPED] else {name: _number(value) for name, value in result[_LOSSES].items()}
+    norm = result[_GRAD_NORM]
+    return losses, None if norm is None else _number(norm)
 
 
 def _number(value: Any) -> float:
@@ -108,4 +109,4 @@ def model() -> dict[str, Any]:
     }
 
 
-__all__ = ["around_steps", "install", "leave_no_trace", "model", "precision", "read", "stop_after"]
+__all__ = ["install", "leave_no_trace", "model", "precision", "read", "stop_after"]
