@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, mib, on_links, rate
+from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, on_links, rate
 from lab.ranks import Measure, Rates, compare
 from lab.timeline import DISPATCH, Timeline
+from mindspeed_lite.bench.wording import size
 
 NAME = "moe_hierarchical_alltoallv"
 
@@ -63,13 +64,13 @@ class _Exchange:
 
 def _rows(options: Options, timeline: Timeline, rates: Rates) -> list[Row]:
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
-    size, rows = options.ranks_per_host, []
+    per_host, rows = options.ranks_per_host, []
     with mindspeed_lite.enabled(moe_permute_fusion=True):
         exchange = _Exchange(options)
         sent: dict[str, int] = {}
 
         def run(arm: str) -> Measure:
-            with mindspeed_lite.enabled(**({NAME: True, "moe_node_size": size} if arm == "on" else {})):
+            with mindspeed_lite.enabled(**({NAME: True, "moe_node_size": per_host} if arm == "on" else {})):
                 # The first pass of a session makes its groups.
                 for _ in range(2):
                     dist.barrier()
@@ -77,8 +78,8 @@ def _rows(options: Options, timeline: Timeline, rates: Rates) -> list[Row]:
                     with timeline, timeline.expert_call(DISPATCH, [exchange.dispatcher.ep_group]):
                         exchange.forward_backward()
                     seconds = time.perf_counter() - start
-            host = dist.get_rank() // size
-            sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // size != host)
+            host = dist.get_rank() // per_host
+            sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // per_host != host)
             return Measure(seconds)
 
         for between in (None, *options.between):
@@ -114,8 +115,8 @@ BENCHMARK = Benchmark(
         "between hosts": lambda row: rate(row["rate"]),
         "within": lambda row: rate(row["within"]),
         **OFF_ON,
-        "leaves a host, off": lambda row: mib(row["leaving"]["off"]),
-        "leaves a host, on": lambda row: mib(row["leaving"]["on"]),
+        "leaves a host, off": lambda row: size(row["leaving"]["off"]),
+        "leaves a host, on": lambda row: size(row["leaving"]["on"]),
     },
     measure=_measure,
     options={"hosts": 4, "ranks_per_host": 2, "tokens": 256, "hidden": 512, "experts": 32, "topk": 8,

@@ -78,11 +78,6 @@ def _of_feature(options: Options, feature: str, timeline: Timeline, rates: Rates
     return [{"feature": feature, **row} for row in found]
 
 
-def _measure(options: Options) -> list[Row]:
-    found: list[Row] = on_links(RANKS, partial(_rows, options))
-    return found
-
-
 BENCHMARK = Benchmark(
     name="expert_overlap",
     title="Experts' exchange overlapped with computation",
@@ -94,7 +89,7 @@ BENCHMARK = Benchmark(
         **OFF_ON,
         **WAITS,
     },
-    measure=_measure,
+    measure=lambda options: on_links(RANKS, partial(_rows, options)),
     options={"features": [COMBINED, BETWEEN], "sequence": 256, "hidden": 512, "layers": 2, "micro_batches": 8,
              "repeats": 4, "shares": [0.25, 0.5]},
     tiny={"sequence": 32, "hidden": 64, "micro_batches": 2, "repeats": 1, "shares": [0.5]},

@@ -58,7 +58,6 @@ def outcome(
         "wall_seconds": step,
         "categories": {category: SHARES.get(category, 0.0) * step for category in CATEGORIES},
         "communication": {"exposed_seconds": 0.04 * step, "hidden_seconds": 0.06 * step},
-        "processes": 2,
     }
     arithmetic: Any = "float32" if name.startswith("rounding") else "as given"
     process = Process(0, described, steps, breakdown, {"fallbacks": []})
