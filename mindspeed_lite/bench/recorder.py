@@ -24,6 +24,7 @@ from mindspeed_lite.bench.plan import RunPlan
 from mindspeed_lite.bench.probes import profiler_ranges, train_step
 from mindspeed_lite.bench.probes.memory import MemoryProbe
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
+from mindspeed_lite.platform import process_memory
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,6 +39,7 @@ class Recorder:
         self._number = 0
         self._last = plan.job.warmup + plan.job.steps + plan.profile
         self._device = platform.activate()
+        self._is_cpu = self._device.name == "cpu"
         self._base = self._peak = 0
         self._given: list[str] = []
         self._building = contextlib.ExitStack()
@@ -54,9 +56,9 @@ class Recorder:
     def arguments_are_final(self, precision: str, given: list[str]) -> None:
         """CPU memory counts from here."""
         self._given = given
-        if self._device.name == "cpu":
-            torch.cuda.reset_peak_memory_stats()
-            self._base = torch.cuda.memory_allocated()
+        if self._is_cpu:
+            process_memory.reset_peak()
+            self._base = process_memory.resident()
         if self.plan.arm.arithmetic == "float32" and precision in _DTYPES:
             self._building.enter_context(SampleRandomInDtype(_DTYPES[precision]))
 
@@ -72,7 +74,8 @@ class Recorder:
         seconds = time.perf_counter() - began
         losses, grad_norm = train_step.read(result)
         if not is_profiled:
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated() - self._base)
+            peak = process_memory.peak_resident() if self._is_cpu else torch.cuda.max_memory_allocated()
+            self._peak = max(self._peak, peak - self._base)
         self._write(
             "step",
             iteration=self._number,
@@ -101,7 +104,7 @@ class Recorder:
             "run",
             model=train_step.model(),
             environment=environment.describe(self._device),
-            memory_kind=kind if self._device.name == "cpu" else "largest total of the device allocator",
+            memory_kind=kind if self._is_cpu else "largest total of the device allocator",
             given=self._given,
             applicable=runtime.applicable(active) if active is not None else {},
             report=runtime.full_report(active).as_dict() if active is not None else None,
@@ -111,7 +114,8 @@ class Recorder:
         is_reversed = self.plan.arm.arithmetic == "other order"
         with ReversedReductionOrder() if is_reversed else contextlib.nullcontext():  # type: ignore[no-untyped-call, unused-ignore]
             result = run()
-        torch.cuda.synchronize()
+        if not self._is_cpu:
+            torch.cuda.synchronize()
         return result
 
     def _profiled(self, run: Callable[[], Any]) -> Any:
