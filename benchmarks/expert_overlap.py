@@ -17,9 +17,9 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks.expert_balance import RANKS, expert_training
 from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
-from lab import expert_messages, streams
+from lab import streams
 from lab.ranks import Measure, Rates, compare, slowest
-from lab.timeline import Timeline
+from lab.timeline import Timeline, is_megatrons_expert_group
 
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
 FUSED = ("delay_wgrad_compute", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
@@ -43,10 +43,9 @@ def _trainings(options: Options, feature: str) -> dict[str, Any]:
 
 
 def _rows(options: Options, rates: Rates) -> list[Row]:
-    timeline = Timeline()
+    timeline = Timeline(is_megatrons_expert_group)
     # Before the emulated streams, which wait for messages through it.
     timeline.install()
-    expert_messages.install(timeline)
     rows: list[Row] = []
     with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
         streams.install()

@@ -108,7 +108,7 @@ def table(columns: Columns, rows: Sequence[Row]) -> list[str]:
 
 def on_links(ranks: int, body: Callable[[Rates], Any], ranks_per_host: int = 1) -> Any:
     """What `body` returns on rank 0 of processes whose links' rate it sets."""
-    with laboratory(ranks, ranks_per_host) as (network, _):
+    with laboratory(ranks, ranks_per_host) as network:
         return on_ranks(ranks, network, body)
 
 
