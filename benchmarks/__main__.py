@@ -12,14 +12,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.configurations import CONFIGURATIONS, Configuration
 from benchmarks.harness import ROOT
-from mindspeed_lite.bench import wording
-from mindspeed_lite.bench.statistics import Ratio
+from mindspeed_lite.bench.wording import interval, size
 
 OPERATORS = "operators"
 TINY = "--all --repeats 1 --warmup 1 --steps 2"
@@ -104,7 +103,7 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         "",
         "| Training | Features | Step off | Step on | Speed | Peak memory | Loss |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *(row for name, report in reports.items() for row in _rows(name, report, kept.name)),
+        *(f"| {' | '.join(row)} |" for name, report in reports.items() for row in _rows(name, report, kept.name)),
         "",
     ]
     for each in measured:
@@ -138,29 +137,22 @@ def _slower(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _rows(name: str, report: Mapping[str, Any], folder: str) -> list[str]:
+def _rows(name: str, report: Mapping[str, Any], folder: str) -> Iterator[list[str]]:
     arms = {arm["name"]: arm for arm in report["arms"]}
-    off, rows = arms["off"]["summary"], []
+    off = arms["off"]["summary"]
     for row in report["comparisons"]:
-        on = arms[row["arm"]]["summary"]
-        if on is None or off is None:
-            rows.append(f"| {name} | {row['arm']} | failed | | | | |")
+        if row["speed"] is None:
+            yield [name, row["arm"], "failed", "", "", "", ""]
             continue
-        cells = [
+        speed, memory = (interval(each["ratio"], each["low"], each["high"]) for each in (row["speed"], row["memory"]))
+        yield [
             f"[{name}]({folder}/{name}/report.md)",
             ", ".join(arms[row["arm"]]["features"]) or row["arm"],
-            *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, on)),
-            _interval(row["speed"]),
-            f"{_interval(row['memory'])} of {wording.size(off['peak_memory_bytes'])}",
+            *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, arms[row["arm"]]["summary"])),
+            speed,
+            f"{memory} of {size(off['peak_memory_bytes'])}",
             row["loss"]["verdict"],
         ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def _interval(found: Mapping[str, Any] | None) -> str:
-    """A ratio with its interval, as far as they are known."""
-    return "-" if found is None else Ratio(found["ratio"], found["low"], found["high"], ()).words()
 
 
 if __name__ == "__main__":

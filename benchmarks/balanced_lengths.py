@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
 import mindspeed_lite
-from benchmarks.harness import Benchmark, Options, Row, ms
-from lab.ranks import Loopback, Rates, on_ranks
-from mindspeed_lite.bench.statistics import paired_ratio
+from benchmarks.harness import Benchmark, Options, Row
+from lab.ranks import Loopback, Rates, on_ranks, ratio_in_words
+from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.balance.lengths import attention_pairs
 from tests.harness import document_data
@@ -128,10 +128,9 @@ def _measure(options: Options) -> list[Row]:
         for wait, time_of in (("a step", _slowest), ("a micro-batch", _waited)):
             before, after = ([time_of(step, 0) for step in found[arm]] for arm in ("random", wait))
             off, on = (sum(time_of(step, 1) for step in found[arm]) for arm in ("random", wait))
-            ratio, seconds = paired_ratio(before, after), {"off": fmean(before), "on": fmean(after)}
-            assert ratio is not None
-            row = {"micro-batches": micro_batches, "wait": wait, "seconds": seconds, "ratio": ratio.words()}
-            rows.append({**row, "pairs": off / on})
+            times = {"off": fmean(before), "on": fmean(after)}
+            row = {"micro-batches": micro_batches, "wait": wait, "seconds": times, "pairs": off / on}
+            rows.append({**row, "ratio": ratio_in_words(before, after)})
     return rows
 
 
@@ -144,8 +143,8 @@ BENCHMARK = Benchmark(
     columns={
         "micro-batches of a rank": lambda row: str(row["micro-batches"]),
         "ranks wait at the end of": lambda row: row["wait"],
-        "random": lambda row: ms(row["seconds"]["off"]),
-        "balanced": lambda row: ms(row["seconds"]["on"]),
+        "random": lambda row: seconds(row["seconds"]["off"]),
+        "balanced": lambda row: seconds(row["seconds"]["on"]),
         "faster": lambda row: row["ratio"],
         "by pairs": lambda row: f"{row['pairs']:.2f}",
     },

@@ -101,11 +101,6 @@ def _compared(options: Options, multiplied: list[int]) -> Row:
     return {**measured, "imbalance": {arm: max(each) * RANKS / sum(each) for arm, each in loads.items()}}
 
 
-def _measure(options: Options) -> list[Row]:
-    found: list[Row] = on_ranks(RANKS, Loopback(), functools.partial(_rows, options))
-    return found
-
-
 BENCHMARK = Benchmark(
     name="expert_balance",
     title="Balancing of experts",
@@ -117,7 +112,7 @@ BENCHMARK = Benchmark(
         "imbalance on": lambda row: f"{row['imbalance']['on']:.3f}",
         **OFF_ON,
     },
-    measure=_measure,
+    measure=lambda options: on_ranks(RANKS, Loopback(), functools.partial(_rows, options)),
     options={"feature": COPIES, "skews": [4.0, 1.0], "sequence": 1024, "hidden": 256, "expert_hidden": 1024,
              "layers": 2, "experts": 8, "topk": 2, "micro_batches": 4, "repeats": 6, "copies": 3},
     tiny={"skews": [4.0], "sequence": 64, "hidden": 64, "expert_hidden": 64, "layers": 1, "micro_batches": 1,

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, mib, on_links, rate
+from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, on_links, rate
 from lab.ranks import Measure, Rates, compare
-from lab.timeline import DISPATCH, Timeline
+from lab.timeline import Timeline
+from mindspeed_lite.bench.wording import size
 
 NAME = "moe_hierarchical_alltoallv"
 
@@ -63,22 +64,22 @@ class _Exchange:
 
 def _rows(options: Options, timeline: Timeline, rates: Rates) -> list[Row]:
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
-    size, rows = options.ranks_per_host, []
+    per_host, rows = options.ranks_per_host, []
     with mindspeed_lite.enabled(moe_permute_fusion=True):
         exchange = _Exchange(options)
         sent: dict[str, int] = {}
 
         def run(arm: str) -> Measure:
-            with mindspeed_lite.enabled(**({NAME: True, "moe_node_size": size} if arm == "on" else {})):
+            with mindspeed_lite.enabled(**({NAME: True, "moe_node_size": per_host} if arm == "on" else {})):
                 # The first pass of a session makes its groups.
                 for _ in range(2):
                     dist.barrier()
                     start = time.perf_counter()
-                    with timeline, timeline.expert_call(DISPATCH, [exchange.dispatcher.ep_group]):
+                    with timeline:
                         exchange.forward_backward()
                     seconds = time.perf_counter() - start
-            host = dist.get_rank() // size
-            sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // size != host)
+            host = dist.get_rank() // per_host
+            sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // per_host != host)
             return Measure(seconds)
 
         for between in (None, *options.between):
@@ -94,7 +95,7 @@ def _rows(options: Options, timeline: Timeline, rates: Rates) -> list[Row]:
 
 
 def _measure(options: Options) -> list[Row]:
-    timeline = Timeline()
+    timeline = Timeline(is_of_experts=lambda group: True)
     # Megatron takes the collectives by value; it is imported once, and not by each rank.
     remove = timeline.install()
     importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -114,8 +115,8 @@ BENCHMARK = Benchmark(
         "between hosts": lambda row: rate(row["rate"]),
         "within": lambda row: rate(row["within"]),
         **OFF_ON,
-        "leaves a host, off": lambda row: mib(row["leaving"]["off"]),
-        "leaves a host, on": lambda row: mib(row["leaving"]["on"]),
+        "leaves a host, off": lambda row: size(row["leaving"]["off"]),
+        "leaves a host, on": lambda row: size(row["leaving"]["on"]),
     },
     measure=_measure,
     options={"hosts": 4, "ranks_per_host": 2, "tokens": 256, "hidden": 512, "experts": 32, "topk": 8,

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks.expert_balance import RANKS, expert_training
 from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
-from lab import expert_messages, streams
+from lab import streams
 from lab.ranks import Measure, Rates, compare, slowest
-from lab.timeline import Timeline
+from lab.timeline import Timeline, is_megatrons_expert_group
 
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
 FUSED = ("delay_wgrad_compute", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
@@ -43,10 +43,9 @@ def _trainings(options: Options, feature: str) -> dict[str, Any]:
 
 
 def _rows(options: Options, rates: Rates) -> list[Row]:
-    timeline = Timeline()
+    timeline = Timeline(is_megatrons_expert_group)
     # Before the emulated streams, which wait for messages through it.
     timeline.install()
-    expert_messages.install(timeline)
     rows: list[Row] = []
     with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
         streams.install()
@@ -78,11 +77,6 @@ def _of_feature(options: Options, feature: str, timeline: Timeline, rates: Rates
     return [{"feature": feature, **row} for row in found]
 
 
-def _measure(options: Options) -> list[Row]:
-    found: list[Row] = on_links(RANKS, partial(_rows, options))
-    return found
-
-
 BENCHMARK = Benchmark(
     name="expert_overlap",
     title="Experts' exchange overlapped with computation",
@@ -94,7 +88,7 @@ BENCHMARK = Benchmark(
         **OFF_ON,
         **WAITS,
     },
-    measure=_measure,
+    measure=lambda options: on_links(RANKS, partial(_rows, options)),
     options={"features": [COMBINED, BETWEEN], "sequence": 256, "hidden": 512, "layers": 2, "micro_batches": 8,
              "repeats": 4, "shares": [0.25, 0.5]},
     tiny={"sequence": 32, "hidden": 64, "micro_batches": 2, "repeats": 1, "shares": [0.5]},

@@ -18,6 +18,7 @@ from lab.network import laboratory, why_no_namespaces
 from lab.ranks import Rates, on_ranks
 from mindspeed_lite.bench import harness as bench
 from mindspeed_lite.bench.plan import Arm
+from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.platform import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,7 +108,7 @@ def table(columns: Columns, rows: Sequence[Row]) -> list[str]:
 
 def on_links(ranks: int, body: Callable[[Rates], Any], ranks_per_host: int = 1) -> Any:
     """What `body` returns on rank 0 of processes whose links' rate it sets."""
-    with laboratory(ranks, ranks_per_host) as (network, _):
+    with laboratory(ranks, ranks_per_host) as network:
         return on_ranks(ranks, network, body)
 
 
@@ -159,16 +160,6 @@ def launcher(processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
-def ms(seconds: float) -> str:
-    """Milliseconds, for a cell."""
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
-
-
-def mib(size: float) -> str:
-    """MiB, for a cell."""
-    return f"{size / 2**20:.2f} MiB"
-
-
 def rate(megabits: float | None) -> str:
     """The rate of a link, for a cell."""
     return "as fast as it goes" if megabits is None else f"{megabits:g} Mbit/s"
@@ -176,13 +167,13 @@ def rate(megabits: float | None) -> str:
 
 # Columns of what `lab.ranks.compare` finds of the arms off and on.
 OFF_ON: Columns = {
-    "off": lambda row: ms(row["seconds"]["off"]),
-    "on": lambda row: ms(row["seconds"]["on"]),
+    "off": lambda row: seconds(row["seconds"]["off"]),
+    "on": lambda row: seconds(row["seconds"]["on"]),
     "off / on": lambda row: row["ratio"],
 }
 WAITS: Columns = {
-    "waits off": lambda row: ms(row["waited"]["off"]),
-    "waits on": lambda row: ms(row["waited"]["on"]),
+    "waits off": lambda row: seconds(row["waited"]["off"]),
+    "waits on": lambda row: seconds(row["waited"]["on"]),
     "waits hidden": lambda row: "" if row["rate"] is None else f"{1 - row['waited']['on'] / row['waited']['off']:.0%}",
 }
 # Of `over_shares`.

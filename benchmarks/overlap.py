@@ -99,11 +99,6 @@ def _picture(page: Path, options: Options, rows: list[Row]) -> None:
     draw(page.with_suffix("") / "lanes.png", arms, f"a step at {rows[-1]['rate']:.0f} Mbit/s")
 
 
-def _measure(options: Options) -> list[Row]:
-    found: list[Row] = on_links(options.ranks, partial(_rows, options))
-    return found
-
-
 BENCHMARK = Benchmark(
     name="overlap",
     title="Communication overlapped with computation",
@@ -115,7 +110,7 @@ BENCHMARK = Benchmark(
         **WAITS,
         "chunks": lambda row: ", ".join(f"{phase} {count}" for phase, count in row["chunks"].items()),
     },
-    measure=_measure,
+    measure=lambda options: on_links(options.ranks, partial(_rows, options)),
     options={"ranks": 2, "rows": 1024, "hidden": 1024, "ffn": 2816, "repeats": 12, "shares": [0.25, 0.5, 1.0]},
     tiny={"rows": 64, "hidden": 64, "ffn": 128, "repeats": 1, "shares": [0.5]},
     note="A step of every rank on the slowest link:\n\n![lanes](overlap/lanes.png)",

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from benchmarks.harness import Benchmark, Options, Row, mib
+from benchmarks.harness import Benchmark, Options, Row
 from lab.ranks import Loopback, Rates, on_ranks
+from mindspeed_lite.bench.wording import size
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.pipeline import costs, draw, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
@@ -167,14 +168,6 @@ def _predicted_bytes(schedule: Schedule, rank: int, changes: dict[tuple[str, int
     return costs.peak_bytes(schedule, rank, unit)
 
 
-def _gain_of_two_queues(options: Options, order: str) -> float:
-    """Time of a step with one queue of messages for both directions over that with two, simulated."""
-    schedule, chunks = _schedule(order, options.micro_batches).one_by_one(), ORDERS[order][0]
-    layer = 2 / chunks * options.layer
-    alike = costs.uniform(schedule.num_stages, layer, layer, layer, message=options.message)
-    return simulate(schedule, replace(alike, one_queue=True)).makespan / simulate(schedule, alike).makespan
-
-
 def _rows(options: Options, folder: Path, rates: Rates) -> list[Row]:
     rows = []
     for order in options.orders:
@@ -188,7 +181,7 @@ def _rows(options: Options, folder: Path, rates: Rates) -> list[Row]:
         recorded = trace.median_costs([typical])
         rows.append({
             "order": order, "peaks": peaks, "recorded": typical.bubble,
-            "simulated": simulate(typical.schedule, recorded).bubble, "gain": _gain_of_two_queues(options, order),
+            "simulated": simulate(typical.schedule, recorded).bubble,
         })  # fmt: skip
     return rows
 
@@ -217,17 +210,14 @@ BENCHMARK = Benchmark(
         "idle, simulated": lambda row: f"{row['simulated']:.1%}",
         "recorded": lambda row: f"{row['recorded']:.1%}",
         "off by": lambda row: f"{row['simulated'] / row['recorded'] - 1:+.1%}",
-        "peak bytes, simulated": lambda row: ", ".join(mib(peak) for peak, _ in row["peaks"]),
-        "counted": lambda row: ", ".join(mib(peak) for _, peak in row["peaks"]),
-        "gain of two queues": lambda row: f"{row['gain']:.2f}x",
+        "peak bytes, simulated": lambda row: ", ".join(size(peak) for peak, _ in row["peaks"]),
+        "counted": lambda row: ", ".join(size(peak) for _, peak in row["peaks"]),
     },
     measure=_measure,
-    options={"orders": [*ORDERS], "layer": 10.0, "micro_batches": 8, "steps": 3, "message": 10.0},
+    options={"orders": [*ORDERS], "layer": 10.0, "micro_batches": 8, "steps": 3},
     tiny={"orders": ["1f1b", "zb-h1"], "micro_batches": 4, "steps": 1},
     choices={"orders": [*ORDERS]},
-    note="*idle*: share of both ranks' time without a step. *peak bytes*: what autograd saves on ranks 0 and 1. *two "
-    "queues*: `--optimize-send-recv-comm`, simulated with messages of `--message` ms, which one communicator of NCCL "
-    "or HCCL sends one after the other in both directions; gloo's directions share nothing.\n\n"
+    note="*idle*: share of both ranks' time without a step. *peak bytes*: what autograd saves on ranks 0 and 1.\n\n"
     "![The schedule, simulated and executed](pipeline.png)",
     finish=_picture,
 )

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.configurations import COMMON
-from benchmarks.harness import ROOT, Benchmark, Options, Row, launcher, ms, train
+from benchmarks.harness import ROOT, Benchmark, Options, Row, launcher, train
 from mindspeed_lite.bench import calibration
+from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.planner import arguments, calibrated, step_time
 from mindspeed_lite.planner.step_time import Pricer
 
@@ -158,8 +159,8 @@ BENCHMARK = Benchmark(
     columns={
         "training": lambda row: row["name"],
         "processes": lambda row: str(row["processes"]),
-        "predicted": lambda row: ms(row["predicted"]),
-        "measured": lambda row: ms(row["measured"]),
+        "predicted": lambda row: seconds(row["predicted"]),
+        "measured": lambda row: seconds(row["measured"]),
         "error": lambda row: f"{_error(row):+.1%}",
         "largest parts of the prediction": _parts,
     },

@@ -13,9 +13,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.configurations import CONFIGURATIONS, DENSE
-from benchmarks.harness import Benchmark, Options, Row, launcher, mib, ms, train
+from benchmarks.harness import Benchmark, Options, Row, launcher, train
+from lab.ranks import ratio_in_words
 from mindspeed_lite.bench.harness import Outcome
-from mindspeed_lite.bench.statistics import paired_ratio
+from mindspeed_lite.bench.wording import seconds, size
 
 OFF = "off"
 ARMS = {
@@ -46,8 +47,8 @@ def _command(name: str, flags: str, vocabulary: int) -> list[str]:
     return [*launcher(found.processes), *words[words.index("examples/pretrain_gpt.py") :], *on, *flags.split()]
 
 
-def _within(size: float) -> str:
-    return f"--adaptive-memory --memory-budget {size / 2**30:.6f}"
+def _within(budget: float) -> str:
+    return f"--adaptive-memory --memory-budget {budget / 2**30:.6f}"
 
 
 def _activations(outcome: Outcome) -> int:
@@ -65,18 +66,18 @@ def _measure(options: Options) -> list[Row]:
         peaks = {arm: _activations(run(flags, True)) for arm, flags in fixed.items()}
         budgets = {f"chosen within that of {arm}": peaks[arm] for arm in fixed if arm.startswith("Megatron's")}
         budgets |= {f"chosen within {share:.0%}": int(share * peaks[OFF]) for share in options.shares}
-        arms = {**fixed, **{arm: _within(size) for arm, size in budgets.items()}}
+        arms = {**fixed, **{arm: _within(budget) for arm, budget in budgets.items()}}
         peaks |= {arm: _activations(run(arms[arm], True)) for arm in budgets}
         runs: dict[str, list[Outcome]] = {arm: [] for arm in arms}
         for repeat in range(options.repeats):
             for arm in arms if repeat % 2 == 0 else reversed(arms):
                 runs[arm].append(run(arms[arm], False))
-    seconds = {arm: [statistics.median(each.measured_seconds) for each in its] for arm, its in runs.items()}
+    times = {arm: [statistics.median(each.measured_seconds) for each in its] for arm, its in runs.items()}
     losses = {arm: [step["loss"] for step in its[0].steps] for arm, its in runs.items()}
     return [
         {
             "arm": arm, "peak": peaks[arm], "share": peaks[arm] / peaks[OFF], "budget": budgets.get(arm),
-            "seconds": statistics.median(seconds[arm]), "ratio": paired_ratio(seconds[arm], seconds[OFF]),
+            "seconds": statistics.median(times[arm]), "ratio": ratio_in_words(times[arm], times[OFF]),
             "bits": losses[arm] == losses[OFF],
         }
         for arm in arms
@@ -91,11 +92,11 @@ BENCHMARK = Benchmark(
     "their 95 % interval.",
     columns={
         "arm": lambda row: row["arm"],
-        "budget": lambda row: mib(row["budget"]) if row["budget"] else "",
-        "activations": lambda row: mib(row["peak"]),
+        "budget": lambda row: size(row["budget"]) if row["budget"] else "",
+        "activations": lambda row: size(row["peak"]),
         "of off": lambda row: f"{row['share']:.1%}",
-        "step": lambda row: ms(row["seconds"]),
-        "over off": lambda row: row["ratio"].words(3),
+        "step": lambda row: seconds(row["seconds"]),
+        "over off": lambda row: row["ratio"],
         "losses": lambda row: "the same bits" if row["bits"] else "DIFFER",
     },
     measure=_measure,

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+_EXCHANGE = "all_to_all_single"
 _INTERFACE = "lab0"
 _NAMES = Path("/run/netns")
 # Token bucket and its queue, in bytes. A large bucket lets short messages through at once; a packet larger than the
@@ -148,18 +149,14 @@ class Delays:
         self._between.megabits, self._within.megabits = megabits, within
 
     def enter(self, rank: int) -> None:
-        for name, leaving in _LEAVING.items():
-            setattr(dist, name, self._around(getattr(dist, name), leaving))
-        exchange = dist.all_to_all_single
-        dist.all_to_all_single = self._around(exchange, None)
+        for name in (_EXCHANGE, "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            setattr(dist, name, self._around(name, getattr(dist, name)))
         isend = self._around_isend(dist.isend)
         # batch_isend_irecv compares by identity with the names of the module that defines it.
         dist.isend = dist.distributed_c10d.isend = isend
         dist.send = functools.wraps(dist.send)(lambda *args, **kwargs: isend(*args, **kwargs).wait())
 
-    def _around(
-        self, original: Callable[..., Any], leaving: Callable[[Any, Any, int], int] | None
-    ) -> Callable[..., Any]:
+    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -167,15 +164,14 @@ class Delays:
             given = signature.bind(*args, **kwargs).arguments
             nonblocking = given.pop("async_op", False)
             ranks = dist.get_process_group_ranks(given.get("group"))
-            if leaving is None:
-                sent = sent_to_each("all_to_all_single", given, len(ranks))
-                others = [(peer, size) for peer, size in zip(ranks, sent, strict=True) if peer != dist.get_rank()]
+            sent = sent_to_each(name, given, len(ranks))
+            others = [(peer, size) for peer, size in zip(ranks, sent, strict=True) if peer != dist.get_rank()]
+            if name == _EXCHANGE:
                 arrives = max((self._link(peer).send(size) for peer, size in others), default=0.0)
             else:
                 # In a ring of these ranks all bytes cross every link, including the slowest.
                 slowest = max(map(self._link, ranks), key=lambda link: link is self._between)
-                first, second = [*given.values(), None][:2]
-                arrives = slowest.send(leaving(first, second, len(ranks)))
+                arrives = slowest.send(sum(size for _, size in others))
             if dist.distributed_c10d._world.pg_coalesce_state:
                 # The coalescing manager issues it later and waits for it itself.
                 time.sleep(max(0.0, arrives - time.perf_counter()))
@@ -257,7 +253,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def sent_to_each(name: str, given: Mapping[str, Any], ranks: int) -> list[int]:
     """Bytes that a collective with these arguments has for each rank, its own included; [] if unknown."""
-    if name == "all_to_all_single":
+    if name == _EXCHANGE:
         x, splits = given["input"], given.get("input_split_sizes")
         row = _bytes(x) // max(1, len(x))
         return [
@@ -269,26 +265,19 @@ def sent_to_each(name: str, given: Mapping[str, Any], ranks: int) -> list[int]:
         return [_bytes(each) for each in given["input_list"]]
     if name in ("reduce_scatter_tensor", "_reduce_scatter_base"):
         return [_bytes(given["output"])] * ranks
+    if name == "all_reduce":
+        return [2 * _bytes(given["tensor"]) // ranks] * ranks
     return []
 
 
-# Bytes that leave each rank where nothing is sent twice.
-_LEAVING: dict[str, Callable[[Any, Any, int], int]] = {
-    "all_gather_into_tensor": lambda out, x, ranks: _bytes(x) * (ranks - 1),
-    "reduce_scatter_tensor": lambda out, x, ranks: _bytes(out) * (ranks - 1),
-    "all_reduce": lambda x, _, ranks: 2 * _bytes(x) * (ranks - 1) // ranks,
-}
-
-
 @contextlib.contextmanager
-def laboratory(ranks: int, ranks_per_host: int = 1) -> Iterator[tuple[Network, str | None]]:
-    """Links between `ranks` processes, and why they are modelled; None where they are in the kernel."""
-    reason = why_no_namespaces()
-    if reason is not None:
-        yield Delays(ranks_per_host=ranks_per_host), reason
+def laboratory(ranks: int, ranks_per_host: int = 1) -> Iterator[Network]:
+    """Links between `ranks` processes: in the kernel where they can be."""
+    if why_no_namespaces() is not None:
+        yield Delays(ranks_per_host=ranks_per_host)
         return
     with Namespaces(ranks, ranks_per_host=ranks_per_host) as made:
-        yield made, None
+        yield made
 
 
 def _run(*command: str) -> None:

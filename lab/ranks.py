@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lab.network import Delays, Network
 from mindspeed_lite.bench.statistics import paired_ratio
+from mindspeed_lite.bench.wording import interval
 
 
 class Rates:
@@ -105,6 +106,11 @@ class Measure(NamedTuple):
     waited: float = 0.0
 
 
+def ratio_in_words(numerators: Sequence[float], denominators: Sequence[float]) -> str:
+    found = paired_ratio(numerators, denominators)
+    return "-" if found is None else interval(found.ratio, found.low, found.high)
+
+
 def compare(arms: Sequence[str], repeats: int, run: Callable[[str], Measure]) -> dict[str, Any]:
     """Time two arms in turn (A B A B) on all ranks, after one round of warm-up; a collective call.
 
@@ -123,10 +129,8 @@ def compare(arms: Sequence[str], repeats: int, run: Callable[[str], Measure]) ->
     seconds = {
         arm: [max(each.seconds for each in one) for one in zip(*(r[arm] for r in ranks), strict=True)] for arm in arms
     }
-    ratio = paired_ratio(*(seconds[arm] for arm in arms))
-    assert ratio is not None
     return {
         "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
         "waited": {arm: max(statistics.median(each.waited for each in r[arm]) for r in ranks) for arm in arms},
-        "ratio": ratio.words(),
+        "ratio": ratio_in_words(*(seconds[arm] for arm in arms)),
     }

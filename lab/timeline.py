@@ -1,7 +1,6 @@
 """Timeline of a gloo process: when it computes, when it waits, and when messages are in flight.
 
-Messages that carry experts' tokens (`expert_messages`) have two lanes of their own, dispatch and combine, each with its
-backward pass; their bytes are counted by receiver.
+Messages of experts' process groups have a lane of their own; their bytes are counted by receiver.
 
 Wraps the collectives of `torch.distributed`: call `install` before other modules import them by value. A message is in
 flight from the call until the backend's thread completes it; the process waits inside `wait()` and inside synchronous
@@ -14,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ import torch.distributed as dist
 from lab.network import sent_to_each
 
 COMPUTE, WAIT, FLIGHT = "computes", "waits", "messages in flight"
-DISPATCH, COMBINE = "experts' dispatch", "experts' combine"
-LANES = (COMPUTE, WAIT, FLIGHT, DISPATCH, COMBINE)
+EXPERTS = "messages of experts"
+LANES = (COMPUTE, WAIT, FLIGHT, EXPERTS)
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -57,16 +56,17 @@ class Span:
 class Timeline:
     """Context manager that records spans of this process.
 
-    A span of WAIT is named after the lane of an expert message, or the function of another one.
-    `sent`: bytes of expert messages, by receiving rank.
+    A span of WAIT is named EXPERTS, or after the function of another message.
+
+    Attributes:
+        is_of_experts: whether a process group is.
+        sent: bytes of experts' messages, by receiving rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_of_experts: Callable[[Any], bool] = lambda group: False) -> None:
+        self.is_of_experts = is_of_experts
         self.spans: list[Span] = []
         self.sent: dict[int, int] = {}
-        self._expert_lane: str | None = None
-        self._expert_groups: set[Any] = set()
-        self._is_expert_call = False
         self._began: float | None = None
         self._depth = 0
         self._computes_since = 0.0
@@ -88,31 +88,12 @@ class Timeline:
     @property
     def waited_for_experts(self) -> float:
         """Seconds of exposed communication of experts."""
-        return sum(self.seconds(WAIT, lane) for lane in (DISPATCH, COMBINE))
+        return self.seconds(WAIT, EXPERTS)
 
     def seconds(self, lane: str, name: str | None = None) -> float:
         """Sum of the spans of a lane, optionally of one name; overlapping spans count twice."""
         found = (span for span in self.spans if span.lane == lane and name in (None, span.name))
         return sum(span.end - span.start for span in found)
-
-    @contextlib.contextmanager
-    def expert_call(self, lane: str, groups: Iterable[Any]) -> Iterator[None]:
-        """Assign all-to-alls, and messages of these groups, to `lane` within the block."""
-        self._expert_groups.update(groups)
-        self._expert_lane, self._is_expert_call = lane, True
-        try:
-            yield
-        finally:
-            self._is_expert_call = False
-
-    def expert_backward(self, lane: str) -> None:
-        """Assign later messages of expert groups to `lane`."""
-        self._expert_lane = lane
-
-    def _lane_of(self, name: str, group: Any) -> str:
-        if self._is_expert_call and name.startswith("all_to_all"):
-            self._expert_groups.add(group)
-        return self._expert_lane if self._expert_lane and group in self._expert_groups else FLIGHT
 
     def install(self) -> Callable[[], None]:
         """Wrap the collectives of this process; returns an undo callable."""
@@ -138,7 +119,7 @@ class Timeline:
                 return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             group = given.get("group")
-            lane = self._lane_of(name, group)
+            lane = EXPERTS if self.is_of_experts(group) else FLIGHT
             waited_for = name if lane == FLIGHT else lane
             if lane != FLIGHT:
                 ranks = dist.get_process_group_ranks(group)
@@ -203,12 +184,19 @@ class _Watched:
         return getattr(self._handle, name)
 
 
+def is_megatrons_expert_group(group: Any) -> bool:
+    from megatron.core import parallel_state
+
+    getters = ("get_expert_model_parallel_group", "get_expert_tensor_and_model_parallel_group")
+    return any(group is getattr(parallel_state, each)() for each in getters)
+
+
 def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: str) -> None:
     """Write a PNG with one panel per arm and the lanes of every rank."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    colours = {COMPUTE: "#2a9d8f", WAIT: "#e76f51", FLIGHT: "#8ab6d6", DISPATCH: "#6a7fc1", COMBINE: "#a678b5"}
+    colours = {COMPUTE: "#2a9d8f", WAIT: "#e76f51", FLIGHT: "#8ab6d6", EXPERTS: "#6a7fc1"}
     shown = _shown(spans for arm in arms.values() for spans in arm.values())
     ranks = max(len(spans) for spans in arms.values())
     longest = max((span.end for arm in arms.values() for spans in arm.values() for span in spans), default=1.0)
@@ -237,13 +225,13 @@ def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: st
 
 
 def _is_of_experts(span: Span) -> bool:
-    return span.lane == WAIT and span.name in (DISPATCH, COMBINE)
+    return span.lane == WAIT and span.name == EXPERTS
 
 
 def _shown(ranks: Iterable[Sequence[Span]]) -> list[str]:
-    """The lanes of any process, and those of experts where used."""
+    """The lanes of any process, and that of experts where used."""
     used = {span.lane for spans in ranks for span in spans}
-    return [lane for lane in LANES if lane in used or lane not in (DISPATCH, COMBINE)]
+    return [lane for lane in LANES if lane in used or lane != EXPERTS]
 
 
 def _having(name: str) -> list[Any]:

@@ -48,8 +48,12 @@ def compare(
     inputs: Mapping[str, torch.Tensor],
     widened: bool,
     seed: int,
+    wide: torch.dtype | None = None,
 ) -> tuple[list[Finding], str]:
-    """Findings for output and gradients, and why the original was not widened."""
+    """Findings for output and gradients, and why the original was not widened.
+
+    wide: type of the truth; default: float64, or float32 if all inputs have 16 bits.
+    """
     tensors = tuple(inputs.values())
     # Without grad mode, as in a recomputed layer's first pass, every input gets a gradient.
     wanted = [t.is_floating_point() and (not torch.is_grad_enabled() or t.requires_grad) for t in tensors]
@@ -76,7 +80,8 @@ def compare(
         pairs = [_pair(a, b) for a, b in zip(here, there, strict=True)]
         why_not = ""
         truth: list[torch.Tensor | None] = [None] * len(pairs)
-        wide = torch.float64 if any(t.dtype in (torch.float32, torch.float64) for t in tensors) else torch.float32
+        has_32_bits = any(t.dtype in (torch.float32, torch.float64) for t in tensors)
+        wide = wide or (torch.float64 if has_32_bits else torch.float32)
         if numerics == "ulp" and widened:
             restore()
             try:

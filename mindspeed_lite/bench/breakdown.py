@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -168,7 +169,6 @@ def attribute(events: Sequence[Event]) -> Breakdown:
             "exposed_seconds": exposed / 1e9,
             "hidden_seconds": max(total - exposed, 0) / 1e9,
         },
-        "processes": 1,
     }
 
 
@@ -274,14 +274,12 @@ def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
 
 def merge(breakdowns: Sequence[Breakdown]) -> Breakdown:
     """Means over processes."""
-    count = sum(each["processes"] for each in breakdowns)
-
-    def mean(values: Iterable[float]) -> float:
-        weights = (each["processes"] for each in breakdowns)
-        return float(sum(value * weight for value, weight in zip(values, weights, strict=True)) / count)
-
     means = {
-        group: {key: mean(each[group][key] for each in breakdowns) for key in breakdowns[0][group]}
+        group: {key: statistics.fmean(each[group][key] for each in breakdowns) for key in breakdowns[0][group]}
         for group in ("categories", "communication")
     }
-    return {"wall_seconds": mean(each["wall_seconds"] for each in breakdowns), **means, "processes": count}
+    return {
+        "wall_seconds": statistics.fmean(each["wall_seconds"] for each in breakdowns),
+        **means,
+        "processes": len(breakdowns),
+    }

@@ -17,7 +17,7 @@ import torch
 
 from mindspeed_lite.bench.timing import Effort, time_interleaved
 from mindspeed_lite.ops.case import DTYPES as DTYPES
-from mindspeed_lite.ops.case import dtype_name
+from mindspeed_lite.planner.devices import FIGURES
 from mindspeed_lite.platform import cpu_matmul
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -27,22 +27,12 @@ _COPY_SECONDS = 0.5
 _COPY_BYTES = {"cpu": 1 << 28}
 _COPY_BYTES_ELSEWHERE = 1 << 30
 
-# Dense peaks per second, by device name. NVIDIA: data sheets without sparsity. Ascend: cube cores x clock x 8192 from
-# CANN's platform configuration.
-_H100 = {"16 bit": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
-_A100 = {"16 bit": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
-_KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
-    ("H100 PCIe", {"16 bit": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12}, "NVIDIA H100 PCIe"),
-    ("H100 NVL", {"16 bit": 835e12, "tf32": 417e12, "fp32": 60e12, "fp64": 60e12}, "NVIDIA H100 NVL"),
-    ("H200 NVL", {"16 bit": 835e12, "tf32": 417e12, "fp32": 60e12, "fp64": 60e12}, "NVIDIA H200 NVL"),
-    ("H100", _H100, "NVIDIA H100 SXM"),
-    ("H200", _H100, "NVIDIA H200 SXM"),
-    ("H800", {"16 bit": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}, "NVIDIA H800 SXM"),
-    ("A100", _A100, "NVIDIA A100"),
-    ("A800", _A100, "NVIDIA A800"),
-    ("V100", {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12}, "NVIDIA V100 SXM2"),
-    ("910B2", {"16 bit": 353.9e12}, "Ascend 910B2"),
-)
+_SHEETS = {
+    **dict.fromkeys(("H100", "H800"), FIGURES["h100-sxm"]),
+    **dict.fromkeys(("A100", "A800"), FIGURES["a100"]),
+    "H200": FIGURES["h200"],
+    "910B": FIGURES["ascend-910b"],
+}
 
 
 @dataclass(frozen=True)
@@ -65,30 +55,20 @@ def measure(device: str, dtype: torch.dtype) -> Ceiling:
     best, size = _matmul(device, dtype)
     copied = _COPY_BYTES.get(device, _COPY_BYTES_ELSEWHERE)
     name = str(dtype).removeprefix("torch.")
-    precision = " in tf32" if _kind(device, dtype) == "tf32" else ""
-    source = (
-        f"measured: {name} matmul of {size} x {size}{precision}, copy of {copied >> 20} MiB (read and write counted)"
-    )
+    is_tf32 = dtype == torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    matmul = f"{name} matmul of {size} x {size}{' in tf32' * is_tf32}"
+    source = f"measured: {matmul}, copy of {copied >> 20} MiB (read and write counted)"
     return Ceiling(best, _copy(device, copied), source)
 
 
-def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str = "cuda") -> Ceiling:
-    """Return `measured` with the vendor's dense FLOP/s peak where that is known and higher."""
-    kind = _kind(device, dtype)
-    for part, peaks, title in _KNOWN:
-        if part.lower() in device_name.lower():
-            flops = peaks.get(kind) or (peaks.get("16 bit") if kind in ("bf16", "fp16") else None)
-            if flops is None or flops <= measured.flops_per_second:
-                break
-            whose = "CANN's platform configuration" if title.startswith("Ascend") else "data sheet"
-            source = f"{title}, {whose}: dense {kind} peak; bandwidth {measured.source}"
-            return replace(measured, flops_per_second=flops, source=source)
-    return measured
-
-
-def _kind(device: str, dtype: torch.dtype) -> str:
-    is_tf32 = dtype == torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if is_tf32 else dtype_name(dtype)
+def stated(measured: Ceiling, device_name: str, dtype: torch.dtype) -> Ceiling:
+    """Ceiling for utilisation: the data sheet's dense 16-bit peak if known, or a higher measured rate."""
+    is_other_card = any(each in device_name for each in ("PCIe", "NVL"))
+    sheet = next((figures for part, figures in _SHEETS.items() if part in device_name and not is_other_card), None)
+    if sheet is None or dtype.itemsize != 2 or sheet.flops <= measured.flops_per_second:
+        return measured
+    source = f"{sheet.source}: dense 16-bit peak; bandwidth {measured.source}"
+    return replace(measured, flops_per_second=sheet.flops, source=source)
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
@@ -125,7 +105,7 @@ def main(device: str, dtype: str, threads: str) -> None:
     chosen = platform.choose(device)
     with products_of_training(chosen.name):
         measured = measure(chosen.name, DTYPES[dtype])
-    found = stated(measured, chosen.describe(), DTYPES[dtype], chosen.name)
+    found = stated(measured, chosen.describe(), DTYPES[dtype])
     print(json.dumps({**asdict(found), "measured_flops_per_second": measured.flops_per_second}))
 
 

@@ -112,7 +112,7 @@ def _comparison(
     offs = {outcome.repeat: outcome for outcome in by_arm.get("off", ()) if outcome.status == "ok"}
     ons = [each for each in by_arm[arm["name"]] if each.status == "ok" and each.repeat in offs]
     if not ons:
-        return row | dict.fromkeys(("speed", "memory", "first_step", "loss", "growth"))
+        return row | dict.fromkeys(("speed", "memory", "first_step", "loss"))
     pairs = [(offs[on.repeat], on) for on in ons]
     baselines = [each for each in outcomes if each.arm.role == "rounding_baseline" and each.status == "ok"]
     reference = next(((_ROUNDING_BASELINES[each.arm.arithmetic], each.steps) for each in baselines), None)
@@ -123,7 +123,6 @@ def _comparison(
         # The very first run fills caches: compiled code, data indices, disk.
         "first_step": _ratio(pairs[1:] or pairs, lambda run: run.first_step or 0.0, ("faster", "slower")),
         "loss": judge.compare_losses(*steps, arm["numerics"], reference),
-        "growth": judge.compare_growth(*steps, max(max(off.peaks) for off, _ in pairs)),
     }
 
 
@@ -150,7 +149,7 @@ def _of_arm(arm: Mapping[str, Any]) -> list[Finding]:
 
 
 def _of_comparison(row: Mapping[str, Any]) -> list[Finding]:
-    loss, speed, growth = (row[key] or {} for key in ("loss", "speed", "growth"))
+    loss, speed = row["loss"] or {}, row["speed"] or {}
     found = []
     if loss.get("verdict") == "differs":
         found.append(("failure", f"the training is not the same: {loss['reason']}"))
@@ -160,7 +159,4 @@ def _of_comparison(row: Mapping[str, Any]) -> list[Finding]:
         found.append(("warning", "there is only one pair of runs: any difference may be noise; raise --repeats"))
     if speed.get("verdict") == "slower":
         found.append(("warning", f"a step is slower: {speed['ratio']:.3f} times the speed of off"))
-    if growth.get("verdict") == "grows":
-        more = growth["bytes_per_step_on"] / 1e6
-        found.append(("failure", f"memory grows by {more:.1f} MB with every step, and does not with features off"))
     return [(severity, row["arm"], text) for severity, text in found]

@@ -6,11 +6,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ class Outcome:
         """Steps that every process finished: slowest time, losses of the last rank that has them."""
         merged = []
         for rows in zip(*(process.steps for process in self.processes), strict=False):
-            live = [row["live_bytes"] for row in rows]
             norms = (row["grad_norm"] for row in reversed(rows) if row["grad_norm"] is not None)
             merged.append(
                 {
@@ -71,7 +69,6 @@ class Outcome:
                     "seconds": max(row["seconds"] for row in rows),
                     "loss": next((row["loss"] for row in reversed(rows) if row["loss"]), {}),
                     "grad_norm": next(norms, None),
-                    "live_bytes": None if None in live else max(live),
                 }
             )
         return merged
@@ -110,10 +107,10 @@ def run(
     log, plan, launched = folder / "log.txt", folder / "plan", time.time()
     RunPlan(job, arm, folder, profile, trace, launched).write(plan)
     outcome = Outcome(arm, repeat, str(log.relative_to(job.folder)), launched)
-    with log.open("w") as output, held_port() as port:
+    with log.open("w") as output:
         started = child_process(
             job.command, terminate, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=_environment(job, plan, port),
+            env=_environment(job, plan),
         )  # fmt: skip
         try:
             with started as process:
@@ -132,7 +129,8 @@ def run(
 def _status(outcome: Outcome, idle: float, job: Job) -> tuple[str, str | None]:
     steps, code = len(outcome.steps), outcome.exit_code
     has_ended = _have_ended(outcome.processes)
-    if idle >= job.timeout and not has_ended:
+    # The process counts from its step, this one from when it saw it.
+    if idle >= 0.9 * job.timeout and not has_ended:
         where = f"after step {steps}" if steps else "before its first step"
         return "hung", f"no progress for {job.timeout:.0f} s {where}; every thread's stack is at the end of its log"
     if code and not (has_ended and idle >= min(_MOST_TO_END, job.timeout)):
@@ -193,7 +191,7 @@ def read(folder: Path) -> list[Process]:
     return sorted(training or chosen.values(), key=lambda process: process.rank)
 
 
-def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
+def _environment(job: Job, plan: Path) -> dict[str, str]:
     changed = {**os.environ, **job.environment, VARIABLE: str(plan)}
     changed["PYTHONPATH"] = os.pathsep.join([str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Buffered output would follow the error that ended a run.
@@ -201,17 +199,8 @@ def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
     if job.allocator:
         changed["MINDSPEED_LITE_ALLOCATOR"] = job.allocator
     changed.setdefault("MASTER_ADDR", "127.0.0.1")
-    changed.setdefault("MASTER_PORT", str(port))
+    changed.setdefault("MASTER_PORT", "0")  # any free port, of a single process
     return changed
 
 
-@contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """Reserve a port; torch's store can still listen there because it reuses addresses."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        yield int(held.getsockname()[1])
-
-
-__all__ = ["Arm", "Job", "Outcome", "Process", "held_port", "run"]
+__all__ = ["Arm", "Job", "Outcome", "Process", "run"]

@@ -1,8 +1,7 @@
-"""Compares losses, gradient norms and memory growth of two runs."""
+"""Compares losses and gradient norms of two runs."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ CLASSES = ("bitwise", "ulp", "deviation")
 
 # Two runs that each deviate by the rounding baseline differ by at most this factor.
 ALLOWED = 2.0
-# Allowed growth: this factor of off's, plus the larger of a share of the peak and some bytes.
-_GROWTH_FACTOR, _LEAK_SHARE, _LEAK_BYTES = 1.5, 0.001, 1 << 20
 
 
 def widest(classes: Sequence[str]) -> str:
@@ -120,19 +117,3 @@ def _series(off: Steps, on: Steps, rounding_baseline: Steps) -> list[dict[str, A
     for row, step in zip(rows, rounding_baseline, strict=False):
         row["rounding_baseline"] = first(step)
     return rows
-
-
-def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> dict[str, Any] | None:
-    measured = [[[step["live_bytes"] for step in run if step["measured"]] for run in arm] for arm in (off, on)]
-    if any(None in run for arm in measured for run in arm):
-        return None
-    # A leak is in every run of on and exceeds every run of off; heaps may grow for a while.
-    before, after = max(map(_slope, measured[0])), min(map(_slope, measured[1]))
-    grows = after > _GROWTH_FACTOR * max(before, 0.0) + max(_LEAK_SHARE * peak, _LEAK_BYTES)
-    return {"bytes_per_step_off": before, "bytes_per_step_on": after, "verdict": "grows" if grows else "steady"}
-
-
-def _slope(values: Sequence[float]) -> float:
-    """Growth per step: median slope of all pairs (Theil-Sen)."""
-    pairs = itertools.combinations(enumerate(values), 2)
-    return statistics.median([(b - a) / (j - i) for (i, a), (j, b) in pairs] or [0.0])

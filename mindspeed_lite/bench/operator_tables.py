@@ -9,12 +9,6 @@ from .tables import Record, Table, View, conditions, findings
 from .wording import UNKNOWN, judged, percent, seconds
 
 OURS = "mindspeed_lite"
-_MARGINS = (
-    "ahead of every other contender",
-    "behind at least one",
-    "too close to tell",
-    "without anything to compare with",
-)
 
 
 def view(record: Record) -> View:
@@ -43,8 +37,7 @@ def _headline(record: Record) -> tuple[str, str]:
 
 def _facts(record: Record) -> Table:
     rows = record["rows"]
-    margins = Counter(map(_margin, rows))
-    counts = ", ".join(f"{margins[each]} {each}" for each in _MARGINS if margins[each])
+    counts = ", ".join(f"{many} {margin}" for margin, many in Counter(map(_margin, rows)).most_common())
     facts = [("cases", f"{len(rows)}: {counts}")] if rows else []
     if verdicts := Counter(row["earlier"]["verdict"] for row in rows if row["earlier"]):
         facts.append(("since the earlier run", ", ".join(f"{many} {verdict}" for verdict, many in verdicts.items())))
@@ -55,10 +48,10 @@ def _facts(record: Record) -> Table:
 def _margin(row: Record) -> str:
     others = [each for each in row["contenders"] if each["name"] != OURS and each["ratio"] is not None]
     if not others:
-        return _MARGINS[3]
+        return "without anything to compare with"
     if any(each["ratio_high"] < 1 for each in others):
-        return _MARGINS[1]
-    return _MARGINS[0 if all(each["ratio_low"] > 1 for each in others) else 2]
+        return "behind at least one"
+    return "ahead of every other contender" if all(each["ratio_low"] > 1 for each in others) else "too close to tell"
 
 
 def _operator(name: str, rows: list[Record]) -> Table:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +26,6 @@ from mindspeed_lite.bench.probes.memory import MemoryProbe
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
 from mindspeed_lite.platform import process_memory
 
-# Approximate bytes of a small Python object.
-_OBJECT = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,8 +38,9 @@ class Recorder:
         self._file = path.open("a", buffering=1)
         self._number = 0
         self._last = plan.job.warmup + plan.job.steps + plan.profile
+        self._device = platform.activate()
+        self._is_cpu = self._device.name == "cpu"
         self._base = self._peak = 0
-        self._live_base: int | None = 0
         self._given: list[str] = []
         self._building = contextlib.ExitStack()
         self._end_if_hung(since=plan.launched)
@@ -57,24 +56,25 @@ class Recorder:
     def arguments_are_final(self, precision: str, given: list[str]) -> None:
         """CPU memory counts from here."""
         self._given = given
-        if _is_cpu():
+        if self._is_cpu:
             process_memory.reset_peak()
-            self._base, self._live_base = process_memory.resident(), _held()
+            self._base = process_memory.resident()
         if self.plan.arm.arithmetic == "float32" and precision in _DTYPES:
             self._building.enter_context(SampleRandomInDtype(_DTYPES[precision]))
 
-    def step(self, run: Callable[[], Any]) -> Any:
+    def step(self, model: list[Any], optimizer: Any, run: Callable[[], Any]) -> Any:
         if self._number == 0:
             self._begin()
         self._number += 1
         is_profiled = self.plan.profile and self._number == self._last
+        if self.memory is not None:
+            run = functools.partial(self.memory.around, model, optimizer, run)
         began = time.perf_counter()
         result = self._profiled(run) if is_profiled else self._timed(run)
         seconds = time.perf_counter() - began
         losses, grad_norm = train_step.read(result)
-        memory = (process_memory.resident() if _is_cpu() else torch.cuda.memory_allocated()) - self._base
         if not is_profiled:
-            peak = process_memory.peak_resident() if _is_cpu() else torch.cuda.max_memory_allocated()
+            peak = process_memory.peak_resident() if self._is_cpu else torch.cuda.max_memory_allocated()
             self._peak = max(self._peak, peak - self._base)
         self._write(
             "step",
@@ -83,7 +83,6 @@ class Recorder:
             measured=not is_profiled and self._number > self.plan.job.warmup,
             loss=losses,
             grad_norm=grad_norm,
-            live_bytes=_live(self._live_base, memory),
             peak_memory_bytes=self._peak,
             time=time.time(),
         )
@@ -99,13 +98,13 @@ class Recorder:
     def _begin(self) -> None:
         self._building.close()
         self._last = train_step.stop_after(self._last)
-        active, device = runtime.current(), platform.activate()
+        active = runtime.current()
         kind = "growth of the process's resident memory since before the model was built"
         self._write(
             "run",
             model=train_step.model(),
-            environment=environment.describe(device),
-            memory_kind=kind if _is_cpu() else "largest total of the device allocator",
+            environment=environment.describe(self._device),
+            memory_kind=kind if self._is_cpu else "largest total of the device allocator",
             given=self._given,
             applicable=runtime.applicable(active) if active is not None else {},
             report=runtime.full_report(active).as_dict() if active is not None else None,
@@ -115,7 +114,7 @@ class Recorder:
         is_reversed = self.plan.arm.arithmetic == "other order"
         with ReversedReductionOrder() if is_reversed else contextlib.nullcontext():  # type: ignore[no-untyped-call, unused-ignore]
             result = run()
-        if not _is_cpu():
+        if not self._is_cpu:
             torch.cuda.synchronize()
         return result
 
@@ -126,25 +125,3 @@ class Recorder:
             result, found = breakdown.profile(run, trace)
         self._write("breakdown", **found)
         return result
-
-
-def _is_cpu() -> bool:
-    current = platform.current()
-    return current is None or current.name == "cpu"
-
-
-def _live(base: int | None, memory: int) -> int | None:
-    """Bytes in use, for leak detection; None under another allocator.
-
-    Resident memory also grows until the heap fits all temporaries.
-    """
-    if not _is_cpu():
-        return memory
-    held = _held()
-    return None if held is None or base is None or held - base < memory // 2 else held - base
-
-
-def _held() -> int | None:
-    """Bytes of malloc, Python's small objects, and shared memory."""
-    found = process_memory.handed_out()
-    return None if found is None else found + _OBJECT * sys.getallocatedblocks() + process_memory.shared()

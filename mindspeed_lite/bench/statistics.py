@@ -27,16 +27,6 @@ class Ratio:
     high: float | None
     pairs: tuple[float, ...]
 
-    def words(self, digits: int = 2) -> str:
-        """As a table has it.
-
-        >>> Ratio(1.25, 1.2, 1.3, ()).words(), Ratio(1.25, None, None, ()).words(digits=1)
-        ('1.25 (1.20 to 1.30)', '1.2')
-        """
-        if self.low is None or self.high is None:
-            return f"{self.ratio:.{digits}f}"
-        return f"{self.ratio:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
-
     def verdict(self, above: str, below: str) -> str:
         """`above` or `below` where the interval excludes 1, else noise or too few runs."""
         if self.low is None or self.high is None:

@@ -15,8 +15,8 @@ SEVERITIES = ("failure", "warning", "note")
 
 # Last word of a cell -> colour.
 _TONES = {
-    **dict.fromkeys(("faster", "smaller", "identical", "agrees", "steady"), "good"),
-    **dict.fromkeys(("slower", "larger", "differs", "grows", "regression", "failure", "crashed", "hung"), "bad"),
+    **dict.fromkeys(("faster", "smaller", "identical", "agrees"), "good"),
+    **dict.fromkeys(("slower", "larger", "differs", "regression", "failure", "crashed", "hung"), "bad"),
     **dict.fromkeys(("warning", "pair", "tell", "judged", "deviation", "run", "differ", "interrupted"), "warn"),
 }
 

@@ -68,17 +68,13 @@ def _facts(record: Record, fastest: Record | None) -> Table:
 def _compared(record: Record) -> Table:
     rows = []
     for each in record["comparisons"]:
-        growth = (each["growth"] or {}).get("verdict", UNKNOWN)
-        if growth == "grows":
-            on, off = (size(each["growth"][f"bytes_per_step_{arm}"]) for arm in ("on", "off"))
-            growth = f"{on} a step (off: {off}), grows"
         ratios = (judged(each[name]) for name in ("speed", "memory", "first_step"))
-        rows.append((label(each["arm"]), *ratios, (each["loss"] or {}).get("verdict", UNKNOWN), growth))
+        rows.append((label(each["arm"]), *ratios, (each["loss"] or {}).get("verdict", UNKNOWN)))
     note = (
         f"Means of the pairs of runs, in brackets their {record['settings']['confidence'] * 100:g} % intervals. "
         "Speed and first step: above 1 is faster. Peak memory: below 1 is smaller."
     )
-    return Table("Compared with off", ("arm", "speed", "peak memory", "first step", "loss", "growth"), rows, note)
+    return Table("Compared with off", ("arm", "speed", "peak memory", "first step", "loss"), rows, note)
 
 
 def _losses(record: Record) -> Table:

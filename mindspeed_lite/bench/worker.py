@@ -13,7 +13,7 @@ def start(path: str) -> None:
     """Install adaptor and recorder before Megatron is imported; `path`: plan file."""
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import platform, startup
-    from mindspeed_lite.bench.probes import memory, train_step
+    from mindspeed_lite.bench.probes import train_step
     from mindspeed_lite.bench.recorder import Recorder
     from mindspeed_lite.platform import allocator
 
@@ -30,8 +30,6 @@ def start(path: str) -> None:
             args.bf16 = args.fp16 = False
 
     startup.before_validation(prepare)
-    if recorder.memory is not None:
-        memory.install(recorder.memory.around)
     train_step.install(recorder.step)
 
 

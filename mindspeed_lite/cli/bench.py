@@ -9,7 +9,7 @@ examples:
   mindspeed-lite bench -- torchrun --nproc-per-node 8 pretrain_gpt.py --use-flash-attn ...
   mindspeed-lite bench --each --repeats 5 --out report -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
-exit code: 0; 1 where a training is not the same, crashes, hangs or leaks; 2 for bad input; 130 after
+exit code: 0; 1 where a training is not the same, crashes or hangs; 2 for bad input; 130 after
 Ctrl-C or SIGTERM.
 """
 

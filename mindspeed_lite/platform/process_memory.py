@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import resource
-from typing import Any
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -19,36 +16,6 @@ def resident() -> int:
 def peak_resident() -> int:
     # Sandboxed kernels may lack VmHWM.
     return _field("/proc/self/status", b"VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def handed_out() -> int | None:
-    """Bytes in glibc's malloc; None if unknown, too small under a preloaded allocator."""
-    ask = _mallinfo()
-    if ask is None:
-        return None
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
-
-
-def shared() -> int:
-    return _field("/proc/self/status", b"RssShmem:") or 0
-
-
-class _Figures(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    )
-
-
-@functools.cache
-def _mallinfo() -> Any:
-    try:
-        ask = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):  # not glibc, or before 2.33
-        return None
-    ask.restype = _Figures
-    return ask
 
 
 def reset_peak() -> bool:

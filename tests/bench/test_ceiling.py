@@ -40,22 +40,21 @@ def test_a_matmul_counts_two_operations_and_a_copy_both_ways(seconds, expected, 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "flops", "word"),
+    ("name", "flops", "word"),
     [
-        ("1 x NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12, "H100 SXM"),
-        ("1 x NVIDIA H100 PCIe", torch.bfloat16, 756e12, "H100 PCIe"),
-        ("8 x NVIDIA H200", torch.float16, 989.4e12, "H200 SXM"),
-        ("1 x NVIDIA A100-SXM4-80GB", torch.float64, 19.5e12, "data sheet"),
-        ("8 x Ascend910B2", torch.bfloat16, 353.9e12, "CANN"),
+        ("1 x NVIDIA H100 80GB HBM3", 989.4e12, "H100"),
+        ("8 x NVIDIA H200", 989.4e12, "H200"),
+        ("1 x NVIDIA A100-SXM4-80GB", 312e12, "datasheet"),
+        ("8 x Ascend910B2", 313e12, "Atlas 800T A2"),
     ],
 )
-def test_known_peaks(name, dtype, flops, word):
-    found = stated(SLOW, name, dtype)
+def test_known_peaks(name, flops, word):
+    found = stated(SLOW, name, torch.bfloat16)
     assert found.flops_per_second == flops and found.bytes_per_second == 3e12 and word in found.source
 
 
 def test_a_peak_is_not_made_up_and_a_matmul_that_beats_the_data_sheet_wins():
-    for name, dtype in (("AMD EPYC", torch.bfloat16), ("V100-SXM2", torch.bfloat16), ("Ascend910B2", torch.float32)):
+    for name, dtype in (("AMD EPYC", torch.bfloat16), ("H100 PCIe", torch.bfloat16), ("H100 80GB", torch.float32)):
         assert stated(SLOW, name, dtype) is SLOW
     fast = Ceiling(990e12, 3e12, "measured: x")
     assert stated(fast, "NVIDIA H100", torch.bfloat16) is fast

@@ -1,7 +1,6 @@
 """The self-test: that it passes here, that it notices what is wrong, and that nothing takes its report away."""
 
 import json
-import math
 import os
 import sys
 import time
@@ -20,8 +19,6 @@ from mindspeed_lite.platform import streams
 from tests.harness import matrix
 from tests.harness.commands import command, fails_in_one_line
 
-EXACT = ("l2norm", "vocab_embedding")
-
 
 @matrix.whole
 def test_it_passes_here(tmp_path):
@@ -29,7 +26,7 @@ def test_it_passes_here(tmp_path):
     run = command("doctor", "--selftest", "--quick", "--out", out, MINDSPEED_LITE_DEVICE="cpu")
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(out.read_text())
-    assert (report["schema_version"], report["kind"], report["device"]) == (2, "selftest", "cpu")
+    assert (report["schema_version"], report["kind"], report["device"]) == (3, "selftest", "cpu")
     assert report["passed"] and report["environment"]["device_type"] == "cpu"
     assert f"All {len(report['checks'])} checks passed on cpu" in run.stdout and f"written: {out}" in run.stdout
     by_group = {
@@ -48,9 +45,7 @@ def test_it_passes_here(tmp_path):
                 results[:2] == (["output without gradients", "output"] if has_gradient else ["output"])
                 or "main" in check["name"]
             )
-            assert all(figure["ours"] <= figure["bound"] for figure in check["figures"])
-            # A norm is one number, which may be exact; rows of an embedding are copied.
-            assert any(figure["reference"] > 0 for figure in check["figures"]) or name in EXACT
+            assert all(figure["error"] <= figure["bound"] for figure in check["figures"])
 
 
 def test_a_report_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
@@ -61,7 +56,7 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
 # Numbers
 
 
-def problem(ours, plain=lambda x, weight: x * weight):
+def problem(ours):
     def make():
         generator = torch.Generator().manual_seed(5)
         return tuple(torch.randn(8, 16, generator=generator).requires_grad_() for _ in range(2))
@@ -74,13 +69,8 @@ def problem(ours, plain=lambda x, weight: x * weight):
         make=make,
         forward=Work(0, 0),
         both=None,
-        contenders=(Contender("mindspeed_lite", lambda: ours), Contender("torch", lambda: plain)),
+        contenders=(Contender("mindspeed_lite", lambda: ours), Contender("torch", lambda: torch.mul)),
     )
-
-
-def only_in_float32(function):
-    """`function`, but a plain product in the float64 evaluation."""
-    return lambda x, weight: x * weight if x.dtype == torch.float64 else function(x, weight)
 
 
 def test_right_numbers_pass():
@@ -95,32 +85,15 @@ def test_right_numbers_pass():
     ("planted", "where"),
     [
         (lambda x, weight: x * weight * (1 + 1e-5), "output"),
+        (lambda x, weight: x * weight if x.requires_grad else 2 * x * weight, "output without gradients"),
         (lambda x, weight: x * weight.detach() + 0 * weight, "gradient of input 2"),
         (lambda x, weight: x * weight / 0, "output"),
+        (lambda x, weight: x * weight * (1 + 10 * 2.0**-23), "bound 1e-06"),
     ],
 )
 def test_wrong_numbers_fail_and_say_where(planted, where):
-    outcome = numerics.judge(problem(only_in_float32(planted)), "cpu")
-    assert outcome.status == FAILED and where in outcome.text
-
-
-@pytest.mark.parametrize(
-    ("ours", "plain", "status"),
-    [(6, 1, OK), (10, 1, FAILED), (10, 10**5, FAILED)],
-    ids=["within 8 eps", "beyond", "where plain is nonsense"],
-)
-def test_how_far_off_ours_may_be(ours, plain, status):
-    def off(ulps):
-        return lambda x, weight: x * weight * (1 + ulps * 2.0**-23)
-
-    assert numerics.judge(problem(only_in_float32(off(ours)), off(plain)), "cpu").status == status
-
-
-@pytest.mark.parametrize("plain", [lambda x, weight: x / [], lambda x, weight: x * weight * math.nan])
-def test_without_a_plain_path_ours_is_judged_alone(plain):
-    assert numerics.judge(problem(lambda x, weight: x * weight, plain), "cpu").status == OK
-    wrong = numerics.judge(problem(only_in_float32(lambda x, weight: x * weight * 1.0001), plain), "cpu")
-    assert wrong.status == FAILED
+    outcome = numerics.judge(problem(planted), "cpu")
+    assert outcome.status == FAILED and where in outcome.text, outcome.text
 
 
 @pytest.mark.parametrize(("name", "status"), [("cpu", FALLBACK), ("npu", FAILED)])
@@ -290,7 +263,7 @@ def test_a_process_that_does_not_start_again_is_the_end(monkeypatch):
 
 
 def test_the_table_has_a_line_for_what_is_right_and_one_for_each_failure():
-    figure = {"result": "output", "ours": 1.0, "reference": 1.0, "bound": 4.0}
+    figure = {"result": "output", "error": 1.0, "bound": 4.0}
 
     def check(name, status, group="numerics"):
         text = f"text of {name}"

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from mindspeed_lite.bench import compose, harness, recorder
+from mindspeed_lite.bench import compose, harness
 from mindspeed_lite.bench.harness import Job, Outcome
 from mindspeed_lite.bench.plan import Arm
 from tests.harness import matrix
@@ -135,38 +134,6 @@ def test_a_slow_step_is_said(outcomes: Outcomes) -> None:
     assert row["speed"]["ratio"] < 0.5
     assert row["speed"]["verdict"] == "slower", row["speed"]
     assert any("a step is slower" in each["text"] for each in found["findings"])
-
-
-def test_whatever_a_leak_is_made_of_is_held():
-    """Tensors, Python's own small objects, shared memory; what the heap keeps for later is not."""
-    before = recorder._held()
-    if before is None:
-        pytest.skip("the C library is not glibc 2.33 or later")
-    leaks = {
-        "tensors": lambda: torch.ones(8 << 20, dtype=torch.uint8),
-        "small objects": lambda: [(each, each) for each in range(100_000)],
-        "shared memory": lambda: torch.ones(8 << 20, dtype=torch.uint8).share_memory_(),
-    }
-    kept = []
-    for name, leak in leaks.items():
-        before = recorder._held()
-        kept.append(leak())
-        assert recorder._held() - before > 6 << 20, name
-    before = recorder._held()
-    small = [torch.ones(1 << 10) for _ in range(8000)]
-    assert recorder._held() - before > 16 << 20
-    small[::2] = small[1::2] = [None] * 4000
-    assert abs(recorder._held() - before) < 2 << 20
-
-
-@matrix.whole
-def test_a_leak_is_a_failure(outcomes: Outcomes) -> None:
-    row, found = comparison(outcomes, "leak")
-    # 5 norms, 4 micro-batches, 4 MiB each.
-    assert row["growth"]["bytes_per_step_on"] == pytest.approx(20 * (4 << 20), rel=0.2)
-    assert row["growth"]["verdict"] == "grows"
-    assert any("memory grows" in text for text in failures(found))
-    assert comparison(outcomes, "right")[0]["growth"]["verdict"] == "steady"
 
 
 @matrix.whole

@@ -28,8 +28,7 @@ CEILING = {"flops_per_second": 6.2e14, "bytes_per_second": 2.9e12, "source": "me
 
 
 def outcome(
-    name: str, repeat: int, step: float, memory: float, apart: float = 0.0, grows: float = 0.0, broken: int = 99,
-    skipped: bool = False,
+    name: str, repeat: int, step: float, memory: float, apart: float = 0.0, broken: int = 99, skipped: bool = False,
 ) -> Outcome:  # fmt: skip
     """A good run of two steps of warm-up and six more; the loss is no number from step `broken` on."""
     noise = random.Random(f"{repeat}{step}")
@@ -40,7 +39,6 @@ def outcome(
             "measured": at > 2,
             "loss": {"lm loss": math.nan if at >= broken else 10.8 * 0.93**at + apart * at},
             "grad_norm": 2.5 * 0.96**at,
-            "live_bytes": int(memory * 0.8 + grows * at),
             "peak_memory_bytes": int(memory * (1 + repeat / 1000)),
             "time": 8.1 + step + repeat / 10,
         }
@@ -60,7 +58,6 @@ def outcome(
         "wall_seconds": step,
         "categories": {category: SHARES.get(category, 0.0) * step for category in CATEGORIES},
         "communication": {"exposed_seconds": 0.04 * step, "hidden_seconds": 0.06 * step},
-        "processes": 2,
     }
     arithmetic: Any = "float32" if name.startswith("rounding") else "as given"
     process = Process(0, described, steps, breakdown, {"fallbacks": []})
@@ -101,9 +98,9 @@ def full() -> dict[str, Any]:
 
 
 def broken() -> dict[str, Any]:
-    """Incomplete: an arm crashed in every run, another hung in its second and grows."""
+    """Incomplete: an arm crashed in every run, another hung in its second."""
     crashed = [failed("use_flash_attn", at, "crashed", "out of memory <b>in</b> step 3") for at in (1, 2, 3)]
-    hung = [outcome("all", 1, 0.431, 15.1e9, apart=2e-5, grows=25e6), failed("all", 2, "hung", "no step for 1800 s")]
+    hung = [outcome("all", 1, 0.431, 15.1e9, apart=2e-5), failed("all", 2, "hung", "no step for 1800 s")]
     return record(off(), crashed, hung, complete=False)
 
 

@@ -1,7 +1,7 @@
 """examples/pretrain_gpt.py with a fault in the operator of use_fused_rmsnorm, chosen by the name of the arm.
 
-`python faulty_script.py ARGS`: an arm called `wrong`, `slow`, `leak`, `crash` or `hang` gets that fault,
-any other none.
+`python faulty_script.py ARGS`: an arm called `wrong`, `slow`, `crash` or `hang` gets that fault, any
+other none.
 """
 
 import os
@@ -23,7 +23,6 @@ torch.set_num_threads(1)
 plan = os.environ.get("MINDSPEED_LITE_BENCH")
 fault = RunPlan.read(plan).arm.name if plan else ""
 right = FusedRMSNorm.operator
-kept = []
 calls = 0
 
 
@@ -32,8 +31,6 @@ def rms_norm(x, weight, eps, zero_centered):
     calls += 1
     if fault == "slow":
         time.sleep(0.05)
-    elif fault == "leak":
-        kept.append(torch.ones(1 << 20))
     elif calls > 20 and fault == "crash":
         raise RuntimeError("the planted crash")
     elif calls > 20 and fault == "hang":

@@ -234,17 +234,15 @@ def copied_experts() -> None:
 
 
 def seen_messages() -> None:
-    """Log after each step how often messages of experts were waited for, by lane, and the bytes that were sent."""
+    """Log after each step how often messages of experts were waited for, and the bytes that were sent."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
-    from lab import expert_messages
-    from lab.timeline import COMBINE, DISPATCH, WAIT, Timeline
+    from lab.timeline import EXPERTS, WAIT, Timeline, is_megatrons_expert_group
     from tests.harness import core_loop
 
-    seen, own = Timeline(), core_loop.Training.step
+    seen, own = Timeline(is_megatrons_expert_group), core_loop.Training.step
     seen.install()
-    expert_messages.install(seen)
     # Megatron, which is imported before it here, holds them by value.
     mappings.dist_all_gather_func = dist.all_gather_into_tensor
     mappings.dist_reduce_scatter_func = dist.reduce_scatter_tensor
@@ -253,7 +251,7 @@ def seen_messages() -> None:
         with seen:
             found = own(self)
         waits = [each.name for each in seen.spans if each.lane == WAIT]
-        told = {"dispatch": waits.count(DISPATCH), "combine": waits.count(COMBINE), "bytes": sum(seen.sent.values())}
+        told = {"waits": waits.count(EXPERTS), "bytes": sum(seen.sent.values())}
         assert 0 < seen.waited_for_experts <= seen.waited
         print(f"messages of experts: {json.dumps(told)}", flush=True)
         return found

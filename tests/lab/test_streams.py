@@ -69,43 +69,6 @@ def test_operators_that_read_a_message_wait_for_it_and_others_do_not():
 
 
 @forked()
-def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
-    activate()
-    side = carrying()
-    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-
-    class Arrives(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            out = torch.empty_like(x)
-            if streams.current_stream() is side:
-                side.lane.put(lambda: out.copy_(x), reads=(x,), writes=(out,))
-            else:
-                out.copy_(x)
-            return out
-
-        @staticmethod
-        def backward(ctx, grad):
-            return Arrives.apply(grad)
-
-    def run(stream):
-        x = torch.arange(8.0, dtype=torch.float64).view(2, 4).requires_grad_()
-        with torch.cuda.stream(stream):
-            y = torch.nn.functional.gelu(Arrives.apply(x) @ weight)
-            loss = (Arrives.apply(y) ** 2).sum()
-            loss.backward()
-            if stream is side:
-                assert side.lane, "nothing was waited for"
-        stream.synchronize()
-        grads = loss.detach().clone(), x.grad, weight.grad
-        weight.grad = None
-        return grads
-
-    for on, off in zip(run(side), run(streams.DEFAULT_STREAM), strict=True):
-        assert torch.equal(on, off) and bool((on != 0).any())
-
-
-@forked()
 def test_what_needs_numbers_at_once_gets_them():
     activate()
     side = carrying()
@@ -178,27 +141,6 @@ def test_kernels_that_take_addresses_queue(name):
 
     for on, off in zip(run(carrying()), run(streams.DEFAULT_STREAM), strict=True):
         assert torch.equal(on, off)
-
-
-@forked()
-def test_a_reader_finishes_what_it_reads_and_no_more():
-    activate()
-    side = carrying()
-    readers = [
-        lambda out: out.tolist(),
-        lambda out: out.data_ptr(),
-        lambda out: out[0, 0].item(),
-        lambda out: torch._foreach_add_([out], 1.0),
-        lambda out: out.nonzero(),
-    ]
-    for read in readers:
-        with torch.cuda.stream(side):
-            (out, first), (_, second) = sent(side), sent(side)
-            read(out)
-            assert (first.waits, second.waits) == (1, 0)
-            torch._foreach_add_([torch.ones(3)], 1.0)
-            assert second.waits == 0, "nothing to do with it"
-        side.synchronize()
 
 
 @forked()

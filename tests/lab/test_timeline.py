@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from lab.network import Delays
 from lab.timeline import (
-    COMBINE,
     COMPUTE,
-    DISPATCH,
+    EXPERTS,
     FLIGHT,
     WAIT,
     Span,
@@ -75,32 +74,24 @@ def test_lanes():
 
 
 @forked("torch")
-def test_experts_have_lanes_and_bytes_of_their_own():
+def test_experts_have_a_lane_and_bytes_of_their_own():
     folder = Path(tempfile.mkdtemp())
 
     def body(rank):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         experts, others = dist.new_group([0, 1]), dist.new_group([0, 1])
-        view = Timeline()
+        view = Timeline(lambda group: group is experts)
         view.install()
         x, out = torch.ones(6, 4), torch.empty(6, 4)
         with view:
-            dist.all_to_all_single(out, x, group=experts)
-            assert view.sent == {}, "nothing has said that they are experts'"
-            with view.expert_call(DISPATCH, []):
-                dist.all_to_all_single(out, x, [3, 3], [3, 3], group=experts)
-                dist.all_gather_into_tensor(torch.empty(12, 4), x, group=others)
-            view.expert_backward(COMBINE)
+            dist.all_to_all_single(out, x, [3, 3], [3, 3], group=experts)
+            dist.all_gather_into_tensor(torch.empty(12, 4), x, group=others)
             dist.all_to_all_single(out, x, group=experts, async_op=True).wait()
-            dist.all_to_all_single(out, x, group=others)
-        # Two messages of three rows to the other rank, and none of a group that experts do not use.
+        # Two messages of three rows to the other rank.
         assert view.sent == {1 - rank: 2 * 3 * 4 * 4}
-        waits = [each.name for each in view.spans if each.lane == WAIT]
-        assert [name for name in waits if name in (DISPATCH, COMBINE)] == [DISPATCH, COMBINE]
-        assert len([each for each in view.spans if each.lane == FLIGHT]) == 3
-        assert view.seconds(DISPATCH) > 0 and view.seconds(COMBINE) > 0
-        assert view.waited_for_experts == pytest.approx(view.seconds(WAIT, DISPATCH) + view.seconds(WAIT, COMBINE))
-        assert 0 < view.waited_for_experts < view.waited
+        assert [each.name for each in view.spans if each.lane == WAIT].count(EXPERTS) == 2
+        assert 0 < view.waited_for_experts < view.waited and view.seconds(EXPERTS) > 0
+        assert len([each for each in view.spans if each.lane == FLIGHT]) == 1
 
     on_ranks(2, body)
 

@@ -23,13 +23,11 @@ from pathlib import Path
 import torch
 
 from mindspeed_lite.ops.discovery import OPERATORS
-from tools.fuzz.calls import Call, draw, simpler
+from tools.fuzz.calls import Call, draw
 from tools.fuzz.judge import finding
 
 # Importing PyTorch, and compiling kernels where none are kept; then the longest call.
 _START_SECONDS, _HANG_SECONDS = 60.0, 180.0
-# A finding is made smaller for so long.
-_SHRINK_SECONDS = 10.0
 # What oneDNN is held to -> a flag in /proc/cpuinfo without which the level is the one before.
 _LEVELS = {
     "SSE41": "sse4_1",
@@ -151,28 +149,13 @@ def work(given: argparse.Namespace) -> None:
         getattr(importlib.import_module(module), name)()
     tried, known, end = 0, {*json.loads(given.known)}, time.monotonic() + given.seconds
 
-    def judged(call: Call) -> str:
-        nonlocal tried
-        tried += 1
-        given.journal.write_text(call.json(), encoding="utf-8")
-        return finding(call)
-
-    def smallest(call: Call, text: str, end: float) -> tuple[Call, str]:
-        for other in simpler(call):
-            if time.monotonic() > end:
-                break
-            found = judged(other)
-            if found and _kind(other, found) == _kind(call, text):
-                return smallest(other, found, end)
-        return call, text
-
     chance, operators = random.Random(given.seed), given.only.split(",") if given.only else [*OPERATORS]
     while tried < given.calls and time.monotonic() < end:
         call = draw(chance, max(2, os.cpu_count() or 1), operators) if given.call is None else Call.of(given.call)
-        text = judged(call)
+        tried += 1
+        given.journal.write_text(call.json(), encoding="utf-8")
+        text = finding(call)
         if text and _kind(call, text) not in known:
-            if given.call is None:
-                call, text = smallest(call, text, time.monotonic() + _SHRINK_SECONDS)
             known.add(_kind(call, text))
             print(json.dumps({"call": call.json(), "text": text}), flush=True)
         if given.call is not None:

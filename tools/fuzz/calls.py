@@ -1,4 +1,4 @@
-"""Calls of an operator as data: drawn, made simpler, and built into a problem with its inputs."""
+"""Calls of an operator as data: drawn, and built into a problem with its inputs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -90,19 +89,6 @@ def draw(chance: random.Random, threads: int, operators: Sequence[str]) -> Call:
         mode,
         chance.randrange(1000),
     )
-
-
-def simpler(call: Call) -> Iterator[Call]:
-    """The call with one thing as always, or with one smaller size."""
-    default: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Call)}
-    for name in ("mode", "threads", "values", "empty", "layouts", "seed"):
-        if getattr(call, name) != default[name]:
-            yield replace(call, **{name: default[name]})
-    for place in _sizes(call.text):
-        size = int(place[0])
-        for smaller in sorted({1, 2, size // 2, size - 1}):
-            if 0 < smaller < size:
-                yield replace(call, text=_with_size(call.text, place, smaller))
 
 
 def problem(call: Call) -> Problem:

@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed_lite.bench.operators.equivalence import outcome, output_gradient, own
-from mindspeed_lite.bench.selftest.numerics import in_float64
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Function, Problem
 from tools.fuzz.calls import Call, NoCall, inputs_of, problem
@@ -56,7 +55,7 @@ def _finding(call: Call, problem: Problem) -> str:
         gradient = output_gradient(ours["output"])
         with dispatch.force(call.operator, dispatch.REFERENCE):
             plain = outcome(definition, inputs, gradient)
-            wide = [in_float64(each) for each in inputs]
+            wide = [_in_float64(each) for each in inputs]
             exact = None if problem.is_random else outcome(definition, wide, gradient.double())
     except Exception as error:
         return _raised(call, error)
@@ -69,6 +68,11 @@ def _finding(call: Call, problem: Problem) -> str:
     if exact is None:
         return ""
     return "" if call.values in ("nan", "inf", "-inf") else _wrong(call, inputs, ours, plain, exact)
+
+
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.detach()
+    return own.double().requires_grad_(tensor.requires_grad) if own.is_floating_point() else own
 
 
 @functools.cache

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Session
 from mindspeed_lite.memory.saved_tensors import Tracker
-
-from .train_step import around_steps
 
 
 class MemoryProbe:
@@ -37,19 +33,6 @@ class MemoryProbe:
             "kept": [asdict(each) for each in self._tracker.at_peak],
         }
         return result
-
-
-def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], None]:
-    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        signature = inspect.signature(wrapped)
-
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            return run(given["model"], given["optimizer"], lambda: wrapped(*args, **kwargs))
-
-        return train_step
-
-    return around_steps("memory", "a measurement counts bytes", around)
 
 
 def size(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:

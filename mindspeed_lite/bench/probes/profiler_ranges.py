@@ -53,16 +53,10 @@ FUNCTIONS: tuple[tuple[str, str], ...] = (
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.start_grad_sync"),
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync"),
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer"),
-    # Configurations hold some functions above by value; their callees are found by name.
+    # Called by hooks of parameters.
     (_REDUCTION, "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync"),
     (_REDUCTION, "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync"),
     (_REDUCTION, "distributed.finalize_model_grads:finalize_model_grads"),
-    (_REDUCTION, "distributed.finalize_model_grads:_allreduce_conditional_embedding_grads"),
-    (_REDUCTION, "distributed.finalize_model_grads:_allreduce_word_embedding_grads"),
-    (_REDUCTION, "distributed.finalize_model_grads:_allreduce_position_embedding_grads"),
-    (_REDUCTION, "distributed.finalize_model_grads:_allreduce_router_grads"),
-    (_REDUCTION, "distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"),
-    (_REDUCTION, "distributed.finalize_model_grads:_allreduce_replicated_grads_over_gtp_remat_group"),
 )
 
 

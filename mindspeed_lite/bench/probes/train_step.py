@@ -5,6 +5,7 @@ Every supported release calls it once per iteration.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,20 @@ _PARALLEL = {
 _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
-def install(step: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        return lambda *args, **kwargs: step(lambda: wrapped(*args, **kwargs))
+def install(step: Callable[[list[Any], Any, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Replace each training step by step(model, optimizer, run); returns an undo callable."""
 
-    return around_steps("recording", "a benchmark records", around)
+    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        signature = inspect.signature(wrapped)
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            return step(given["model"], given["optimizer"], lambda: wrapped(*args, **kwargs))
+
+        return train_step
+
+    hook = megatron.always("recording", "a benchmark records", Around(f"{TRAINING}:train_step", around))
+    return megatron.Placed(hook).remove
 
 
 def read(result: Any) -> tuple[dict[str, float], float | None]:
@@ -40,10 +50,6 @@ def read(result: Any) -> tuple[dict[str, float], float | None]:
     losses = {} if result[_SKIPPED] else {name: _number(value) for name, value in result[_LOSSES].items()}
     norm = result[_GRAD_NORM]
     return losses, None if norm is None else _number(norm)
-
-
-def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
-    return megatron.Placed(megatron.always(name, why, Around(f"{TRAINING}:train_step", around))).remove
 
 
 def _number(value: Any) -> float:
@@ -95,4 +101,4 @@ def model() -> dict[str, Any]:
     }
 
 
-__all__ = ["around_steps", "install", "leave_no_trace", "model", "precision", "read", "stop_after"]
+__all__ = ["install", "leave_no_trace", "model", "precision", "read", "stop_after"]

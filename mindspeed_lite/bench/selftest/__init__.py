@@ -2,8 +2,8 @@
 
 Checks run in a process of their own; after a crash or hang a new one continues. Report: schema_version, kind
 "selftest", created, device, quick, passed, environment (as in `bench-ops`), facts, checks, to_report. A check has
-group, name, status (ok, fallback, failed), text, seconds, and figures: relative errors `ours` and `reference` of output
-and gradients, and `bound`.
+group, name, status (ok, fallback, failed), text, seconds, and figures: relative `error` and `bound` of output and
+gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 KIND = "selftest"
 SECONDS = 120.0
 
@@ -179,7 +179,7 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _summary(checks: list[Line]) -> str:
-    figures = [(each["ours"] / each["bound"], each["result"], check) for check in checks for each in check["figures"]]
+    figures = [(each["error"] / each["bound"], each["result"], check) for check in checks for each in check["figures"]]
     if not figures:
         return "its backend loads"
     share, result, check = max(figures, key=lambda figure: float(figure[0]))

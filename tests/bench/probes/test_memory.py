@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.bench.probes import memory, train_step
+from mindspeed_lite.bench.probes import memory
 from tests.harness.optimizers import KINDS, gradients, optimizer_of, start
 from tests.harness.processes import forked
 
@@ -77,27 +74,3 @@ def test_what_is_in_host_memory_is_counted_apart(groups: Path, is_addressed: boo
         inner.placement = StatePlacement()
     found = 640 * len(memory.inner_optimizers(optimizer))
     assert memory.in_host_memory(optimizer) == ((found, 0) if is_addressed else (0, found))
-
-
-def test_a_step_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model and optimizer are handed over by name, and everything is as it was afterwards."""
-    training = ModuleType(train_step.TRAINING)
-
-    def step_of_megatron(
-        forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, iteration: Any = None
-    ) -> Any:
-        return forward_step_func, data_iterator, model, optimizer, iteration
-
-    training.train_step = step_of_megatron  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, train_step.TRAINING, training)
-    seen = []
-
-    def run(model: Any, optimizer: Any, step: Any) -> Any:
-        seen.append((model, optimizer))
-        return step()
-
-    remove = memory.install(run)
-    assert training.train_step(1, 2, [3], optimizer=4, iteration=5) == (1, 2, [3], 4, 5)
-    assert seen == [([3], 4)]
-    remove()
-    assert training.train_step is step_of_megatron
