@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 OURS, TORCH, COMPILED = "mindspeed_lite", "torch", "torch.compile"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class OwnLayout:
     report.
     """
 
-    arrange: Callable[..., tuple[torch.Tensor, ...]]
+    arrange: Callable[..., tuple[Tensor, ...]]
     call: Callable[..., Any]
     note: str
-    restore: Callable[[Any], torch.Tensor] = lambda output: output
+    restore: Callable[[Any], Tensor] = lambda output: output
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor:
         return self.restore(self.call(*self.arrange(*inputs)))
 
 
@@ -81,7 +82,7 @@ class Problem:
     name: str
     device: str
     dtype: torch.dtype
-    make: Callable[[], tuple[torch.Tensor, ...]]
+    make: Callable[[], tuple[Tensor, ...]]
     contenders: tuple[Contender, ...]
     forward: Work
     both: Work | None
@@ -104,16 +105,16 @@ class Draw:
 
     def __call__(
         self, *shape: int, scale: float = 1.0, offset: float = 0.0, wide: bool = False, gradient: bool = True
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Normally distributed values; wide: at least fp32."""
         values = torch.randn(shape, **self.options).mul_(scale).add_(offset)
         return self.of(values, wide=wide, gradient=gradient)
 
-    def integers(self, end: int, *shape: int) -> torch.Tensor:
+    def integers(self, end: int, *shape: int) -> Tensor:
         """int64 in [0, end)."""
         return torch.randint(end, shape, **self.options).to(self.device)
 
-    def of(self, values: torch.Tensor, *, wide: bool = False, gradient: bool = True) -> torch.Tensor:
+    def of(self, values: Tensor, *, wide: bool = False, gradient: bool = True) -> Tensor:
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         return values.to(self.device, dtype).requires_grad_(gradient)
 
@@ -130,7 +131,7 @@ class OperatorCases:
 
     operator: str
     shape: type[Any]
-    inputs: Callable[[Any, Draw], Sequence[torch.Tensor]]
+    inputs: Callable[[Any, Draw], Sequence[Tensor]]
     ours: Function
     reference: Function
     work: Callable[[Any, int], tuple[Work, Work | None]]
@@ -179,10 +180,10 @@ class OperatorCases:
     ) -> Problem:
         forward, backward = self.work(shape, dtype.itemsize)
 
-        def ours(*inputs: torch.Tensor) -> torch.Tensor:
+        def ours(*inputs: Tensor) -> Tensor:
             return self.ours(shape, *inputs)
 
-        def reference(*inputs: torch.Tensor) -> torch.Tensor:
+        def reference(*inputs: Tensor) -> Tensor:
             return self.reference(shape, *inputs)
 
         def is_listed(name: str, peer: Peer) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.rows import as_rows
@@ -35,15 +36,13 @@ def unusable() -> str | None:
     return _lib.unusable()
 
 
-def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
-) -> torch.Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     """Differentiable layer_norm, or rms_norm without bias; x is not empty."""
-    y: torch.Tensor = autograd.apply(_NORM, (x, weight, bias), (eps, zero_centered))
+    y: Tensor = autograd.apply(_NORM, (x, weight, bias), (eps, zero_centered))
     return y
 
 
-def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[Tensor, autograd.Inputs]:
     x, weight, bias = inputs
     rows, stride = as_rows(x)
     width, size = weight.shape[0], x.numel()
@@ -57,7 +56,7 @@ def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[torch.Tensor, au
     return y, (x, weight, mean, rstd)
 
 
-def _backward(dy: torch.Tensor, saved: Any, options: tuple[float, bool], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, options: tuple[float, bool], wanted: Sequence[bool]) -> autograd.Inputs:
     x, weight, mean, rstd = saved
     (rows, stride), (grads, grad_stride) = as_rows(x), as_rows(dy)
     width, size = weight.shape[0], x.numel()

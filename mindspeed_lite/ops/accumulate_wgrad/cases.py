@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
@@ -22,16 +22,16 @@ class Shape:
     outputs: int
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     main_grad = draw(shape.outputs, shape.inputs, wide=True, gradient=False)
     return main_grad, draw(shape.rows, shape.outputs, gradient=False), draw(shape.rows, shape.inputs, gradient=False)
 
 
-def ours(shape: Shape, main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     return accumulate_wgrad(main_grad, dy, x)
 
 
-def reference(shape: Shape, main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     return main_grad.add_(dy.t() @ x)
 
 
@@ -40,10 +40,10 @@ def work(shape: Shape, size: int) -> tuple[Work, None]:
     return Work(moved, 2 * shape.rows * shape.outputs * shape.inputs), None
 
 
-def apex(shape: Shape) -> Callable[..., torch.Tensor]:
+def apex(shape: Shape) -> Callable[..., Tensor]:
     kernels: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
 
-    def run(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def run(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
         return main_grad
 

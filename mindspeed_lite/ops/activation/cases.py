@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.ops.activation.reference import GATED, PLAIN
@@ -44,7 +45,7 @@ class Shape:
         return self.kind in GATED
 
 
-def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+def inputs(shape: Shape, draw: Draw) -> list[Tensor]:
     made = [draw(shape.rows, shape.width)]
     if shape.bias:
         made.append(draw(shape.width))
@@ -53,16 +54,16 @@ def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
     return made
 
 
-def _split(shape: Shape, rest: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _split(shape: Shape, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
     return rest[0] if shape.bias else None, rest[-1] if shape.weights else None
 
 
-def ours(shape: Shape, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, *rest: Tensor) -> Tensor:
     bias, weights = _split(shape, rest)
     return activation(x, shape.kind, bias, weights)
 
 
-def reference(shape: Shape, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, *rest: Tensor) -> Tensor:
     bias, weights = _split(shape, rest)
     if bias is not None:
         x = x + bias
@@ -82,15 +83,15 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((rows * (2 * width + out) + 2 * extra) * size, (20 + 2 * small) * rows * out)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel: SwiGLU of one tensor, like ours; GeGLU of two."""
     module, name = _LIGER[shape.kind]
     function: Any = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     if shape.kind != "geglu":
-        run: Callable[..., torch.Tensor] = function.apply
+        run: Callable[..., Tensor] = function.apply
         return run
 
-    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def halves(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(half.clone(memory_format=torch.contiguous_format) for half in x.chunk(2, -1))
 
     return OwnLayout(halves, function.apply, "the halves are two tensors, overwritten by their gradients")

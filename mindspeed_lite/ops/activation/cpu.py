@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.activation import reference
@@ -37,17 +38,15 @@ def supported(case: Case) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def activation(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
-) -> torch.Tensor:
+def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     has_kernel = spec.kind == "gelu" and bias is not None and bias.dtype != torch.float64 and weights is None
     if not has_kernel or x.dtype not in _NAMES or x.numel() == 0:
         return reference.activation(x, bias, weights, spec)
-    y: torch.Tensor = autograd.apply(_GELU, (x, bias))
+    y: Tensor = autograd.apply(_GELU, (x, bias))
     return y
 
 
-def _forward(inputs: Any, _: None) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, _: None) -> tuple[Tensor, autograd.Inputs]:
     x, bias = inputs
     rows, stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -57,7 +56,7 @@ def _forward(inputs: Any, _: None) -> tuple[torch.Tensor, autograd.Inputs]:
     return y, inputs
 
 
-def _backward(dy: torch.Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias = saved
     rows, stride = as_rows(x)
     width = x.shape[-1]
@@ -75,5 +74,5 @@ def _backward(dy: torch.Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> 
 _GELU = autograd.Kernel(_forward, _backward)
 
 
-def _fp32(bias: torch.Tensor) -> torch.Tensor:
+def _fp32(bias: Tensor) -> Tensor:
     return bias.detach().to(torch.float32).contiguous()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from mindspeed_lite.ops.adamw import adamw
@@ -30,10 +31,10 @@ class Shape:
     elements: int
 
 
-def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+def inputs(shape: Shape, draw: Draw) -> list[Tensor]:
     """Parameters, gradients, first and second moments, copies."""
 
-    def drawn(scale: float) -> list[torch.Tensor]:
+    def drawn(scale: float) -> list[Tensor]:
         return [draw(shape.elements, scale=scale, wide=True, gradient=False) for _ in range(shape.tensors)]
 
     params, grads, exp_avgs, exp_avg_sqs = (drawn(scale) for scale in (0.02, 1e-2, 1e-2, 1e-2))
@@ -42,18 +43,18 @@ def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
     return [*params, *grads, *exp_avgs, *exp_avg_sqs, *(param.to(draw.dtype, copy=True) for param in params)]
 
 
-def _lists(shape: Shape, tensors: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
+def _lists(shape: Shape, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:
     count = shape.tensors
     return [list(tensors[start : start + count]) for start in range(0, 5 * count, count)]
 
 
-def ours(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, *tensors: Tensor) -> Tensor:
     *state, outs = _lists(shape, tensors)
     adamw(*state, **RULE, step=STEP, grad_scale=SCALE, outs=outs)
     return outs[0]
 
 
-def reference(shape: Shape, *tensors: torch.Tensor, fused: bool = False) -> torch.Tensor:
+def reference(shape: Shape, *tensors: Tensor, fused: bool = False) -> Tensor:
     params, grads, exp_avgs, exp_avg_sqs, outs = _lists(shape, tensors)
     torch._foreach_mul_(grads, SCALE)
     steps = [torch.tensor(STEP - 1.0, device=param.device if fused else "cpu") for param in params]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band, blocked, reference
 from mindspeed_lite.ops.attention.blocked import PositionalDropout
@@ -37,16 +38,16 @@ OPERATOR = Operator("attention", reference.attention)  # type: ignore[arg-type] 
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """out[s, b, i] = sum_t dropout(p[s, t]) * v[t, b, j], p = exp(scale * q[s, b, i] . k[t, b, j] - lse)
@@ -72,28 +73,26 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
     if spec.rows_without_keys:
         rest = attend(q[spec.rows_without_keys :], k, v, _below(spec, q, k))
         return _behind(rest, spec.rows_without_keys, spec.sink)
     # Kernels differ on which empty tensors they accept.
     implementation = reference.attention if spec.empty else OPERATOR.choose(spec.case)
-    result: tuple[torch.Tensor, torch.Tensor | None] = implementation(q, k, v, spec)  # type: ignore[assignment]
+    result: tuple[Tensor, Tensor | None] = implementation(q, k, v, spec)  # type: ignore[assignment]
     return result
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     spec: AttentionSpec,
     *,
     wide: bool = False,
     dropout: PositionalDropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout.
 
     Results over disjoint sets of keys merge: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
@@ -111,7 +110,7 @@ def forward(
     backend = module(spec)
     if dropout is not None and not spec.empty:
         backend, spec = blocked, spec._replace(rng=dropout)
-    pair: tuple[torch.Tensor, torch.Tensor]
+    pair: tuple[Tensor, Tensor]
     if not wide or not _is_narrow(q.dtype):
         pair = backend.forward(q, k, v, spec)
         return pair
@@ -123,17 +122,17 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     spec: AttentionSpec,
     *,
     wide: bool = False,
     dropout: PositionalDropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of these keys, without autograd, in the dtypes of q, k and v.
 
     dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are of the whole softmax, sink included;
@@ -149,7 +148,7 @@ def backward(
     backend = module(spec)
     if dropout is not None and not spec.empty:
         backend, spec = blocked, spec._replace(rng=dropout)
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    gradients: tuple[Tensor, Tensor, Tensor]
     if not wide or not _is_narrow(q.dtype):
         gradients = backend.backward(dout, q, k, v, out, lse, spec)
         return gradients
@@ -179,14 +178,14 @@ def _check_half(spec: AttentionSpec) -> None:
         raise ValueError("attention: forward and backward take no sink (put it to the whole softmax) and no dropout")
 
 
-def _below(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor) -> AttentionSpec:
+def _below(spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionSpec:
     rows, mask = spec.rows_without_keys, spec.mask
     if mask is not None and mask.dim() >= 2 and mask.shape[-2] > 1:
         spec = spec._replace(mask=mask[..., rows:, :])
     return spec.for_lengths(q.shape[0] - rows, k.shape[0])
 
 
-def _behind(result: tuple[torch.Tensor, Any], empty: int, sink: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+def _behind(result: tuple[Tensor, Any], empty: int, sink: Tensor | None) -> tuple[Tensor, Any]:
     """Prepends `empty` rows that see no key."""
     out, lse = result
     out = torch.nn.functional.pad(out, (0, 0) * 3 + (empty, 0))

@@ -6,6 +6,7 @@ Query i is at key i + sk - sq; a band (left, right) shows it keys from `left` be
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 Window = tuple[int, int]
 
@@ -13,7 +14,7 @@ CAUSAL: Window = (-1, 0)
 
 # Bounds the cached band masks when lengths vary; training uses one or two.
 _KEPT = 8
-_masks: dict[tuple[int, int, Window, torch.device, torch.dtype], torch.Tensor] = {}
+_masks: dict[tuple[int, int, Window, torch.device, torch.dtype], Tensor] = {}
 
 
 def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bool, Window | None]:
@@ -41,7 +42,7 @@ def rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> 
     return 0 if right < 0 or sk == 0 else max(0, sq - sk - right)
 
 
-def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tensor:
+def hidden(sq: int, sk: int, window: Window, device: torch.device) -> Tensor:
     """[sq, sk] bool, True where the band hides the key."""
     left, right = window
     offset = sk - sq
@@ -53,7 +54,7 @@ def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tens
     return visible.logical_not_()
 
 
-def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; cached, read-only.
 
     PyTorch would convert a bool mask at every call, and every layer would save its own copy.
@@ -66,13 +67,13 @@ def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torc
         # Inference tensors cannot be saved for backward.
         with torch.inference_mode(False):
             mask = _build_additive(sq, sk, window, device, dtype)
-        if type(mask) is torch.Tensor:  # a fake tensor must not outlive its mode
+        if type(mask) is Tensor:  # a fake tensor must not outlive its mode
             while len(_masks) >= _KEPT:
                 _masks.pop(next(iter(_masks)), None)
             _masks[key] = mask
     return mask
 
 
-def _build_additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _build_additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(sq, sk, dtype=dtype, device=device)
     return mask.masked_fill_(hidden(sq, sk, window, device), float("-inf"))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import attention, packed
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
@@ -66,20 +67,20 @@ def visible_pairs(shape: Shape) -> int:
     return shape.s + (earlier if shape.causal else 2 * earlier)
 
 
-def hidden(shape: Shape) -> torch.Tensor | None:
+def hidden(shape: Shape) -> Tensor | None:
     """[s, s] bool, True where the key is hidden; None if all are visible."""
     if not shape.causal and shape.w < 0:
         return None
-    visible: torch.Tensor = torch.ones(shape.s, shape.s, dtype=torch.bool)
+    visible: Tensor = torch.ones(shape.s, shape.s, dtype=torch.bool)
     if shape.w >= 0:
         visible = visible.triu_(-shape.w).tril_(shape.w)
     if shape.causal:
         visible = visible.tril_()
-    mask: torch.Tensor = ~visible
+    mask: Tensor = ~visible
     return mask
 
 
-def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+def inputs(shape: Shape, draw: Draw) -> list[Tensor]:
     """q, k, v; with `sink` its logits; the mask of the reference."""
     s, b, n, d = shape.s, shape.b, shape.n, shape.d
     batch = () if shape.packed else (b,)
@@ -98,8 +99,8 @@ def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
     return [*made, mask.to(draw.device)]
 
 
-def ours(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor
+def ours(shape: Shape, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+    out: Tensor
     if shape.packed:
         out = packed.attention(q, k, v, packed.Packing.of(shape.ends), causal=True)
     elif shape.mask:
@@ -111,7 +112,7 @@ def ours(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest:
     return out
 
 
-def reference(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
     s, b, n, g, d = shape.s, shape.b, shape.n, shape.groups, shape.d
     if n != g:
         k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
@@ -135,11 +136,11 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return Work(moved, 2 * matmul), Work(2 * moved, 4 * matmul)
 
 
-def sdpa(shape: Shape) -> Callable[..., torch.Tensor]:
+def sdpa(shape: Shape) -> Callable[..., Tensor]:
     """`scaled_dot_product_attention`, layout conversions included."""
     function = torch.nn.functional.scaled_dot_product_attention
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n or g, s, d]
         mask = ~rest[-1] if shape.w >= 0 else None
         causal = shape.causal and mask is None
@@ -149,18 +150,18 @@ def sdpa(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-def flash_attn(shape: Shape) -> Callable[..., torch.Tensor]:
+def flash_attn(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("flash_attn").flash_attn_func
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, n or g, d]
-        out: torch.Tensor = function(q, k, v, causal=shape.causal, window_size=shape.window or (-1, -1))
+        out: Tensor = function(q, k, v, causal=shape.causal, window_size=shape.window or (-1, -1))
         return out.transpose(0, 1).contiguous()
 
     return run
 
 
-def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
+def transformer_engine(shape: Shape) -> Callable[..., Tensor]:
     module: Any = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
         shape.n,
         shape.d,
@@ -171,8 +172,8 @@ def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
         window_size=shape.window,
     )
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = module(q, k, v)
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        out: Tensor = module(q, k, v)
         return out.view(shape.s, shape.b, shape.n, shape.d)
 
     return run

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mindspeed_lite.ops import dispatch, native
@@ -50,9 +51,7 @@ def unusable() -> str | None:
     return native.without_micro_kernel(_library, torch.float32)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     if torch.compiler.is_compiling():
         return reference.attention(q, k, v, spec)
     if spec.dropout_p > 0.0:
@@ -61,9 +60,7 @@ def attention(
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
-) -> autograd.Pair:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
     """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
         return blocked.forward(q, k, v, spec, wide=wide)
@@ -78,15 +75,7 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-    *,
-    wide: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Triple:
     """wide: gradients are unrounded fp32."""
     if not _in_kernel(q, spec):
@@ -105,7 +94,7 @@ HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
 
 
-def _in_kernel(q: torch.Tensor, spec: AttentionSpec) -> bool:
+def _in_kernel(q: Tensor, spec: AttentionSpec) -> bool:
     """True if the C++ kernel takes the call; logs once why it cannot run here."""
     # Dropout state is specific to the implementation.
     if not takes(spec.case) or isinstance(q, FakeTensor) or not (spec.rng is None or isinstance(spec.rng, int)):
@@ -119,11 +108,11 @@ def _in_kernel(q: torch.Tensor, spec: AttentionSpec) -> bool:
     return False
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
+def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _numbers_of(q: torch.Tensor, dv: int) -> str:
+def _numbers_of(q: Tensor, dv: int) -> str:
     """Kernel-name suffix: input dtype and multiply dtype."""
     if q.dtype == torch.float32:
         return "float"
@@ -132,9 +121,7 @@ def _numbers_of(q: torch.Tensor, dv: int) -> str:
     return "bf16" if paired and native.without_micro_kernel(_library, torch.bfloat16) is None else "bf16_as_float"
 
 
-def _describe(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, more: tuple[int, ...]
-) -> tuple[Any, torch.Tensor | None]:
+def _describe(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, more: tuple[int, ...]) -> tuple[Any, Tensor | None]:
     """The kernel's integer array, and the mask."""
     (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
     left, right = spec.positions or (-1, -1)

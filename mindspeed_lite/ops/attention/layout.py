@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
 
@@ -23,15 +24,15 @@ class Call(NamedTuple):
         after it, since kernels disagree on empty rows (0, NaN, the average).
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
     causal: bool
     folded: bool
-    empty: torch.Tensor | None
+    empty: Tensor | None
 
-    def out(self, t: torch.Tensor, b: int) -> torch.Tensor:
+    def out(self, t: Tensor, b: int) -> Tensor:
         """The kernel's output as [sq, b, n, size], contiguous, empty rows 0."""
         if self.folded:
             t = t.view(b, -1, *t.shape[2:])
@@ -41,7 +42,7 @@ class Call(NamedTuple):
         return t.contiguous()
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, grouped: bool) -> Call:
+def call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, grouped: bool) -> Call:
     """`grouped`: the kernel takes grouped key heads."""
     sq, b, n, _ = q.shape
     sk, _, g, _ = v.shape
@@ -55,11 +56,11 @@ def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
     return Call(q, k, v, visible, square_causal, folded, empty)
 
 
-def pad(t: torch.Tensor, width: int) -> torch.Tensor:
+def pad(t: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t
 
 
-def _mask(q: torch.Tensor, sk: int, spec: AttentionSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _mask(q: Tensor, sk: int, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     """The mask in PyTorch's sense, and the rows [b | 1, n | 1, sq, 1] without keys by the caller's mask."""
     mask, positions, sq = spec.mask, spec.positions, q.shape[0]
     if mask is None:

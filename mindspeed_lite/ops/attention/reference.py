@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
 
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
 HAS_WIDE = True
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """softmax(scale * q k^T, masked) v with materialised [sq, sk] scores, in fp32 (float64 for float64)."""
     sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
@@ -45,9 +44,7 @@ def attention(
     return out, lse
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     if wide:
         q, k, v = q.float(), k.float(), v.float()
     with torch.no_grad():
@@ -58,16 +55,8 @@ def forward(
 
 @torch.no_grad()
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-    *,
-    wide: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v with p = exp(score - lse); `lse` and `out` may cover further keys."""
     if wide:
         q, k, v = q.float(), k.float(), v.float()
@@ -90,9 +79,7 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv_.to(v.dtype)
 
 
-def packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     rows, n = q.shape[:2]
     spec = spec._replace(return_lse=True)
     # Padding rows stay connected to the graph.
@@ -107,7 +94,7 @@ def packed(
     return out, lse
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """Scores [b, n, sq, sk], -inf where hidden; and rows [b | 1, n | 1, sq, 1] without keys.
 
     Those rows are left unmasked, which avoids NaN; the caller clears them.

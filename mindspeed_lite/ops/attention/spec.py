@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
 
@@ -44,10 +45,10 @@ class AttentionSpec(NamedTuple):
     case: Case
     causal: bool
     window: band.Window | None
-    mask: torch.Tensor | None
+    mask: Tensor | None
     scale: float
     dropout_p: float
-    sink: torch.Tensor | None
+    sink: Tensor | None
     return_lse: bool
     empty: bool
     rows_without_keys: int
@@ -71,16 +72,16 @@ class AttentionSpec(NamedTuple):
 
 
 def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> AttentionSpec:
     """Checks the arguments of `attention`.
@@ -135,7 +136,7 @@ def prepare(
     return AttentionSpec(case, causal, window, mask, scale, dropout_p, sink, return_lse, empty, rows_without_keys)
 
 
-def _check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> None:
+def _check_mask(mask: Tensor, wanted: tuple[int, int, int, int]) -> None:
     if mask.dtype != torch.bool:
         raise ValueError(f"attention: mask must be bool (True hides the key), not {mask.dtype}")
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)

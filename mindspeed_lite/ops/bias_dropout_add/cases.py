@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
@@ -23,15 +24,15 @@ class Shape:
             raise ValueError(f"p is at least 0 and below 1, not {self.p}")
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     return draw(shape.rows, shape.width), draw(shape.rows, shape.width), draw(shape.width)
 
 
-def ours(shape: Shape, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     return bias_dropout_add(x, residual, bias, dropout_p=shape.p)
 
 
-def reference(shape: Shape, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     return residual + torch.nn.functional.dropout(x + bias, p=shape.p)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 
@@ -39,9 +40,7 @@ def supported(case: Case) -> list[str]:
     return reasons if unusable is None else [unusable]
 
 
-def bias_dropout_add(
-    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float
-) -> torch.Tensor:
+def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
     if bias is None and dropout_p == 0.0:
         return residual + x
     if dropout_p == 1.0:
@@ -49,11 +48,11 @@ def bias_dropout_add(
     dropped = min(round(dropout_p * 2**32), 2**32 - 1)
     draws = (dropped, int(torch.randint(1 << 62, ())) if dropped else 0)
     like = None if bias is None else (bias.shape, bias.dtype)
-    y: torch.Tensor = autograd.apply(_KERNEL, (x, residual, bias), (draws, like))
+    y: Tensor = autograd.apply(_KERNEL, (x, residual, bias), (draws, like))
     return y
 
 
-def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: Any) -> tuple[Tensor, autograd.Inputs]:
     (x, residual, bias), (draws, _) = inputs, options
     x, residual, width = x.contiguous(), residual.contiguous(), x.shape[-1]
     wide = None if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
@@ -64,7 +63,7 @@ def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
     return y, ()
 
 
-def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
     draws, like = options
     # Without dropout dx equals dy.
     is_same = not draws[0]

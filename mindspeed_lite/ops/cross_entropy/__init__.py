@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.ops.cross_entropy.loss import Gather
@@ -22,12 +23,8 @@ OPERATOR = Operator("cross_entropy", reference.cross_entropy)
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    gather: Gather | None = None,
-) -> torch.Tensor:
+    logits: Tensor, target: Tensor, vocab_start: int = 0, vocab_size: int | None = None, gather: Gather | None = None
+) -> Tensor:
     """loss = log(sum_v exp x_v) - x_target over the whole vocabulary, for every row x of the logits.
 
     logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64). A target outside the
@@ -54,5 +51,5 @@ def cross_entropy(
     return implementation(logits, target, vocab_start, size, gather)
 
 
-def _shapes(logits: torch.Tensor, target: torch.Tensor) -> str:
+def _shapes(logits: Tensor, target: Tensor) -> str:
     return f"{tuple(logits.shape)} and {tuple(target.shape)}"

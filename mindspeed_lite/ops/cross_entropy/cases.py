@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 from mindspeed_lite.ops.cross_entropy import cross_entropy
@@ -24,15 +25,15 @@ class Shape:
     vocabulary: int
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     return draw(shape.rows, shape.vocabulary, scale=2.0), draw.integers(shape.vocabulary, shape.rows)
 
 
-def ours(shape: Shape, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels)
 
 
-def reference(shape: Shape, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, logits: Tensor, labels: Tensor) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
 
@@ -42,7 +43,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return Work(count * size, 4 * count), Work(2 * count * size, 5 * count)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
     return OwnLayout(
         lambda logits, labels: (logits.clone(), labels),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.cross_entropy import loss, reference
@@ -29,7 +30,7 @@ def supported(case: Case) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
     out = torch.empty(3, count, dtype=torch.float32)
     kernel = getattr(library, f"cross_entropy_statistics_{_NAMES[rows.dtype]}")
@@ -38,30 +39,16 @@ def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool
     return out
 
 
-def gradient(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    top: torch.Tensor,
-    sums: torch.Tensor,
-    dloss: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, top: Tensor, sums: Tensor, dloss: Tensor, out: Tensor) -> None:
     count, width = rows.shape
     kernel = getattr(library, f"cross_entropy_gradient_{_NAMES[rows.dtype]}")
     kernel(rows, target, top, sums, dloss, out, count, width, start, native.threads(rows.numel()))
 
 
-def kernels(x: torch.Tensor) -> Kernels:
+def kernels(x: Tensor) -> Kernels:
     """C++ kernels; plain PyTorch for other dtypes, torch.compile and fake tensors."""
     return reference.KERNELS if is_traced(x) or x.dtype not in _NAMES else Kernels(statistics, gradient)
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None) -> Tensor:
     return loss.cross_entropy(kernels(logits), logits, target, vocab_start, vocab_size, gather)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
+Gather = Callable[[Tensor], Tensor]
 
 
 class Kernels(NamedTuple):
@@ -29,7 +30,7 @@ class Kernels(NamedTuple):
     Contiguous rows and out; int64 target, possibly outside the shard. A row of -inf has the sum 0.
     """
 
-    statistics: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
+    statistics: Callable[[Tensor, Tensor, int, bool], Tensor]
     gradient: Callable[..., None]
 
 
@@ -37,33 +38,28 @@ def precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(parts: torch.Tensor) -> torch.Tensor:
+def merge(parts: Tensor) -> Tensor:
     """[shards, 3, T] -> [3, T]."""
     if parts.shape[0] == 1:
         return parts[0]
     top = parts[:, 0].amax(0)  # [T]
-    merged: torch.Tensor = parts.sum(0)
+    merged: Tensor = parts.sum(0)
     merged[0] = top
     torch.sum(parts[:, 1] * (parts[:, 0] - top).exp_(), dim=0, out=merged[1])
     return merged
 
 
-def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def losses(merged: Tensor, target: Tensor, vocab_size: int) -> Tensor:
     top, sums, predicted = merged
     known = (target >= 0) & (target < vocab_size)
-    loss: torch.Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
+    loss: Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
     return loss
 
 
 def cross_entropy(
-    kernels: Kernels,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
-    loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    kernels: Kernels, logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None
+) -> Tensor:
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, target, kernels, vocab_start, vocab_size, gather
     )
     return loss
@@ -73,13 +69,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
+        logits: Tensor,
+        target: Tensor,
         kernels: Kernels,
         vocab_start: int,
         vocab_size: int,
         gather: Gather | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.shape = logits.shape
         if not logits.is_contiguous():
             logits = logits.contiguous()
@@ -98,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, (top, sums) = ctx.saved_tensors
         ours = only_the_graph_has(references(logits))
         out = logits.detach() if ours else torch.empty_like(logits)
@@ -116,7 +112,7 @@ def only_the_graph_has(references: tuple[int, ...]) -> bool:
     return bool(references) and references == of_nobody_else()
 
 
-def references(tensor: torch.Tensor) -> tuple[int, ...]:
+def references(tensor: Tensor) -> tuple[int, ...]:
     """Reference counts of tensor and storage; empty if unknown."""
     if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
         return ()
@@ -147,13 +143,13 @@ class _Probe(torch.autograd.Function):
         cls.apply(torch.ones(2, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x, torch.ones(1))
         return x.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, dloss: Tensor) -> Tensor:
         x, _ = ctx.saved_tensors
         _Probe.found = references(x)
         return dloss.expand(2)

@@ -6,6 +6,7 @@ Row blocks bound fp32 copies. Comparing for the target avoids scatter and synchr
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.cross_entropy import loss
 from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
@@ -14,7 +15,7 @@ from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 _BLOCK = 1 << 22
 
 
-def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def definition(logits: Tensor, target: Tensor) -> Tensor:
     """Differentiable loss over a whole vocabulary."""
     wide = logits.to(loss.precision(logits.dtype))
     log_probs = wide.log_softmax(-1)  # [..., K]
@@ -25,7 +26,7 @@ def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -picked
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
     out = rows.new_empty((3, count), dtype=loss.precision(rows.dtype))
     for block in _blocks(count, width):
@@ -43,15 +44,7 @@ def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool
     return out
 
 
-def gradient(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    top: torch.Tensor,
-    sums: torch.Tensor,
-    dloss: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, top: Tensor, sums: Tensor, dloss: Tensor, out: Tensor) -> None:
     count, width = rows.shape
     columns = torch.arange(start, start + width, device=rows.device)
     for block in _blocks(count, width):
@@ -63,13 +56,7 @@ def gradient(
 KERNELS = Kernels(statistics, gradient)
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None) -> Tensor:
     return loss.cross_entropy(KERNELS, logits, target, vocab_start, vocab_size, gather)
 
 

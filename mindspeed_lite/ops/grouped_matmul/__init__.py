@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.grouped_matmul import reference
@@ -21,7 +22,7 @@ __all__ = [
     "weight_gradients",
 ]
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 class Case(NamedTuple):
@@ -39,14 +40,14 @@ OPERATOR = Operator("grouped_matmul", reference.grouped_matmul)
 
 
 def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
+    x: Tensor,
+    weights: Tensors | Tensor,
     counts: Counts,
     biases: Tensors | None = None,
     *,
     transposed: bool = True,
     take_gradients: TakeGradients | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """y_e = x_e w_e^T + b_e, or y_e = x_e w_e unless `transposed`, for the rows x_e of every expert e.
 
     x: [T, K], sorted by expert. weights: E tensors [N, K] (as torch.nn.Linear), or [K, N] unless `transposed`; or one
@@ -56,17 +57,17 @@ def grouped_matmul(
     Saves x, weights and counts. An expert without rows gets zero gradients. `take_gradients` replaces
     `weight_gradients` in backward; it returns None for gradients stored elsewhere and needs separate weights [N, K].
     """
-    matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
+    matrices = weights.unbind() if isinstance(weights, Tensor) else weights
     width = _check(x, matrices, biases, transposed)
     if take_gradients is not None and not (matrices is weights and transposed):
         raise ValueError("grouped_matmul: take_gradients goes with a sequence of weights [N, K]")
     known = _known(counts, x, len(matrices))
     module = _module(x, width, len(matrices), biased=biases is not None)
-    y: torch.Tensor = module.grouped_matmul(x, weights, known, biases, transposed, take_gradients)
+    y: Tensor = module.grouped_matmul(x, weights, known, biases, transposed, take_gradients)
     return y
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
+def weight_gradients(dy: Tensor, x: Tensor, counts: Counts) -> list[Tensor]:
     """dw_e = dy_e^T x_e: the gradients of the weights of y_e = x_e w_e^T.
 
     dy: [T, N] and x: [T, K] in one dtype. Returns E tensors [N, K] in that dtype, possibly views of one, summed in fp32
@@ -78,7 +79,7 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> list[
         return list(_module(x, dy.shape[1], len(counts)).weight_gradients(dy, x, known))
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Counts) -> None:
     """main_grad_e += dy_e^T x_e in place, for every expert e.
 
     main_grads: E tensors [N, K], all fp32 or all in x's dtype; dy: [T, N] and x: [T, K] in one dtype. Rounding as in
@@ -101,13 +102,13 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
         module.accumulate_weight_gradients(main_grads, dy, x, known)
 
 
-def _module(x: torch.Tensor, width: int, experts: int, *, biased: bool = False, contiguous: bool = True) -> Any:
+def _module(x: Tensor, width: int, experts: int, *, biased: bool = False, contiguous: bool = True) -> Any:
     if x.numel() == 0 or width == 0:
         return reference
     return OPERATOR.module(Case(x.device.type, x.dtype, experts, max(width, x.shape[1]), biased, contiguous))
 
 
-def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
+def _check(x: Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
     """Returns N."""
     first = weights[0].shape if len(weights) else ()
     form = "[N, K]" if transposed else "[K, N]"
@@ -127,7 +128,7 @@ def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed
     return int(width)
 
 
-def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
+def _check_pair(dy: Tensor, x: Tensor) -> None:
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0] or dy.dtype != x.dtype:
         raise ValueError(
             f"grouped_matmul: want dy [T, N] and x [T, K] in one dtype, not {list(dy.shape)} in {dy.dtype} and "
@@ -135,12 +136,12 @@ def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
         )
 
 
-def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
+def _known(counts: Counts, x: Tensor, experts: int) -> Counts:
     """Checked counts: a tensor if on a device, else a list."""
-    given = list(counts.shape) if isinstance(counts, torch.Tensor) else [len(counts)]
+    given = list(counts.shape) if isinstance(counts, Tensor) else [len(counts)]
     if given != [experts] or not experts:
         raise ValueError(f"grouped_matmul: counts {given} for {experts} experts, of which there must be some")
-    if isinstance(counts, torch.Tensor):
+    if isinstance(counts, Tensor):
         if counts.dtype != torch.int64 or counts.device not in (x.device, torch.device("cpu")):
             raise ValueError(
                 f"grouped_matmul: counts are {counts.dtype} on {counts.device}: want int64 on {x.device} or on cpu"
@@ -153,8 +154,8 @@ def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
     return list(counts)
 
 
-def _readable(counts: torch.Tensor) -> bool:
-    return type(counts) is torch.Tensor and not torch.compiler.is_compiling()
+def _readable(counts: Tensor) -> bool:
+    return type(counts) is Tensor and not torch.compiler.is_compiling()
 
 
 def _shapes(tensors: Tensors) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
@@ -40,17 +41,17 @@ def counts(shape: Shape) -> tuple[int, ...]:
     return (*(chosen[expert] for expert in range(shape.experts - 1)), 0)
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     scale = max(shape.inputs, 1) ** -0.5
     weights = [draw(shape.outputs, shape.inputs, scale=scale) for _ in range(shape.experts)]
     return draw(shape.rows, shape.inputs), *weights
 
 
-def ours(shape: Shape, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, *weights: Tensor) -> Tensor:
     return grouped_matmul(x, weights, list(counts(shape)))
 
 
-def reference(shape: Shape, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, *weights: Tensor) -> Tensor:
     parts = zip(torch.split(x, list(counts(shape))), weights, strict=True)
     return torch.cat([torch.nn.functional.linear(rows, weight) for rows, weight in parts])
 
@@ -62,8 +63,8 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((rows * (n + 2 * k) + 2 * experts * n * k) * size, 2 * matmul)
 
 
-def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
-    product: Callable[..., torch.Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
+def grouped_mm(shape: Shape) -> Callable[..., Tensor]:
+    product: Callable[..., Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = list(itertools.accumulate(counts(shape)))
     return OwnLayout(
         lambda x, *weights: (x.clone(), torch.stack(weights), torch.tensor(ends, dtype=torch.int32, device=x.device)),

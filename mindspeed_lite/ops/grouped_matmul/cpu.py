@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.grouped_matmul import autograd, reference
 from mindspeed_lite.ops.traced import is_traced
@@ -17,7 +18,7 @@ from mindspeed_lite.ops.traced import is_traced
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -27,26 +28,24 @@ def supported(case: Case) -> list[str]:
 
 
 def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
+    x: Tensor,
+    weights: Tensors | Tensor,
     counts: autograd.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     if is_traced(x):
         return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
     return autograd.run(_PRODUCTS, x, weights, autograd.on_host(counts, x.shape[0]), biases, transposed, take_gradients)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> list[torch.Tensor]:
+def weight_gradients(dy: Tensor, x: Tensor, counts: autograd.Counts) -> list[Tensor]:
     sizes = autograd.on_host(counts, x.shape[0])
     return [_padded(a).t() @ _padded(b) for a, b in zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)]
 
 
-def accumulate_weight_gradients(
-    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
-) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: autograd.Counts) -> None:
     sizes = autograd.on_host(counts, x.shape[0])
     for main_grad, a, b in zip(main_grads, torch.split(dy, sizes), torch.split(x, sizes), strict=True):
         if not len(a):
@@ -57,9 +56,7 @@ def accumulate_weight_gradients(
             main_grad.add_(_padded(a).t() @ _padded(b))
 
 
-def _forward(
-    x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
-) -> torch.Tensor:
+def _forward(x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool) -> Tensor:
     parts = []
     for rows, weight, bias in zip(
         torch.split(x, list(counts)), weights, biases or itertools.repeat(None), strict=False
@@ -73,7 +70,7 @@ def _forward(
 _PRODUCTS = autograd.Products(_forward, weight_gradients)
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
+def _padded(rows: Tensor) -> Tensor:
     if rows.dtype != torch.bfloat16 or not len(rows):
         return rows
     step = max(8, 1 << (len(rows) - 1).bit_length() >> 5)

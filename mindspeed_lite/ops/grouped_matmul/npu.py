@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.grouped_matmul import autograd
@@ -27,7 +28,7 @@ from mindspeed_lite.ops.grouped_matmul import autograd
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
 _LONGEST_LIST = 128
@@ -52,21 +53,21 @@ def supported(case: Case) -> list[str]:
 
 
 def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
+    x: Tensor,
+    weights: Tensors | Tensor,
     counts: autograd.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     return autograd.run(_PRODUCTS, x, weights, autograd.on_device(counts, x.device), biases, transposed, take_gradients)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> Tensors:
+def weight_gradients(dy: Tensor, x: Tensor, counts: autograd.Counts) -> Tensors:
     if len(counts) == 1:
         return (dy.t() @ x,)
     sizes = autograd.on_device(counts, x.device)
-    found: torch.Tensor = torch_npu.npu_grouped_matmul(
+    found: Tensor = torch_npu.npu_grouped_matmul(
         [dy.contiguous().t()],  # [N, T]
         [x.contiguous()],  # [T, K]
         group_list=sizes,
@@ -77,9 +78,7 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts)
     return found.masked_fill_(sizes.eq(0).view(-1, 1, 1), 0.0).unbind()
 
 
-def accumulate_weight_gradients(
-    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
-) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: autograd.Counts) -> None:
     if len(main_grads) == 1:
         accumulate_wgrad(main_grads[0], dy, x)
         return
@@ -100,16 +99,14 @@ def accumulate_weight_gradients(
     )
 
 
-def _forward(
-    x: torch.Tensor, weights: Tensors, counts: torch.Tensor, biases: Tensors | None, transposed: bool
-) -> torch.Tensor:
+def _forward(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     if len(weights) == 1:
         weight = weights[0].t() if transposed else weights[0]
         return x @ weight if biases is None else torch.addmm(biases[0], x, weight)
     matrices = _as_given(weights, x.dtype, biases is not None)
     if biases is not None:
         biases = [each.float() if each.dtype == torch.bfloat16 else each for each in biases]
-    y: torch.Tensor = torch_npu.npu_grouped_matmul(
+    y: Tensor = torch_npu.npu_grouped_matmul(
         [x.contiguous()],
         [each.transpose(-2, -1) if transposed else each for each in matrices],
         bias=biases,
@@ -131,7 +128,7 @@ def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
     return [each.contiguous() for each in weights] if one is None else [one]
 
 
-def _adjacent(tensors: Tensors) -> torch.Tensor | None:
+def _adjacent(tensors: Tensors) -> Tensor | None:
     """Zero-copy view [E, ...] of adjacent matrices, or None."""
     first = tensors[0]
     memory, start, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()

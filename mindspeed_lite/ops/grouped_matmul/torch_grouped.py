@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 _ALIGNMENT = 16
 
 _log = logging.getLogger("mindspeed_lite")
 
 
-def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
+def serves(x: Tensor, weights: Tensors, biases: Tensors | None) -> bool:
     """True if grouped_mm supports the call; logs once why not for stacked weights."""
     if not is_one(weights):
         return False
@@ -38,13 +39,13 @@ def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
     return not reasons
 
 
-def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed: bool) -> torch.Tensor:
+def product(x: Tensor, weights: Tensors, counts: Tensor, transposed: bool) -> Tensor:
     """y [T, N] of x [T, K] and weights [E, N, K] or [E, K, N]; counts [E] on the device."""
     first = weights[0]
     together = first.detach().as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
     grouped: Any = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = counts.cumsum(0, dtype=torch.int32)
-    y: torch.Tensor = grouped(x.contiguous(), together.transpose(1, 2) if transposed else together, offs=ends)
+    y: Tensor = grouped(x.contiguous(), together.transpose(1, 2) if transposed else together, offs=ends)
     return y
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.l2norm import reference
@@ -22,7 +23,7 @@ OPERATOR = Operator("l2norm", reference.l2norm)
 
 
 @torch.no_grad()
-def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     """sqrt(sum of squares of all elements), a 0-d fp32 tensor.
 
     tensors: at least one, on one device, any floating-point dtypes. float64 if all are. No synchronisation, no

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.l2norm import l2norm
@@ -16,17 +17,17 @@ class Shape:
     elements: int
 
 
-def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+def inputs(shape: Shape, draw: Draw) -> list[Tensor]:
     return [draw(shape.elements, wide=True, gradient=False) for _ in range(shape.tensors)]
 
 
-def ours(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, *tensors: Tensor) -> Tensor:
     return l2norm(tensors)
 
 
-def reference(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, *tensors: Tensor) -> Tensor:
     norms = [torch.linalg.vector_norm(each) for each in tensors]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
-def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     dtype = torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)))
     return norm

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.layer_norm import layer_norm
@@ -23,15 +24,15 @@ class Shape:
     hidden: int
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     return draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0), draw(shape.hidden)
 
 
-def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return layer_norm(x, weight, bias, eps=EPS)
 
 
-def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.nn.functional.layer_norm(x, (shape.hidden,), weight, bias, EPS)
 
 
@@ -41,7 +42,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((3 * rows * hidden + 3 * hidden) * size, 13 * rows * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
     return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import norm_cpu
 from mindspeed_lite.ops.dispatch import report_fallback
@@ -22,9 +23,7 @@ def supported(case: Case) -> list[str]:
     return [] if case.dtype.is_floating_point else [f"dtype {case.dtype}"]
 
 
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
     if is_traced(x) or x.numel() == 0:
         return reference.layer_norm(x, weight, bias, eps, zero_centered)
     if norm_cpu.has_kernel(x.dtype, weight.dtype):

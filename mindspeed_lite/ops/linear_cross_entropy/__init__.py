@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.cross_entropy import Gather
 from mindspeed_lite.ops.dispatch import Operator
@@ -23,14 +24,14 @@ OPERATOR = Operator("linear_cross_entropy", reference.linear_cross_entropy, fuse
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
     accumulate: Accumulate | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """cross_entropy(hidden @ weight^T, target), a chunk of the vocabulary at a time.
 
     hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; loss: [...] in fp32 (float64 for

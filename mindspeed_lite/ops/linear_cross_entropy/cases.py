@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.linear_cross_entropy import linear_cross_entropy
@@ -22,16 +23,16 @@ class Shape:
     vocabulary: int
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     weight = draw(shape.vocabulary, shape.hidden, scale=max(shape.hidden, 1) ** -0.5)
     return draw(shape.rows, shape.hidden), weight, draw.integers(shape.vocabulary, shape.rows)
 
 
-def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return linear_cross_entropy(x, weight, labels)
 
 
-def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     logits = torch.nn.functional.linear(x, weight)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
@@ -43,7 +44,7 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return Work(once, matmul), Work(2 * once, 2 * matmul)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel with per-row loss and fp32 weight gradient sums."""
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     function: Any = module.LigerFusedLinearCrossEntropyFunction

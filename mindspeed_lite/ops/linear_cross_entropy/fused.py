@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import cross_entropy
 from mindspeed_lite.ops.linear_cross_entropy import chunks
@@ -21,11 +21,11 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def linear_cross_entropy(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def linear_cross_entropy(hidden: Tensor, *arguments: Any) -> Tensor:
     return chunks.linear_cross_entropy(_kernels(hidden), hidden, *arguments)
 
 
-def _kernels(hidden: torch.Tensor) -> Any:
+def _kernels(hidden: Tensor) -> Any:
     passes = _passes(hidden.device.type)
     return passes.KERNELS if hidden.is_cuda else passes.kernels(hidden)
 

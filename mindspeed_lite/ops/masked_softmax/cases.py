@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.masked_softmax import masked_softmax
@@ -25,7 +26,7 @@ class Shape:
             raise ValueError(f"a causal mask wants as many queries as keys, not {self.sq} and {self.sk}")
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     scores = draw(shape.b, shape.n, shape.sq, shape.sk, scale=2.0)
     if shape.causal:
         mask = torch.ones(1, 1, shape.sq, shape.sk, dtype=torch.bool).triu(1)
@@ -35,11 +36,11 @@ def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
     return scores, mask.to(draw.device)
 
 
-def ours(shape: Shape, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, scores: Tensor, mask: Tensor) -> Tensor:
     return masked_softmax(scores, causal=True) if shape.causal else masked_softmax(scores, mask)
 
 
-def reference(shape: Shape, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, scores: Tensor, mask: Tensor) -> Tensor:
     if scores.dtype.itemsize > 2:
         return scores.masked_fill(mask, -10000.0).softmax(-1)
     return scores.float().masked_fill_(mask, -10000.0).softmax(-1).to(scores.dtype)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 
@@ -34,12 +35,12 @@ def supported(case: Case) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    probs: torch.Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
+def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    probs: Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
     return probs
 
 
-def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[Tensor, autograd.Inputs]:
     scores, mask = inputs
     given = scores.contiguous()
     probs = torch.empty(scores.shape, dtype=scores.dtype)
@@ -50,7 +51,7 @@ def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[torch.Tensor, au
     return probs, (scores, mask, statistics)
 
 
-def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[bool, float], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dprobs: Tensor, saved: Any, options: tuple[bool, float], wanted: Sequence[bool]) -> autograd.Inputs:
     scores, mask, statistics = saved
     scores, dprobs = scores.contiguous(), dprobs.contiguous()
     dscores = torch.empty(scores.shape, dtype=scores.dtype)
@@ -63,9 +64,7 @@ def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[bool, float], wan
 _KERNEL = autograd.Kernel(_forward, _backward)
 
 
-def _sizes(
-    scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> tuple[torch.Tensor | None, tuple[float, ...]]:
+def _sizes(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor | None, tuple[float, ...]]:
     batch, heads, queries, keys = scores.shape
     strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:

@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.moe_router import reference
@@ -42,7 +43,7 @@ OPERATOR = Operator("moe_router", reference.moe_router)  # type: ignore[arg-type
 
 
 def topk_routing(
-    logits: torch.Tensor,
+    logits: Tensor,
     topk: int,
     *,
     use_pre_softmax: bool = False,
@@ -50,9 +51,9 @@ def topk_routing(
     group_topk: int | None = None,
     scaling_factor: float | None = None,
     score_function: str = "softmax",
-    expert_bias: torch.Tensor | None = None,
+    expert_bias: Tensor | None = None,
     dense_output: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The topk experts of every token and their probabilities.
 
     For logits x [T, E], with s the score that experts are chosen by and p the probability:
@@ -111,7 +112,7 @@ def form_of(
     return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, ordered)
 
 
-def _bias(logits: torch.Tensor, expert_bias: torch.Tensor | None, score_function: str) -> torch.Tensor | None:
+def _bias(logits: Tensor, expert_bias: Tensor | None, score_function: str) -> Tensor | None:
     if expert_bias is None or score_function == SOFTMAX:
         return None
     if expert_bias.shape != logits.shape[1:]:

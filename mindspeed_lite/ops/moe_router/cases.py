@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.moe_router import form_of, topk_routing
@@ -37,7 +38,7 @@ class Shape:
             raise ValueError(f"k={self.k} of {self.experts} experts")
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     """Logits without ties in a row, exact in any dtype; with `bias` the expert bias."""
     experts = shape.experts
     places = torch.rand(shape.tokens, experts, **draw.options).argsort(dim=1)
@@ -54,11 +55,11 @@ def _options(shape: Shape) -> dict[str, Any]:
     return {"use_pre_softmax": shape.pre, "score_function": shape.scores, **groups}
 
 
-def ours(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
+def ours(shape: Shape, logits: Tensor, expert_bias: Tensor | None = None) -> Tensor:
     return topk_routing(logits, shape.k, expert_bias=expert_bias, **_options(shape))[0]
 
 
-def reference(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
+def reference(shape: Shape, logits: Tensor, expert_bias: Tensor | None = None) -> Tensor:
     return moe_router(logits, expert_bias, form_of(shape.experts, shape.k, **_options(shape)))[0]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.moe_router import kernels, reference
@@ -29,12 +30,12 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
     return probs, chosen
 
 
-def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...], autograd.Inputs]:
     (logits, expert_bias), (form, experts) = inputs, options
     tokens, topk = logits.shape[0], form.topk
     scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
@@ -57,7 +58,7 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor
     return (probs, indices if chosen is None else chosen), (indices, logits if kept is None else kept)
 
 
-def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
     (indices, kept), (form, experts) = saved, options
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)

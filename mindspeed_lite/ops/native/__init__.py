@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.traced import address
 from mindspeed_lite.platform import cache
@@ -109,7 +110,7 @@ class Library:
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    function(*(address(each) if isinstance(each, torch.Tensor) else each for each in given))
+    function(*(address(each) if isinstance(each, Tensor) else each for each in given))
 
 
 class _Unusable(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.permute import permute, unpermute
@@ -24,7 +25,7 @@ class Shape:
             raise ValueError(f"topk={self.topk} of {self.experts} experts")
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     chosen = torch.rand(shape.tokens, shape.experts, **draw.options).topk(shape.topk, 1).indices
     routing_map = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool, device=chosen.device)
     routing_map.scatter_(1, chosen, True)
@@ -32,12 +33,12 @@ def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
     return draw(shape.tokens, shape.hidden), draw.of(probs, wide=True), routing_map.to(draw.device)
 
 
-def ours(shape: Shape, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
     rows, _, row_ids = permute(x, routing_map, None, shape.tokens * shape.topk, topk=shape.topk)
     return unpermute(rows, row_ids, (shape.tokens, shape.hidden), probs, routing_map)
 
 
-def reference(shape: Shape, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
     by_expert = routing_map.t().contiguous()
     order = by_expert.reshape(-1).argsort(descending=True, stable=True)[: shape.tokens * shape.topk]
     token = order % shape.tokens

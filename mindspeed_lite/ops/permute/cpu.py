@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.permute import autograd, reference, rows
@@ -32,7 +33,7 @@ def supported(case: Case) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
+def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     flags = routing_map.contiguous()
     row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
@@ -44,7 +45,7 @@ def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> tor
     return rows.of_pairs(reference.pairs(routing_map, count, capacity), tokens, experts)
 
 
-def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Tensor:
+def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     x, stride = as_rows(tokens)
     size = x.element_size()
     out = x.new_empty(count, x.shape[1])
@@ -53,7 +54,7 @@ def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Te
     return out
 
 
-def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> torch.Tensor:
+def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
     x, stride = as_rows(permuted)
     weights = None if probs is None else _weights(probs)
     out = x.new_empty(tokens, x.shape[1])
@@ -62,9 +63,7 @@ def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: t
     return out
 
 
-def _backward(
-    dy: torch.Tensor, permuted: torch.Tensor | None, row_ids: torch.Tensor, probs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
     weights = _weights(probs)
@@ -88,7 +87,7 @@ def _backward(
     return dpermuted, None if dprobs is None else dprobs.to(probs.dtype)
 
 
-def _weights(probs: torch.Tensor) -> torch.Tensor:
+def _weights(probs: Tensor) -> Tensor:
     return probs.detach().to(torch.float32).contiguous()
 
 

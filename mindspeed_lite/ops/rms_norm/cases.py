@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.rms_norm import rms_norm
@@ -25,17 +26,17 @@ class Shape:
     zero_centered: bool = False
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     """x, and a weight for which 1 + weight is exact."""
     x, weight = draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0)
     return x, (weight.detach() - 1).requires_grad_() if shape.zero_centered else weight
 
 
-def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x, weight, eps=EPS, zero_centered=shape.zero_centered)
 
 
-def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, (shape.hidden,), 1 + weight if shape.zero_centered else weight, EPS)
 
 
@@ -45,13 +46,13 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return forward, Work((3 * rows * hidden + 2 * hidden) * size, 9 * rows * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel with Gemma's fp32 rounding, not overwriting dy."""
     function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
 
 
-def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
+def transformer_engine(shape: Shape) -> Callable[..., Tensor]:
     module: Any = importlib.import_module("transformer_engine.pytorch")
 
     @functools.lru_cache(1)
@@ -60,10 +61,10 @@ def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
         del norm.weight
         return norm
 
-    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def run(x: Tensor, weight: Tensor) -> Tensor:
         norm = made(x.device, x.dtype)
         norm.weight = weight
-        out: torch.Tensor = norm(x)
+        out: Tensor = norm(x)
         return out
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import norm_cpu
 from mindspeed_lite.ops.rms_norm import reference
@@ -21,7 +21,7 @@ def supported(case: Case) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
     if is_traced(x) or x.numel() == 0 or not norm_cpu.has_kernel(x.dtype, weight.dtype):
         return reference.rms_norm(x, weight, eps, zero_centered)
     return norm_cpu.norm(x, weight, None, eps, zero_centered)

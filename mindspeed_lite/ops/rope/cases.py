@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 from mindspeed_lite.ops.rope import Pairs, rope
@@ -37,7 +38,7 @@ class Shape:
         return self.r or self.d
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     """x [s, b, n, d] and angles [s, 1, 1, r]."""
     x = draw(shape.s, shape.b, shape.n, 3, shape.d, gradient=False)[..., 1, :].requires_grad_()
     step = 1e4 ** -(torch.arange(0, shape.width, 2).float() / shape.width)
@@ -47,11 +48,11 @@ def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
     return x, draw.of(repeated[:, None, None], wide=True, gradient=False)
 
 
-def ours(shape: Shape, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, x: Tensor, angles: Tensor) -> Tensor:
     return rope(x, *cos_sin(angles), pairs=shape.pairs)
 
 
-def reference(shape: Shape, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, x: Tensor, angles: Tensor) -> Tensor:
     rotated, rest = x[..., : shape.width], x[..., shape.width :]
     if shape.pairs == "regrouped":
         rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), -1)
@@ -70,19 +71,19 @@ def work(shape: Shape, size: int) -> tuple[Work, Work]:
     return once, once
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel rotates queries and keys: half of the heads each."""
     function: Any = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
     first = shape.n // 2
 
-    def arrange(x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def arrange(x: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
         # [b, s, heads, d] in memory, [b, heads, s, d] by shape.
         parts = (x[:, :, :first], x[:, :, first:])
         q, k = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts)
         angles = angles.detach()[:, 0, 0]
         return q, k, angles.cos(), angles.sin()
 
-    def restore(rotated: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def restore(rotated: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(rotated, 1).permute(2, 0, 1, 3)
 
     return OwnLayout(
@@ -90,7 +91,7 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     )
 
 
-def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
+def transformer_engine(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
     options = {"tensor_format": "sbhd", "fused": True, "interleaved": shape.pairs == "interleaved"}
     return lambda x, angles: function(x, angles, **options)

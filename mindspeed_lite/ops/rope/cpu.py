@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import native
 
@@ -26,9 +27,7 @@ def supported(case: Case) -> list[str]:
     return reasons if unusable is None else [unusable]
 
 
-def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
-) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)

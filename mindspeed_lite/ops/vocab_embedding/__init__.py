@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.vocab_embedding import reference
@@ -21,9 +22,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("vocab_embedding", reference.vocab_embedding)
 
 
-def vocab_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, *, sparse: bool = False
-) -> torch.Tensor:
+def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, *, sparse: bool = False) -> Tensor:
     """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
 
     ids: [...] of integers; weight: [V, H], the vocabulary shard [vocab_start, vocab_start + V); y: [..., H],

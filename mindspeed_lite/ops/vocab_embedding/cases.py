@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
@@ -28,7 +29,7 @@ class Shape:
     main: bool = False
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
     weight = draw(shape.rows, shape.hidden, gradient=not shape.main)
     ids = draw.integers(shape.rows * (1 if shape.main else SHARDS), shape.ids)
     if not shape.main:
@@ -37,7 +38,7 @@ def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
     return weight, ids, draw(shape.ids, shape.hidden, gradient=False), main_grad
 
 
-def ours(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Tensor) -> torch.Tensor:
+def ours(shape: Shape, weight: Tensor, ids: Tensor, *main: Tensor) -> Tensor:
     if not main:
         return vocab_embedding(ids, weight, shape.rows)
     dy, main_grad = main
@@ -48,7 +49,7 @@ def ours(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Ten
     return main_grad.add_(leaf.grad)
 
 
-def reference(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Tensor) -> torch.Tensor:
+def reference(shape: Shape, weight: Tensor, ids: Tensor, *main: Tensor) -> Tensor:
     rows = shape.rows
     if not main:
         mask = (ids < rows) | (ids >= 2 * rows)
@@ -60,7 +61,7 @@ def reference(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torc
     dy, main_grad = main
     # Autograd's computation in a form that torch.compile can trace.
     out = torch.nn.functional.embedding(ids, weight)
-    gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
+    gradient: Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
     return main_grad.add_(gradient)
 
 
@@ -71,10 +72,10 @@ def work(shape: Shape, size: int) -> tuple[Work, Work | None]:
     return Work((ids + ids // SHARDS) * hidden * size, 0), Work((ids + rows) * hidden * size, ids * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
 
-    def run(weight: torch.Tensor, ids: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    def run(weight: Tensor, ids: Tensor, dy: Tensor, main_grad: Tensor) -> Tensor:
         leaf = weight.detach().requires_grad_()
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(function.apply(leaf, ids), leaf, dy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.traced import is_traced
 from mindspeed_lite.ops.vocab_embedding import reference
@@ -20,9 +21,7 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def vocab_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, sparse: bool = False
-) -> torch.Tensor:
+def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, sparse: bool = False) -> Tensor:
     if is_traced(weight) or is_traced(ids):
         return reference.vocab_embedding(ids, weight, vocab_start, sparse)
     local = ids.reshape(-1) - vocab_start
