@@ -1,5 +1,5 @@
-"""Time every operator against plain PyTorch, torch.compile and installed peers
-(on a GPU: Liger-Kernel, flash-attn, Transformer Engine), forward and forward+backward.
+"""Time every operator against plain PyTorch, torch.compile and, on a GPU where it is installed, Liger-Kernel;
+forward and forward+backward.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 # Peer as in --against -> module to test for, and how to install it.
-PEERS = {
-    "liger": ("liger_kernel", "pip install 'mindspeed-lite[compare]'"),
-    "flash_attn": ("flash_attn", "pip install flash-attn"),
-    "transformer_engine": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
-    "apex": ("fused_weight_gradient_mlp_cuda", "build NVIDIA Apex with its C++ extensions"),
-}
+PEERS = {"liger": ("liger_kernel", "pip install 'mindspeed-lite[compare]'")}
 
 
 def add_options(parser: Parser) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,6 @@ def work(shape: Shape, size: int) -> tuple[Work, None]:
     return Work(moved, 2 * shape.rows * shape.outputs * shape.inputs), None
 
 
-def apex(shape: Shape) -> Callable[..., Tensor]:
-    kernels: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
-
-    def run(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-        kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
-        return main_grad
-
-    return run
-
-
 CASES = OperatorCases(
     operator="accumulate_wgrad",
     shape=Shape,
@@ -60,5 +47,4 @@ CASES = OperatorCases(
     correctness=("128x64x192", "37x100x65", "1100x130x97"),
     cpu=("1024x1024x3072", "1024x2816x1024", "1024x1024x32768", "4096x1024x3072"),
     accelerator=("8192x4096x6144", "8192x4096x28672", "8192x14336x4096"),
-    peers={"apex": Peer(apex, "fused_weight_gradient_mlp_cuda")},
 )

@@ -6,10 +6,8 @@ pairs, 2 matmuls forward and 4 backward; bytes are q, k, v, the output and their
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,39 +148,6 @@ def sdpa(shape: Shape) -> Callable[..., Tensor]:
     return run
 
 
-def flash_attn(shape: Shape) -> Callable[..., Tensor]:
-    function: Any = importlib.import_module("flash_attn").flash_attn_func
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, n or g, d]
-        out: Tensor = function(q, k, v, causal=shape.causal, window_size=shape.window or (-1, -1))
-        return out.transpose(0, 1).contiguous()
-
-    return run
-
-
-def transformer_engine(shape: Shape) -> Callable[..., Tensor]:
-    module: Any = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
-        shape.n,
-        shape.d,
-        num_gqa_groups=shape.groups,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal" if shape.causal else "no_mask",
-        window_size=shape.window,
-    )
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        out: Tensor = module(q, k, v)
-        return out.view(shape.s, shape.b, shape.n, shape.d)
-
-    return run
-
-
-def _is_ordinary(shape: Shape) -> bool:
-    return not shape.is_special
-
-
 # Small model short and long, grouped heads (Llama 8B), a window (Mistral).
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=16,d=64", "s=2048,n=32,g=8,d=128", "s=4096,n=16,d=64,w=1024")
 
@@ -208,9 +173,5 @@ CASES = OperatorCases(
     cpu=_TIMED,
     accelerator=(*_TIMED, "s=8192,n=32,g=8,d=128"),
     quick="s=256,n=16,d=64",
-    peers={
-        "torch sdpa": Peer(sdpa, takes=_is_ordinary),
-        "flash_attn": Peer(flash_attn, "flash_attn", takes=_is_ordinary),
-        "transformer_engine": Peer(transformer_engine, "transformer_engine", takes=_is_ordinary),
-    },
+    peers={"torch sdpa": Peer(sdpa, takes=lambda shape: not shape.is_special)},
 )

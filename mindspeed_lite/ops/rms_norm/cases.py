@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,24 +51,6 @@ def liger(shape: Shape) -> Callable[..., Tensor]:
     return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
 
 
-def transformer_engine(shape: Shape) -> Callable[..., Tensor]:
-    module: Any = importlib.import_module("transformer_engine.pytorch")
-
-    @functools.lru_cache(1)
-    def made(device: torch.device, dtype: torch.dtype) -> Any:
-        norm = module.RMSNorm(shape.hidden, eps=EPS, device=device, dtype=dtype)
-        del norm.weight
-        return norm
-
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        norm = made(x.device, x.dtype)
-        norm.weight = weight
-        out: Tensor = norm(x)
-        return out
-
-    return run
-
-
 # Llama 8B and 70B, and heads (QK norm).
 _TIMED = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
 
@@ -83,10 +64,5 @@ CASES = OperatorCases(
     correctness=("64x1024", "64x1024,zero_centered=1", "37x1000", "512x4096", "300x64"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "16384x8192"),
-    peers={
-        "liger": Peer(liger, "liger_kernel"),
-        "transformer_engine": Peer(
-            transformer_engine, "transformer_engine", takes=lambda shape: not shape.zero_centered
-        ),
-    },
+    peers={"liger": Peer(liger, "liger_kernel")},
 )

@@ -91,12 +91,6 @@ def liger(shape: Shape) -> Callable[..., Tensor]:
     )
 
 
-def transformer_engine(shape: Shape) -> Callable[..., Tensor]:
-    function: Any = importlib.import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
-    options = {"tensor_format": "sbhd", "fused": True, "interleaved": shape.pairs == "interleaved"}
-    return lambda x, angles: function(x, angles, **options)
-
-
 # Llama 8B's queries and keys, multi-latent attention.
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
 
@@ -115,10 +109,5 @@ CASES = OperatorCases(
     ),
     cpu=_TIMED,
     accelerator=(*_TIMED, "s=8192,b=2,n=64,d=128", "s=4096,n=32,d=128,pairs=interleaved"),
-    peers={
-        "liger": Peer(liger, "liger_kernel", takes=lambda shape: shape.pairs == "half" and shape.n > 1),
-        "transformer_engine": Peer(
-            transformer_engine, "transformer_engine", takes=lambda shape: shape.pairs != "regrouped"
-        ),
-    },
+    peers={"liger": Peer(liger, "liger_kernel", takes=lambda shape: shape.pairs == "half" and shape.n > 1)},
 )
