@@ -11,7 +11,7 @@ import importlib.util
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -119,22 +119,34 @@ class Draw:
         return values.to(self.device, dtype).requires_grad_(gradient)
 
 
+class Shape(Protocol):
+    """One shape of an operator: a frozen dataclass of int, bool, float and Literal fields.
+
+    `__post_init__` raises ValueError. `make` draws the inputs. `ours` and `reference` (what a user without the
+    operator runs) map them to the output. `work`: forward and backward, for values of `size` bytes.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def make(self, draw: Draw) -> Sequence[Tensor]: ...
+
+    def ours(self, *inputs: Any, **options: Any) -> Tensor: ...
+
+    def reference(self, *inputs: Any, **options: Any) -> Tensor: ...
+
+    def work(self, size: int) -> tuple[Work, Work | None]: ...
+
+
 @dataclass(frozen=True)
 class OperatorCases:
     """All shapes of an operator as texts: sizes joined by x, then options, such as `4096x64,k=6`.
 
-    shape: frozen dataclass of int, bool, float and Literal fields; `__post_init__` raises ValueError.
-    inputs: (shape, draw) -> tensors. ours, reference: (shape, *inputs) -> output. work: (shape, itemsize) -> forward
-    and backward. correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu,
-    accelerator: timed. quick: for `bench-ops --quick`; default: the first of `cpu`.
+    correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu, accelerator: timed.
+    quick: for `bench-ops --quick`; default: the first of `cpu`.
     """
 
     operator: str
-    shape: type[Any]
-    inputs: Callable[[Any, Draw], Sequence[Tensor]]
-    ours: Function
-    reference: Function
-    work: Callable[[Any, int], tuple[Work, Work | None]]
+    shape: type[Shape]
     correctness: tuple[str, ...]
     cpu: tuple[str, ...]
     accelerator: tuple[str, ...]
@@ -178,13 +190,7 @@ class OperatorCases:
     def of(
         self, shape: Any, name: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None
     ) -> Problem:
-        forward, backward = self.work(shape, dtype.itemsize)
-
-        def ours(*inputs: Tensor) -> Tensor:
-            return self.ours(shape, *inputs)
-
-        def reference(*inputs: Tensor) -> Tensor:
-            return self.reference(shape, *inputs)
+        forward, backward = shape.work(dtype.itemsize)
 
         def is_listed(name: str, peer: Peer) -> bool:
             if not peer.takes(shape):
@@ -198,11 +204,11 @@ class OperatorCases:
             name=name,
             device=device,
             dtype=dtype,
-            make=lambda: tuple(self.inputs(shape, Draw(device, dtype))),
+            make=lambda: tuple(shape.make(Draw(device, dtype))),
             contenders=(
-                Contender(OURS, lambda: ours),
-                Contender(TORCH, lambda: reference),
-                Contender(COMPILED, lambda: _compile(reference)),
+                Contender(OURS, lambda: shape.ours),
+                Contender(TORCH, lambda: shape.reference),
+                Contender(COMPILED, lambda: _compile(shape.reference)),
                 *(
                     Contender(name, functools.partial(peer.make, shape))
                     for name, peer in self.peers.items()

@@ -18,32 +18,24 @@ class Shape:
     inputs: int
     outputs: int
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        main_grad = draw(self.outputs, self.inputs, wide=True, gradient=False)
+        return main_grad, draw(self.rows, self.outputs, gradient=False), draw(self.rows, self.inputs, gradient=False)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[Tensor, ...]:
-    main_grad = draw(shape.outputs, shape.inputs, wide=True, gradient=False)
-    return main_grad, draw(shape.rows, shape.outputs, gradient=False), draw(shape.rows, shape.inputs, gradient=False)
+    def ours(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        return accumulate_wgrad(main_grad, dy, x)
 
+    def reference(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        return main_grad.add_(dy.t() @ x)
 
-def ours(shape: Shape, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    return accumulate_wgrad(main_grad, dy, x)
-
-
-def reference(shape: Shape, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    return main_grad.add_(dy.t() @ x)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, None]:
-    moved = shape.rows * (shape.outputs + shape.inputs) * size + 2 * shape.outputs * shape.inputs * max(4, size)
-    return Work(moved, 2 * shape.rows * shape.outputs * shape.inputs), None
+    def work(self, size: int) -> tuple[Work, None]:
+        moved = self.rows * (self.outputs + self.inputs) * size + 2 * self.outputs * self.inputs * max(4, size)
+        return Work(moved, 2 * self.rows * self.outputs * self.inputs), None
 
 
 CASES = OperatorCases(
-    operator="accumulate_wgrad",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "accumulate_wgrad",
+    Shape,
     correctness=("128x64x192", "37x100x65", "1100x130x97"),
     cpu=("1024x1024x3072", "1024x2816x1024", "1024x1024x32768", "4096x1024x3072"),
     accelerator=("8192x4096x6144", "8192x4096x28672", "8192x14336x4096"),

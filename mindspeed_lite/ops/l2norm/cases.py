@@ -16,35 +16,27 @@ class Shape:
     tensors: int
     elements: int
 
+    def make(self, draw: Draw) -> list[Tensor]:
+        return [draw(self.elements, wide=True, gradient=False) for _ in range(self.tensors)]
 
-def inputs(shape: Shape, draw: Draw) -> list[Tensor]:
-    return [draw(shape.elements, wide=True, gradient=False) for _ in range(shape.tensors)]
+    def ours(self, *tensors: Tensor) -> Tensor:
+        return l2norm(tensors)
 
+    def reference(self, *tensors: Tensor) -> Tensor:
+        norms = [torch.linalg.vector_norm(each) for each in tensors]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
-def ours(shape: Shape, *tensors: Tensor) -> Tensor:
-    return l2norm(tensors)
-
-
-def reference(shape: Shape, *tensors: Tensor) -> Tensor:
-    norms = [torch.linalg.vector_norm(each) for each in tensors]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
-
-
-def work(shape: Shape, size: int) -> tuple[Work, None]:
-    count = shape.tensors * shape.elements
-    return Work(count * max(4, size), 2 * count), None
+    def work(self, size: int) -> tuple[Work, None]:
+        count = self.tensors * self.elements
+        return Work(count * max(4, size), 2 * count), None
 
 
 _TIMED = ("256x4096", "8x1048576", "4x16777216")
 
 CASES = OperatorCases(
-    operator="l2norm",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "l2norm",
+    Shape,
     correctness=("3x1000", "2x65537"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "16x67108864"),
