@@ -56,6 +56,7 @@ def _forward(inputs: Any, options: tuple[Kernels, AttentionSpec]) -> tuple[Pair,
     out, lse = kernels.forward(q, k, v, spec._replace(mask=mask))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
+    out = out.to(q.dtype)
     return (out, lse), (*inputs, out, lse)
 
 
@@ -66,7 +67,8 @@ def _backward(
     q, k, v, sink, mask, out, lse = saved
     dq = dk = dv = None
     if any(wanted[:3]):
-        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, spec._replace(mask=mask))
+        gradients = kernels.backward(dout, q, k, v, out, lse, spec._replace(mask=mask))
+        dq, dk, dv = (gradient.to(q.dtype) for gradient in gradients)
     return dq, dk, dv, sink_gradient(dout, out, lse, sink) if wanted[3] else None, None
 
 

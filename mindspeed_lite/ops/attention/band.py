@@ -36,10 +36,10 @@ def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bo
     return False, (left, right)
 
 
-def rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> int:
-    """Number of leading queries that see no key, for a canonical band."""
+def has_rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> bool:
+    """Whether leading queries see no key, for a canonical band."""
     right = 0 if causal else -1 if window is None else window[1]
-    return 0 if right < 0 or sk == 0 else max(0, sq - sk - right)
+    return right >= 0 and sq - sk > right
 
 
 def hidden(sq: int, sk: int, window: Window, device: torch.device) -> Tensor:

@@ -80,8 +80,8 @@ def drawn(q: Tensor, k: Tensor, spec: AttentionSpec) -> AttentionSpec:
     return spec._replace(rng=PositionalDropout(spec.dropout_p, seed, rows, keys, 0, q.shape[2]))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
-    """`forward` of a backend; `spec.rng` is a PositionalDropout or None."""
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
+    """`forward` of a backend, unrounded; `spec.rng` is a PositionalDropout or None."""
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
     queries, keys, values = _batched(q, g), _batched(k, g), _batched(v, g)
     out = queries.new_zeros(b * g, n // g, sq, dv)
@@ -98,12 +98,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool 
         context = torch.bmm(weights.flatten(1, 2), values[block.batches, 0, block.keys])
         context = context.view(*weights.shape[:-1], dv).div_(total.clamp_min_(torch.finfo(total.dtype).tiny))
         out[block.batches, :, block.rows] = context
-    result = _unbatched(out, b)
-    return result if wide else result.to(q.dtype), lse.view(b, n, sq)
+    return _unbatched(out, b, n), lse.view(b, n, sq)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
     (sq, b, n, _), (sk, _, g, _) = q.shape, v.shape
     queries, keys, values, douts = _batched(q, g), _batched(k, g), _batched(v, g), _batched(dout, g)
@@ -124,11 +123,9 @@ def backward(
         dscores = dprobs.sub_(delta[batches, :, rows]).mul_(probs).mul_(spec.scale).flatten(1, 2)
         dq[batches, :, rows] = torch.bmm(dscores, keys[batches, 0, cols]).view_as(dq[batches, :, rows])
         dk[batches, 0, cols] += torch.bmm(dscores.transpose(1, 2), queries[batches, :, rows].flatten(1, 2))
-    gradients = _unbatched(dq, b), _unbatched(dk, b), _unbatched(dv, b)
-    return gradients if wide else (gradients[0].to(q.dtype), gradients[1].to(k.dtype), gradients[2].to(v.dtype))
+    return _unbatched(dq, b, n), _unbatched(dk, b, g), _unbatched(dv, b, g)
 
 
-HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
 
 
@@ -140,6 +137,8 @@ class _Block(NamedTuple):
 
 def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> Iterator[_Block]:
     """Blocks in a fixed order: rows first, then (batch, key head) pairs."""
+    if not (ratio and sq and sk):
+        return
     rows = max(1, min(sq, _SCORES // (ratio * sk)))
     left, right = spec.positions or (-1, -1)
     if spec.positions is not None:
@@ -148,6 +147,8 @@ def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> 
         last = min(first + rows, sq)
         low = 0 if left < 0 else max(0, first + sk - sq - left)
         high = sk if right < 0 else min(sk, last + sk - sq + right)
+        if high <= low:
+            continue
         together = max(1, _SCORES // (ratio * (last - first) * (high - low)))
         for batch in range(0, batches, together):
             yield _Block(slice(batch, min(batch + together, batches)), slice(first, last), slice(low, high))
@@ -160,9 +161,9 @@ def _batched(t: Tensor, g: int) -> Tensor:
     return t.permute(1, 2, 0, 3).to(wide).reshape(b * g, heads // g, s, size)
 
 
-def _unbatched(t: Tensor, b: int) -> Tensor:
+def _unbatched(t: Tensor, b: int, heads: int) -> Tensor:
     """[b * g, heads / g, s, size] -> [s, b, heads, size], contiguous."""
-    return t.view(b, -1, *t.shape[2:]).permute(2, 0, 1, 3).contiguous()
+    return t.view(b, heads, *t.shape[2:]).permute(2, 0, 1, 3).contiguous()
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ and position. Results do not depend on the number of threads.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
     """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
-        return blocked.forward(q, k, v, spec, wide=wide)
+        return blocked.forward(q, k, v, spec)
     q, k, v = _rows(q), _rows(k), _rows(v)
     (sq, b, n, _), dv = q.shape, v.shape[3]
     out = torch.empty(sq, b, n, dv, dtype=torch.float32 if wide else q.dtype)
@@ -79,7 +80,7 @@ def backward(
 ) -> autograd.Triple:
     """wide: gradients are unrounded fp32."""
     if not _in_kernel(q, spec):
-        return blocked.backward(dout, q, k, v, out, lse, spec, wide=wide)
+        return blocked.backward(dout, q, k, v, out, lse, spec)
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     out, lse = out.contiguous(), lse.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32 if wide else t.dtype) for t in (q, k, v))
@@ -90,8 +91,8 @@ def backward(
     return dq, dk, dv
 
 
-HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
+UNROUNDED = autograd.Kernels(functools.partial(forward, wide=True), functools.partial(backward, wide=True))
 
 
 def _in_kernel(q: Tensor, spec: AttentionSpec) -> bool:

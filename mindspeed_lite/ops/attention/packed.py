@@ -98,33 +98,17 @@ def attention(
     v: Tensor,
     packing: Packing,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: Tensor | None = None,
     return_lse: bool = False,
+    **options: Any,
 ) -> Any:
     """`attention` within each sequence of `packing`.
 
-    q: [t, n, d], k: [u, g, d], v: [u, g, dv]. Returns out [t, n, dv], contiguous, and with `return_lse` also lse
-    [n, t]. Padding rows return 0 and lse -inf, and have no gradient.
+    q: [t, n, d], k: [u, g, d], v: [u, g, dv]. options: of the dense `prepare`, without a mask. Returns out [t, n, dv],
+    contiguous, and with `return_lse` also lse [n, t]. Padding rows return 0 and lse -inf, and have no gradient.
 
     Sequences of one length run as a batch; others in the device's varlen kernel, or one by one.
     """
-    spec = prepare(
-        q,
-        k,
-        v,
-        packing,
-        causal=causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        window=window,
-        sink=sink,
-        return_lse=return_lse,
-    )
-    out, lse = attend(q, k, v, packing, spec)
+    out, lse = attend(q, k, v, packing, prepare(q, k, v, packing, return_lse=return_lse, **options))
     return (out, lse) if return_lse else out
 
 
@@ -165,18 +149,16 @@ def forward(
     v: Tensor,
     packing: Packing,
     spec: AttentionSpec,
-    *,
-    wide: bool = False,
     dropout: PositionalDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`forward` within each sequence: (out [t, n, dv], lse [n, t]); 0 and -inf in other rows."""
     (rows, n, _), dv = q.shape, v.shape[2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(rows, n, dv, dtype=exact if wide else q.dtype)
+    out = q.new_zeros(rows, n, dv, dtype=exact)
     lse = q.new_full((n, rows), float("-inf"), dtype=exact)
     for each in _sequences(packing, dropout):
         its = (each.of_queries(q), each.of_keys(k), each.of_keys(v))
-        part, logs = forward_dense(*its, spec.for_lengths(each.sq, each.sk), wide=wide, dropout=each.dropout)
+        part, logs = forward_dense(*its, spec.for_lengths(each.sq, each.sk), each.dropout)
         each.of_queries(out).copy_(part)
         each.of_queries(lse.transpose(0, 1)).copy_(logs.permute(2, 0, 1))
     return out, lse
@@ -191,18 +173,14 @@ def backward(
     lse: Tensor,
     packing: Packing,
     spec: AttentionSpec,
-    *,
-    wide: bool = False,
     dropout: PositionalDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` within each sequence; dout, out: [t, n, dv], lse: [n, t]; zeros in other rows."""
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dq, dk, dv = (torch.zeros_like(t, dtype=exact if wide else t.dtype) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
     for each in _sequences(packing, dropout):
         inputs = each.of_queries(dout), each.of_queries(q), each.of_keys(k), each.of_keys(v), each.of_queries(out)
         logs = each.of_queries(lse.transpose(0, 1)).permute(1, 2, 0)
-        spec_ = spec.for_lengths(each.sq, each.sk)
-        parts = backward_dense(*inputs, logs, spec_, wide=wide, dropout=each.dropout)
+        parts = backward_dense(*inputs, logs, spec.for_lengths(each.sq, each.sk), each.dropout)
         each.of_queries(dq).copy_(parts[0])
         each.of_keys(dk).copy_(parts[1])
         each.of_keys(dv).copy_(parts[2])
@@ -282,7 +260,7 @@ def _no_kernel(case: Case) -> list[str]:
 
 def _leaves_rows_empty(queries: list[int], keys: list[int], spec: AttentionSpec) -> bool:
     return any(
-        k == 0 or band.rows_without_keys(spec.causal, spec.window, q, k) for q, k in zip(queries, keys, strict=True)
+        k == 0 or band.has_rows_without_keys(spec.causal, spec.window, q, k) for q, k in zip(queries, keys, strict=True)
     )
 
 
