@@ -25,25 +25,8 @@ def test_reference_is_the_formula() -> None:
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     weights = [torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), torch.zeros(3, 2), torch.ones(3, 2)]
     biases = [torch.tensor([0.0, 0.0, 1.0]), torch.ones(3), torch.zeros(3)]
-    y = reference.grouped_matmul(x, weights, [2, 0, 1], biases)
+    y = reference.grouped_matmul(x, weights, [2, 0, 1], biases, True)
     assert y.tolist() == [[1, 2, 4], [3, 4, 8], [11, 11, 11]]
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-def test_a_stacked_tensor_is_the_same_with_one_gradient(transposed: bool) -> None:
-    problem = Problem([3, 0, 4], 6, 5, torch.bfloat16)
-    weights = [each if transposed else each.t().contiguous() for each in problem.weights]
-    stacked = torch.stack(weights).requires_grad_()
-    leaves = [each.requires_grad_() for each in weights]
-    one = grouped_matmul(problem.x, stacked, problem.counts, transposed=transposed)
-    other = grouped_matmul(problem.x, leaves, problem.counts, transposed=transposed)
-    assert torch.equal(one, other)
-    (gradient,) = torch.autograd.grad(one, stacked, problem.dy)
-    gradients = torch.autograd.grad(other, leaves, problem.dy)
-    assert torch.equal(gradient, torch.stack(gradients))
-    assert not gradient[1].any()
-    with torch.no_grad():
-        assert torch.equal(grouped_matmul(problem.x, stacked, problem.counts, transposed=transposed), one)
 
 
 def test_counts_may_be_a_tensor_of_the_host_or_numbers() -> None:

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_lite.ops.grouped_matmul import autograd, reference, torch_grouped
+from mindspeed_lite.ops.grouped_matmul import torch_grouped
 from mindspeed_lite.ops.row_kernels import on, programs
-from mindspeed_lite.ops.traced import address, is_traced
+from mindspeed_lite.ops.traced import address
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -53,6 +53,8 @@ THIN = Tiles(32, 128, 64, 4, 4)
 # fp32, without tensor cores.
 WIDE = Tiles(64, 64, 32, 8, 3)
 
+COUNTS_ON_HOST = False
+
 # Consecutive row blocks that share a column block.
 GROUP = 8
 
@@ -66,38 +68,20 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def grouped_matmul(
-    x: Tensor,
-    weights: Tensors | Tensor,
-    counts: autograd.Counts,
-    biases: Tensors | None = None,
-    transposed: bool = True,
-    take_gradients: autograd.TakeGradients | None = None,
-) -> Tensor:
-    if is_traced(x):
-        return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
-    return autograd.run(_PRODUCTS, x, weights, autograd.on_device(counts, x.device), biases, transposed, take_gradients)
-
-
-def weight_gradients(dy: Tensor, x: Tensor, counts: autograd.Counts) -> Tensors:
-    if is_traced(x):
-        return reference.weight_gradients(dy, x, counts)
+def weight_gradients(dy: Tensor, x: Tensor, counts: Tensor) -> Tensors:
     found = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply_gradients(found, None, dy, x, autograd.on_device(counts, x.device))
+    _multiply_gradients(found, None, dy, x, counts)
     return found.unbind()
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: autograd.Counts) -> None:
-    if is_traced(x):
-        reference.accumulate_weight_gradients(main_grads, dy, x, counts)
-        return
-    _multiply_gradients(main_grads[0], main_grads, dy, x, autograd.on_device(counts, x.device))
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Tensor) -> None:
+    _multiply_gradients(main_grads[0], main_grads, dy, x, counts)
     for main_grad in main_grads:
         # PyTorch did not see the write.
         torch.autograd.graph.increment_version(main_grad)
 
 
-def _forward(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
+def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     (rows, k), n = x.shape, weights[0].shape[0 if transposed else 1]
     if torch_grouped.serves(x, weights, biases):
         return torch_grouped.product(x, weights, counts, transposed)
@@ -130,9 +114,6 @@ def _multiply_gradients(out: Tensor, main_grads: Tensors | None, dy: Tensor, x: 
             ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
             ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
         )  # fmt: skip
-
-
-_PRODUCTS = autograd.Products(_forward, weight_gradients)
 
 
 @triton.jit

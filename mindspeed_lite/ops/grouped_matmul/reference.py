@@ -7,27 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.grouped_matmul import autograd
-
 Tensors = Sequence[Tensor]
 
 
+COUNTS_ON_HOST = True
+
+
 def grouped_matmul(
-    x: Tensor,
-    weights: Tensors | Tensor,
-    counts: autograd.Counts,
-    biases: Tensors | None = None,
-    transposed: bool = True,
-    take_gradients: autograd.TakeGradients | None = None,
+    x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> Tensor:
-    counts = autograd.on_host(counts, x.shape[0])
-    if torch.compiler.is_compiling() and take_gradients is None:
-        matrices = weights.unbind() if isinstance(weights, Tensor) else weights
-        return product(x, matrices, counts, biases, transposed)
-    return autograd.run(PRODUCTS, x, weights, counts, biases, transposed, take_gradients)
-
-
-def product(x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool) -> Tensor:
     """Differentiable matmul per expert in fp32 (float64 for float64), rounded once."""
     dtype = wide(x.dtype)
     parts = []
@@ -38,13 +26,13 @@ def product(x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors 
     return torch.cat(parts).to(x.dtype)
 
 
-def weight_gradients(dy: Tensor, x: Tensor, counts: autograd.Counts) -> list[Tensor]:
-    dtype, sizes = wide(x.dtype), autograd.on_host(counts, x.shape[0])
-    pairs = zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)
+def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    dtype = wide(x.dtype)
+    pairs = zip(torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True)
     return [(a.to(dtype).t() @ b.to(dtype)).to(x.dtype) for a, b in pairs]
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: autograd.Counts) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
     """main_grad_e += dy_e^T x_e, rounded to x's dtype first, as in autograd."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)
@@ -53,6 +41,3 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, coun
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Accumulation dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-PRODUCTS = autograd.Products(product, weight_gradients)

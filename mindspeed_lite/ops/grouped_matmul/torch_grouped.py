@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.grouped_matmul.autograd import stacked
+
 Tensors = Sequence[Tensor]
 
 _ALIGNMENT = 16
@@ -23,7 +25,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 def serves(x: Tensor, weights: Tensors, biases: Tensors | None) -> bool:
     """True if grouped_mm supports the call; logs once why not for stacked weights."""
-    if not is_one(weights):
+    if len(weights) < 2 or stacked(weights) is None:
         return False
     reasons = list(_missing())
     if x.dtype != torch.bfloat16:
@@ -41,24 +43,12 @@ def serves(x: Tensor, weights: Tensors, biases: Tensors | None) -> bool:
 
 def product(x: Tensor, weights: Tensors, counts: Tensor, transposed: bool) -> Tensor:
     """y [T, N] of x [T, K] and weights [E, N, K] or [E, K, N]; counts [E] on the device."""
-    first = weights[0]
-    together = first.detach().as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+    together = stacked([weight.detach() for weight in weights])
+    assert together is not None
     grouped: Any = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = counts.cumsum(0, dtype=torch.int32)
     y: Tensor = grouped(x.contiguous(), together.transpose(1, 2) if transposed else together, offs=ends)
     return y
-
-
-def is_one(weights: Tensors) -> bool:
-    first = weights[0]
-    if len(weights) < 2 or not all(each.is_contiguous() for each in weights):
-        return False
-    storage = first.untyped_storage().data_ptr()
-    return all(
-        each.storage_offset() == first.storage_offset() + number * first.numel()
-        and each.untyped_storage().data_ptr() == storage
-        for number, each in enumerate(weights)
-    )
 
 
 @functools.cache

@@ -80,7 +80,7 @@ class Product(_Experts):
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
 
     def _weights(self, leaves: Tensors) -> Any:
-        return leaves["weights"] if self.stacked else _all(leaves, "weight ")
+        return leaves["weights"].unbind() if self.stacked else _all(leaves, "weight ")
 
     def run(self, leaves: Tensors) -> Any:
         from mindspeed_lite.ops.grouped_matmul import grouped_matmul
@@ -350,9 +350,7 @@ MUTATIONS = {
     "bias in 16 bits": Mutation("each.float() if each.dtype == torch.bfloat16 else each", "each", "want float32[32]"),
     "a list of float32": Mutation(_STACKS, "len(weights) > _LONGEST_LIST", "or one [E, K, N]"),
     "a long list": Mutation(_STACKS, "dtype not in _HALF", "129 weights"),
-    "a stack beside biases": Mutation(
-        "None if biased else _adjacent(weights)", "_adjacent(weights)", "3 biases beside 1"
-    ),
+    "a stack beside biases": Mutation("None if biased else stacked(weights)", "stacked(weights)", "3 biases beside 1"),
     "counts for ends of sums": Mutation(".cumsum(0),", ",", "not cumulative to 6"),
     "factors exchanged": Mutation(
         "dy.contiguous(),  # [T, N], transposed by the operator\n        x.contiguous(),",
