@@ -12,9 +12,7 @@ from mindspeed_lite.ops.cross_entropy import cross_entropy
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.linear_cross_entropy import (
     Accumulate,
-    Case,
     chunks,
-    fused,
     linear_cross_entropy,
     reference,
 )
@@ -94,8 +92,6 @@ def test_what_does_not_fit_is_one_clear_error() -> None:
         linear_cross_entropy(h, w, target.float())
     with pytest.raises(ValueError, match="slice of 10"):
         linear_cross_entropy(h, w, target, 5, 30)
-    assert fused.supported(Case("cuda", torch.float64))
-    assert why_not(h.double(), w.double(), target) == []
 
 
 # Kept logits

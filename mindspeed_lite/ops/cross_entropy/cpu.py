@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.cross_entropy import loss, reference
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.cross_entropy import Case
@@ -26,7 +23,9 @@ library = native.Library(
 
 
 def supported(case: Case) -> list[str]:
-    reason = library.unusable() if case.dtype in _NAMES else None
+    if case.dtype not in _NAMES:
+        return [f"dtype {case.dtype}: the kernels take bfloat16 and float32"]
+    reason = library.unusable()
     return [] if reason is None else [reason]
 
 
@@ -39,16 +38,7 @@ def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     return out
 
 
-def gradient(rows: Tensor, target: Tensor, start: int, top: Tensor, sums: Tensor, dloss: Tensor, out: Tensor) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, out: Tensor) -> None:
     count, width = rows.shape
     kernel = getattr(library, f"cross_entropy_gradient_{_NAMES[rows.dtype]}")
-    kernel(rows, target, top, sums, dloss, out, count, width, start, native.threads(rows.numel()))
-
-
-def kernels(x: Tensor) -> Kernels:
-    """C++ kernels; plain PyTorch for other dtypes, torch.compile and fake tensors."""
-    return reference.KERNELS if is_traced(x) or x.dtype not in _NAMES else Kernels(statistics, gradient)
-
-
-def cross_entropy(logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None) -> Tensor:
-    return loss.cross_entropy(kernels(logits), logits, target, vocab_start, vocab_size, gather)
+    kernel(rows, target, *statistics, dloss, out, count, width, start, native.threads(rows.numel()))

@@ -4,6 +4,13 @@ statistics   m = max_v x_v        s = sum_v exp(x_v - m)        p = x_target, 0 
 merge        M = max_i m_i        S = sum_i s_i exp(m_i - M)    P = sum_i p_i
 loss         log S - (P - M)
 gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
+
+A backend has two passes over contiguous rows [T, V] of a shard; int64 target [T], possibly outside of it:
+
+    statistics(rows, target, start, whole) -> [3, T] (m, s, p); with `whole` (unsharded), row 2 is the loss
+    gradient(rows, target, start, statistics [2, T] (M, S), dloss [T], out [T, V]); `out` may be `rows`
+
+A row of -inf has the sum 0.
 """
 
 from __future__ import annotations
@@ -12,26 +19,13 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Gather = Callable[[Tensor], Tensor]
-
-
-class Kernels(NamedTuple):
-    """A backend's two passes over a shard of the logits.
-
-    statistics(rows [T, V], target [T], start, whole) -> [3, T]. With `whole` (unsharded), row 2 is the loss.
-    gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], out [T, V]); `out` may be `rows`.
-
-    Contiguous rows and out; int64 target, possibly outside the shard. A row of -inf has the sum 0.
-    """
-
-    statistics: Callable[[Tensor, Tensor, int, bool], Tensor]
-    gradient: Callable[..., None]
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
@@ -56,8 +50,23 @@ def losses(merged: Tensor, target: Tensor, vocab_size: int) -> Tensor:
     return loss
 
 
+def vocabulary_size(
+    operator: str, target: Tensor, start: int, width: int, size: int | None, gather: Gather | None
+) -> int:
+    """Checked size of a vocabulary of which a rank has [start, start + width)."""
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"{operator}: target is {target.dtype}, and it counts tokens")
+    whole = start + width if size is None else size
+    if width == 0 or start < 0 or start + width > whole or (gather is None and width != whole):
+        raise ValueError(
+            f"{operator}: the slice of {width} from {start} of a vocabulary of {whole} is not one, or it is not the "
+            f"whole and nothing gathers the others"
+        )
+    return whole
+
+
 def cross_entropy(
-    kernels: Kernels, logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None
+    kernels: Any, logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None
 ) -> Tensor:
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, target, kernels, vocab_start, vocab_size, gather
@@ -71,7 +80,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        kernels: Kernels,
+        kernels: Any,
         vocab_start: int,
         vocab_size: int,
         gather: Gather | None,
@@ -95,12 +104,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, (top, sums) = ctx.saved_tensors
+        logits, target, statistics = ctx.saved_tensors
         ours = only_the_graph_has(references(logits))
         out = logits.detach() if ours else torch.empty_like(logits)
         rows, gradient = (t.view(-1, t.shape[-1]) for t in (logits, out))
-        dloss = dloss.reshape(-1).to(top.dtype).contiguous()
-        ctx.kernels.gradient(rows, target, ctx.vocab_start, top, sums, dloss, gradient)
+        dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
+        ctx.kernels.gradient(rows, target, ctx.vocab_start, statistics, dloss, gradient)
         if ours:
             # Autograd does not see writes through a pointer.
             torch.autograd.graph.increment_version(logits)

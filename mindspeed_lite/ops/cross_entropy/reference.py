@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.ops.cross_entropy import loss
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 
 # 16 MiB as fp32.
 _BLOCK = 1 << 22
@@ -44,20 +43,14 @@ def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     return out
 
 
-def gradient(rows: Tensor, target: Tensor, start: int, top: Tensor, sums: Tensor, dloss: Tensor, out: Tensor) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, out: Tensor) -> None:
+    top, sums = statistics
     count, width = rows.shape
     columns = torch.arange(start, start + width, device=rows.device)
     for block in _blocks(count, width):
         wide = (rows[block].to(top.dtype) - top[block, None]).exp_().div_(sums[block, None])  # [t, V]
         wide.sub_((columns == target[block, None]).to(wide.dtype))
         out[block] = wide.mul_(dloss[block, None])
-
-
-KERNELS = Kernels(statistics, gradient)
-
-
-def cross_entropy(logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None) -> Tensor:
-    return loss.cross_entropy(KERNELS, logits, target, vocab_start, vocab_size, gather)
 
 
 def _blocks(count: int, width: int) -> list[slice]:

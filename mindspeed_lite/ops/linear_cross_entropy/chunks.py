@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import accumulate_wgrad
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, losses, merge
+from mindspeed_lite.ops.cross_entropy.loss import Gather, losses, merge
 
 # Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
@@ -41,7 +41,7 @@ class Accumulate(NamedTuple):
 
 
 def linear_cross_entropy(
-    kernels: Kernels,
+    kernels: Any,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        kernels: Kernels,
+        kernels: Any,
         parts: _Parts,
         vocab_start: int,
         vocab_size: int,
@@ -113,10 +113,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, (top, sums), kept = ctx.saved_tensors
+        hidden, weight, target, statistics, kept = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
-        dloss = dloss.reshape(-1).to(top.dtype).contiguous()
+        dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
         accumulate = ctx.accumulate if wants_weight else None
         parts, kept = ctx.parts, kept if ctx.parts.kept else None
         # Kept logits are overwritten below: a second backward pass recomputes them.
@@ -124,11 +124,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         alone = parts.kept == parts.width
         dhidden = None
         if wants_hidden and not alone:
-            dhidden = torch.zeros(rows.shape, dtype=top.dtype, device=rows.device)
+            dhidden = torch.zeros(rows.shape, dtype=statistics.dtype, device=rows.device)
         dweight = torch.empty_like(weight) if wants_weight and accumulate is None else None
         for part, logits in _logits(rows, weight, parts, kept):
             start = ctx.vocab_start + part.start
-            ctx.kernels.gradient(logits, target, start, top, sums, dloss, logits)
+            ctx.kernels.gradient(logits, target, start, statistics, dloss, logits)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
             elif wants_hidden:
