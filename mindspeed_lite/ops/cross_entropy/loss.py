@@ -93,7 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
         statistics = kernels.statistics(rows, flat, vocab_start, gather is None)  # [3, T]
         if gather is None:
             # Computed by the kernel, which saves calls.
-            loss = statistics[2]
+            loss: Tensor = statistics[2]
         else:
             statistics = merge(gather(statistics))
             loss = losses(statistics, flat, vocab_size)

@@ -14,13 +14,10 @@ from mindspeed_lite.ops import autograd, native
 if TYPE_CHECKING:
     from mindspeed_lite.ops.masked_softmax import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
 _SIZES = "lllllllifi"
 library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {f"masked_softmax_forward_{name}": f"pppp{_SIZES}" for name in _NAMES.values()}
-    | {f"masked_softmax_backward_{name}": f"ppppp{_SIZES}" for name in _NAMES.values()},
+    kernels={"masked_softmax_forward": f"pppp{_SIZES}", "masked_softmax_backward": f"ppppp{_SIZES}"},
     returns_status=True,
 )
 
@@ -29,10 +26,7 @@ _WORK = 4
 
 
 def supported(case: Case) -> list[str]:
-    if case.dtype not in _NAMES:
-        return [f"dtype {case.dtype}: the kernel takes bfloat16 and float32"]
-    reason = library.unusable()
-    return [] if reason is None else [reason]
+    return library.why_not(case.dtype)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -47,7 +41,7 @@ def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[Tensor, autograd
     # Maximum and relative sum per row: log(sum) would lose digits to a large maximum.
     statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
     hidden, sizes = _sizes(scores, mask, *options)
-    getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(given, hidden, probs, statistics, *sizes)
+    library.kernel("masked_softmax_forward", scores.dtype)(given, hidden, probs, statistics, *sizes)
     return probs, (scores, mask, statistics)
 
 
@@ -57,7 +51,7 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[bool, float], wanted: S
     dscores = torch.empty(scores.shape, dtype=scores.dtype)
     hidden, sizes = _sizes(scores, mask, *options)
     given = (dprobs, scores, hidden, dscores, statistics)
-    getattr(library, f"masked_softmax_backward_{_NAMES[scores.dtype]}")(*given, *sizes)
+    library.kernel("masked_softmax_backward", scores.dtype)(*given, *sizes)
     return dscores, None
 
 

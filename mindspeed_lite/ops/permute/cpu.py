@@ -15,22 +15,16 @@ from mindspeed_lite.ops.rows import as_rows
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {"permute_index": "ppllli", "permute_spread": "ppplllli"}
-    | {f"permute_gather_{name}": "pppplllli" for name in _NAMES.values()}
-    | {f"permute_backward_{name}": "ppppppllllli" for name in _NAMES.values()},
+    {"permute_index": "ppllli", "permute_spread": "ppplllli"},
+    kernels={"permute_gather": "pppplllli", "permute_backward": "ppppppllllli"},
     returns_status=True,
 )
 
 
 def supported(case: Case) -> list[str]:
-    if case.dtype not in _NAMES:
-        return [f"dtype {case.dtype}: the kernels take bfloat16 and float32"]
-    reason = _lib.unusable()
-    return [] if reason is None else [reason]
+    return _lib.why_not(case.dtype)
 
 
 def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
@@ -58,7 +52,7 @@ def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None
     x, stride = as_rows(permuted)
     weights = None if probs is None else _weights(probs)
     out = x.new_empty(tokens, x.shape[1])
-    kernel = getattr(_lib, f"permute_gather_{_NAMES[x.dtype]}")
+    kernel = _lib.kernel("permute_gather", x.dtype)
     kernel(x, row_ids, weights, out, tokens, *x.shape, stride, native.threads(x.numel()))
     return out
 
@@ -70,7 +64,7 @@ def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tenso
     count = (row_ids.numel() - g.shape[0] - 1) // 2
     dpermuted = g.new_empty(count, g.shape[1])
     dprobs = None if x is None else torch.zeros_like(weights)
-    getattr(_lib, f"permute_backward_{_NAMES[g.dtype]}")(
+    _lib.kernel("permute_backward", g.dtype)(
         g,
         x,
         row_ids,
