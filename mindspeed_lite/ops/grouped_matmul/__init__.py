@@ -55,10 +55,10 @@ def grouped_matmul(
     width = _check(x, weights, biases, transposed)
     if take_gradients is not None and not transposed:
         raise ValueError("grouped_matmul: take_gradients goes with weights [N, K]")
-    backend, counts = _backend(x, width, counts, len(weights), biased=biases is not None)
+    backend, known = _backend(x, width, counts, len(weights), biased=biases is not None)
     if backend is reference and torch.compiler.is_compiling() and take_gradients is None:
-        return reference.grouped_matmul(x, weights, counts, biases, transposed)
-    return run(backend, x, weights, counts, biases, transposed, take_gradients)
+        return reference.grouped_matmul(x, weights, known, biases, transposed)
+    return run(backend, x, weights, known, biases, transposed, take_gradients)
 
 
 def weight_gradients(dy: Tensor, x: Tensor, counts: Counts) -> list[Tensor]:
