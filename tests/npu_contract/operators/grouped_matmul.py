@@ -332,24 +332,18 @@ MUTATIONS = {
     "weights copied": Mutation(
         "each.transpose(-2, -1) if transposed", "each.transpose(-2, -1).contiguous() if transposed", "as they lie in"
     ),
-    "weights as they are": Mutation("each.transpose(-2, -1) if transposed else each", "each", "do not fit"),
     "a weight left out": Mutation("for each in matrices],", "for each in matrices[1:]],", "want int64[2]"),
     "strides handed on": Mutation(
         "        [x.contiguous()],\n        [each", "        [x],\n        [each", "must not be transposed"
     ),
-    "groups of rows for gradients": Mutation(_SUMS, _SUMS.replace("2", "0"), "group_type is 0: want 2"),
-    "groups of sums": Mutation(_FORWARD, _FORWARD.replace("0", "2"), "group_type is 2: want 0"),
     "dy not transposed": Mutation("[dy.contiguous().t()]", "[dy.contiguous()]", "do not fit"),
-    "dy copied": Mutation("[dy.contiguous().t()]", "[dy.t().contiguous()]", "as a transposed view"),
     "counts for ends": Mutation(
         f"{_FORWARD}        group_list_type=1", f"{_FORWARD}        group_list_type=0", "is not cumulative"
     ),
     "kind left to the default": Mutation(_SUMS, "        group_type=2,\n", "group_list_type not passed by name"),
     "a tensor for each weight": Mutation("split_item=2", "split_item=0", "split_item is 0"),
-    "32-bit counts": Mutation("group_list=counts,", "group_list=counts.int(),", "want int64[3]"),
     "bias in 16 bits": Mutation("each.float() if each.dtype == torch.bfloat16 else each", "each", "want float32[32]"),
     "a list of float32": Mutation(_STACKS, "len(weights) > _LONGEST_LIST", "or one [E, K, N]"),
-    "a long list": Mutation(_STACKS, "dtype not in _HALF", "129 weights"),
     "a stack beside biases": Mutation("None if biased else stacked(weights)", "stacked(weights)", "3 biases beside 1"),
     "counts for ends of sums": Mutation(".cumsum(0),", ",", "not cumulative to 6"),
     "factors exchanged": Mutation(

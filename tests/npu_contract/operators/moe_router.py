@@ -179,9 +179,6 @@ CONTRACTS = {"npu_moe_gating_top_k": gating_top_k, "npu_moe_gating_top_k_softmax
 MUTATIONS = {
     "scores of 16 bits": Mutation("x = logits.to(torch.float32)", "x = logits", "x is bfloat16"),
     "softmax for sigmoid": Mutation("norm_type=1", "norm_type=0", "norm_type is 0: want 1"),
-    "norm left to the default": Mutation(
-        "            norm_type=1,  # sigmoid\n", "", "norm_type not passed by name"
-    ),
     "groups by their best alone": Mutation("groups.best - 1", "0", "group_select_mode is 0: want 1"),
     "groups exchanged": Mutation(
         "k_group=groups.chosen,\n            group_count=groups.number",
@@ -190,9 +187,6 @@ MUTATIONS = {
     ),
     "no bias": Mutation("bias=None if expert_bias is None else expert_bias.to(torch.float32)", "bias=None", "bias is"),
     "bias of 16 bits": Mutation("expert_bias.to(torch.float32)", "expert_bias.to(logits.dtype)", "bias is bfloat16"),
-    "no factor": Mutation("routed_scaling_factor=form.scale", "routed_scaling_factor=1.0", "routed_scaling_factor is"),
-    "another eps": Mutation("eps=EPS", "eps=1e-6", "eps is 1e-06"),
-    "k by position": Mutation("finished=None, k=form.topk", "None, form.topk", "finished, k not passed by name"),
     "probabilities in fp32": Mutation("probs.to(logits.dtype), experts", "probs, experts", "Expected self.dtype"),
     "32-bit indices": Mutation("experts.to(torch.int64)", "experts", "int64"),
 }  # fmt: skip
