@@ -18,9 +18,6 @@ from mindspeed_lite.ops.linear_cross_entropy import (
 )
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
 from tests.harness.errors import bound
-from tests.harness.reasons import why_not_of
-
-why_not = why_not_of(linear_cross_entropy)
 
 compiled = pytest.mark.skipif(passes.library.unusable() is not None, reason=str(passes.library.unusable()))
 
