@@ -45,13 +45,12 @@ def test_weight_gradients_are_those_of_autograd() -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("counts", [*COUNTS, [40, 1, 0, 300]])
-def test_accumulation(dtype: torch.dtype, same: bool, stacked: bool, counts: list[int]) -> None:
+def test_accumulation(dtype: torch.dtype, same: bool, counts: list[int]) -> None:
     problem = Problem(counts, 40, 24, dtype)
     main_dtype = dtype if same else torch.float32
     before = torch.randn(len(counts), 40, 24, generator=torch.Generator().manual_seed(1)).to(main_dtype)
-    main_grads = list(before.clone().unbind()) if stacked else [each.clone() for each in before]
+    main_grads = [each.clone() for each in before]
     versions = [each._version for each in main_grads]
     accumulate_weight_gradients(main_grads, problem.dy, problem.x, problem.counts)
     exact = before.double() + problem.exact()[2]

@@ -56,11 +56,7 @@ def test_cuda_tiles_and_layouts(tiles: str, transposed: bool, monkeypatch: pytes
         y = on_gpu(cuda.grouped_matmul)(
             problem.x.t().contiguous().t(), weights, torch.tensor(problem.counts), None, transposed
         )
-        stacked = on_gpu(cuda.grouped_matmul)(
-            problem.x, torch.stack(weights).unbind(), torch.tensor(problem.counts), None, transposed
-        )
     assert error(y, problem.exact()[0]) <= SLACK
-    assert torch.equal(y, stacked)
 
 
 @pytest.mark.usefixtures("triton_runs")

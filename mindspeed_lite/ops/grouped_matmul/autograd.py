@@ -17,17 +17,6 @@ Counts = Tensor | Sequence[int]
 TakeGradients = Callable[[Tensor, Tensor, Counts], Sequence[Tensor | None]]
 
 
-def stacked(matrices: Tensors) -> Tensor | None:
-    """Zero-copy view [E, ...] of matrices that are adjacent in memory, or None."""
-    first = matrices[0]
-    memory, start, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()
-    for position, each in enumerate(matrices):
-        is_next = each.untyped_storage()._cdata == memory and each.storage_offset() == start + position * size
-        if not (is_next and each.is_contiguous()):
-            return None
-    return first.as_strided((len(matrices), *first.shape), (size, first.shape[1], 1))
-
-
 def on_host(counts: Counts, rows: int) -> list[int]:
     """Counts as integers; may synchronise."""
     if not isinstance(counts, Tensor):

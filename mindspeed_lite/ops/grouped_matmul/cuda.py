@@ -1,7 +1,7 @@
 """grouped_matmul on CUDA: one Triton kernel for all experts' matmuls, one for their weight gradients.
 
 No synchronisation: counts are read on the device. The persistent matmul's tile order keeps `GROUP` row blocks and a
-column block in L2, a ninth of column order's reads at 128 x 128 tiles. Stacked weights use `torch_grouped`.
+column block in L2, a ninth of column order's reads at 128 x 128 tiles.
 """
 
 # Triton's decorator and the arguments of its kernels have no types.
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_lite.ops.grouped_matmul import torch_grouped
 from mindspeed_lite.ops.row_kernels import on, programs
 from mindspeed_lite.ops.traced import address
 
@@ -83,8 +82,6 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, coun
 
 def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     (rows, k), n = x.shape, weights[0].shape[0 if transposed else 1]
-    if torch_grouped.serves(x, weights, biases):
-        return torch_grouped.product(x, weights, counts, transposed)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     tiles = _tiles(x, len(weights), n)
     weights = [each.contiguous() for each in weights]

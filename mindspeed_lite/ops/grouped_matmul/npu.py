@@ -10,7 +10,8 @@ undocumented: they are overwritten with zeros.
 group_list_type 1 (counts) needs two groups: one expert uses a plain matmul. Biases need a list of weights, and are
 float32 for bfloat16. Last dimensions in memory are below 65536.
 
-npu_grouped_matmul_add_ adds to float32 [E, N, K]. It may ignore group_list_type and expect group ends.
+Megatron's buffers do not hold the main gradients of one layer's experts side by side, as npu_grouped_matmul_add_ wants
+them: they are added one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore
 from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-from mindspeed_lite.ops.grouped_matmul.autograd import stacked
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -71,28 +71,16 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, coun
     if len(main_grads) == 1:
         accumulate_wgrad(main_grads[0], dy, x)
         return
-    one = stacked(main_grads)
-    fits = x.dtype in _HALF and main_grads[0].dtype == torch.float32 and hasattr(torch_npu, "npu_grouped_matmul_add_")
-    if one is None or not fits:
-        for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
-            main_grad.add_(dw)
-        return
-    torch_npu.npu_grouped_matmul_add_(
-        one,  # [E, N, K]
-        dy.contiguous(),  # [T, N], transposed by the operator
-        x.contiguous(),  # [T, K]
-        counts.cumsum(0),
-        transpose_x=True,
-        transpose_weight=False,
-        group_type=2,
-    )
+    for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
+        main_grad.add_(dw)
 
 
 def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     if len(weights) == 1:
         weight = weights[0].t() if transposed else weights[0]
         return x @ weight if biases is None else torch.addmm(biases[0], x, weight)
-    matrices = _as_given(weights, x.dtype, biases is not None)
+    is_list = x.dtype in _HALF and len(weights) <= _LONGEST_LIST
+    matrices = [each.contiguous() for each in weights] if is_list else [torch.stack([*weights])]
     if biases is not None:
         biases = [each.float() if each.dtype == torch.bfloat16 else each for each in biases]
     y: Tensor = torch_npu.npu_grouped_matmul(
@@ -105,10 +93,3 @@ def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors 
         group_list_type=1,
     )[0]
     return y
-
-
-def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
-    one = None if biased else stacked(weights)
-    if one is None and (dtype not in _HALF or len(weights) > _LONGEST_LIST):
-        one = torch.stack([*weights])
-    return [each.contiguous() for each in weights] if one is None else [one]
