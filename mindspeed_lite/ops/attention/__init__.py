@@ -84,7 +84,8 @@ def backward(
     p = exp(score - lse). A row with lse -inf gives no gradient. `dropout`: as in `forward`.
     """
     kernels, spec = _without_autograd(spec, dropout)
-    dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, spec)
+    # Kernels read the rounded output.
+    dq, dk, dv = kernels.backward(dout, q, k, v, out.to(q.dtype), lse, spec)
     return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
 
 
