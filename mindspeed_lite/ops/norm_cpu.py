@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.rows import as_rows
+from mindspeed_lite.ops.traced import is_traced
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _PAIRS = {(x, weight): f"{_NAMES[x]}_{_NAMES[weight]}" for x in _NAMES for weight in _NAMES}
@@ -27,13 +28,17 @@ _lib = native.Library(
 )
 
 
-def has_kernel(dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    return (dtype, weight_dtype) in _PAIRS
+def reasons(dtype: torch.dtype, weight_dtype: torch.dtype) -> list[str]:
+    """Why neither the kernel nor the reference in its place serves these dtypes."""
+    if not dtype.is_floating_point:
+        return [f"dtype {dtype}"]
+    unusable = _lib.unusable() if (dtype, weight_dtype) in _PAIRS else None
+    return [] if unusable is None else [unusable]
 
 
-def unusable() -> str | None:
-    """Reason why the kernel cannot run here, or None."""
-    return _lib.unusable()
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes the call; the reference takes others."""
+    return not is_traced(x) and x.numel() > 0 and (x.dtype, weight.dtype) in _PAIRS
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
