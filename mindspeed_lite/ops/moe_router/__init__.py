@@ -52,7 +52,6 @@ def topk_routing(
     scaling_factor: float | None = None,
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
-    dense_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The topk experts of every token and their probabilities.
 
@@ -63,20 +62,17 @@ def topk_routing(
         sqrtsoftplus                 s = sqrt(softplus(x)),  p as for sigmoid
     times scaling_factor, unless None or 0. expert_bias [E] is added to s for the choice only, without gradient; softmax
     ignores it. group_topk: choose within the group_topk of num_groups equal groups with the highest sums of their
-    topk // group_topk highest s. Ties as in torch.topk on that device. Experts in descending order of s; unordered with
-    gradients disabled.
+    topk // group_topk highest s. Ties as in torch.topk on that device.
 
-    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once. Returns
-        dense_output False: probs [T, E] in the logits' dtype, 0 where not chosen; routing_map [T, E] bool;
-        dense_output True: probs [T, topk]; indices [T, topk] int64.
+    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once. Returns probs [T, E] in the logits'
+    dtype, 0 where not chosen, and routing_map [T, E] bool.
     Backends save indices and [T, topk] fp32 values, with use_pre_softmax logits and indices.
 
     Raises ValueError for an unknown score function or unfit sizes.
     """
     reference.check(logits, topk, score_function)
     form = form_of(
-        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
-        torch.is_grad_enabled(),
+        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function,
     )  # fmt: skip
     bias = _bias(logits, expert_bias, score_function)
     route: Any = OPERATOR.choose(Case(logits.device.type, logits.dtype, logits.shape[1], form), logits)
@@ -93,8 +89,6 @@ def form_of(
     group_topk: int | None,
     scaling_factor: float | None = None,
     score_function: str = SOFTMAX,
-    dense_output: bool = False,
-    ordered: bool = True,
 ) -> Form:
     groups = None
     if group_topk:
@@ -109,7 +103,7 @@ def form_of(
             )
         groups = Groups(num_groups, group_topk, best)
     scores = PRE_SOFTMAX if use_pre_softmax and score_function == SOFTMAX else score_function
-    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, ordered)
+    return Form(scores, topk, groups, float(scaling_factor or 1.0))
 
 
 def _bias(logits: Tensor, expert_bias: Tensor | None, score_function: str) -> Tensor | None:

@@ -41,8 +41,8 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
     scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
     by = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     indices = reference.choose(by, form)[1].contiguous()
-    probs = logits.new_empty(tokens, topk if form.dense else experts)
-    chosen = None if form.dense else logits.new_empty((tokens, experts), dtype=torch.bool)
+    probs = logits.new_empty(tokens, experts)
+    chosen = logits.new_empty((tokens, experts), dtype=torch.bool)
     # The chosen scores, for SOFTMAX their softmax; the softmax over all experts is recomputed from the logits.
     kept = None if form.scores == PRE_SOFTMAX else logits.new_empty((tokens, topk), dtype=torch.float32)
     rows, stride = as_rows(scores)
@@ -51,11 +51,11 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
         with on(logits):
             kernels.forward_kernel[(triton.cdiv(tokens, tile.rows),)](
                 rows, indices, probs, chosen, kept, tokens, stride, form.scale,
-                SCORES=form.scores, NORMALISED=form.normalised, KEEPS=kept is not None, DENSE=form.dense,
+                SCORES=form.scores, NORMALISED=form.normalised, KEEPS=kept is not None,
                 EXPERTS=experts, TOPK=topk, KBLOCK=triton.next_power_of_2(topk), ROWS=tile.rows, BLOCK=tile.block,
                 num_warps=tile.warps,
             )  # fmt: skip
-    return (probs, indices if chosen is None else chosen), (indices, logits if kept is None else kept)
+    return (probs, chosen), (indices, logits if kept is None else kept)
 
 
 def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
@@ -68,7 +68,7 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Seq
     tile = launch(experts)
     grid = (triton.cdiv(tokens, tile.rows),)
     shape = {"EXPERTS": experts, "TOPK": topk, "KBLOCK": triton.next_power_of_2(topk), "ROWS": tile.rows}
-    shape |= {"BLOCK": tile.block, "DENSE": form.dense, "num_warps": tile.warps}
+    shape |= {"BLOCK": tile.block, "num_warps": tile.warps}
     with on(dprobs):
         if form.scores == PRE_SOFTMAX:
             logits, logits_stride = as_rows(kept)

@@ -93,15 +93,13 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
         )
     probs, indices = probs.to(logits.dtype), experts.to(torch.int64)  # [T, topk]
     saved = (indices, logits if form.scores == PRE_SOFTMAX else torch.sigmoid(x.gather(1, indices)))
-    if form.dense:
-        return (probs, indices), saved
     wide = logits.new_zeros(logits.shape).scatter_(1, indices, probs)
     return (wide, reference.routing_map(logits, indices)), saved
 
 
 def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
     (indices, kept), (form, experts) = saved, options
-    g = (dprobs if form.dense else dprobs.gather(1, indices)).to(torch.float32) * form.scale  # [T, topk]
+    g = dprobs.gather(1, indices).to(torch.float32) * form.scale  # [T, topk]
     if form.scores == PRE_SOFTMAX:
         p = torch.softmax(kept, dim=-1, dtype=torch.float32)  # [T, E]
         g = g * p.gather(1, indices)

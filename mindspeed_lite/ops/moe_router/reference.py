@@ -31,18 +31,12 @@ class Groups(NamedTuple):
 
 
 class Form(NamedTuple):
-    """scores: PRE_SOFTMAX or a score function. scale: 1.0 for none. dense: results [T, topk], not [T, E].
-
-    ordered: sorted torch.topk; Megatron, without groups, sorts only with gradients enabled. Not read inside
-    autograd.Function.
-    """
+    """scores: PRE_SOFTMAX or a score function. scale: 1.0 for none."""
 
     scores: str
     topk: int
     groups: Groups | None = None
     scale: float = 1.0
-    dense: bool = False
-    ordered: bool = True
 
     @property
     def normalised(self) -> bool:
@@ -69,7 +63,7 @@ def choose(scores: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """The topk highest scores and their experts, [T, topk] each; ties as in torch.topk."""
     topk, groups = form.topk, form.groups
     if groups is None:
-        return torch.topk(scores, topk, dim=1, sorted=form.ordered)
+        return torch.topk(scores, topk, dim=1)
     tokens, experts = scores.shape
     grouped = scores.reshape(tokens, groups.number, experts // groups.number)  # [T, G, E / G]
     worth = grouped.topk(groups.best, dim=-1).values.sum(-1)  # [T, G]
@@ -93,8 +87,6 @@ def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[
         if form.normalised:
             probs = probs / (probs.sum(dim=-1, keepdim=True) + EPS)
     probs = (probs * form.scale).to(logits.dtype)
-    if form.dense:
-        return probs, indices
     return torch.zeros_like(logits).scatter(1, indices, probs), routing_map(logits, indices)
 
 
