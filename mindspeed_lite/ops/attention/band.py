@@ -12,10 +12,6 @@ Window = tuple[int, int]
 
 CAUSAL: Window = (-1, 0)
 
-# Bounds the cached band masks when lengths vary; training uses one or two.
-_KEPT = 8
-_masks: dict[tuple[int, int, Window, torch.device, torch.dtype], Tensor] = {}
-
 
 def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bool, Window | None]:
     """Canonical band: limits that hide nothing dropped, causal alone as (True, None).
@@ -52,28 +48,3 @@ def hidden(sq: int, sk: int, window: Window, device: torch.device) -> Tensor:
     if left >= 0:
         visible = visible.triu_(offset - left)
     return visible.logical_not_()
-
-
-def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; cached, read-only.
-
-    PyTorch would convert a bool mask at every call, and every layer would save its own copy.
-    """
-    if torch.compiler.is_compiling():
-        return _build_additive(sq, sk, window, device, dtype)
-    key = (sq, sk, window, device, dtype)
-    mask = _masks.get(key)
-    if mask is None:
-        # Inference tensors cannot be saved for backward.
-        with torch.inference_mode(False):
-            mask = _build_additive(sq, sk, window, device, dtype)
-        if type(mask) is Tensor:  # a fake tensor must not outlive its mode
-            while len(_masks) >= _KEPT:
-                _masks.pop(next(iter(_masks)), None)
-            _masks[key] = mask
-    return mask
-
-
-def _build_additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(sq, sk, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden(sq, sk, window, device), float("-inf"))

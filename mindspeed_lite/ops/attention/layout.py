@@ -17,7 +17,7 @@ class Call(NamedTuple):
     """Arguments of scaled_dot_product_attention.
 
     q, k, v: [b, heads, s, size], or with `folded` batch and heads as one axis.
-    mask: True shows a key, or additive; [.., sq, sk]. Excludes `causal`.
+    mask: True shows a key; [.., sq, sk]. Excludes `causal`.
     causal: sq == sk.
     empty: rows [b | 1, n | 1, sq, 1] without keys by the caller's mask: they see every key in the kernel and are
     cleared
@@ -64,7 +64,7 @@ def _mask(q: Tensor, sk: int, spec: AttentionSpec) -> tuple[Tensor | None, Tenso
     """The mask in PyTorch's sense, and the rows [b | 1, n | 1, sq, 1] without keys by the caller's mask."""
     mask, positions, sq = spec.mask, spec.positions, q.shape[0]
     if mask is None:
-        return None if positions is None else band.additive(sq, sk, positions, q.device, q.dtype), None
+        return None if positions is None else ~band.hidden(sq, sk, positions, q.device), None
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if positions is not None:
         mask = mask | band.hidden(sq, sk, positions, q.device)
