@@ -35,4 +35,4 @@ def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, *, sparse
         raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"vocab_embedding: ids are {ids.dtype}, and they count tokens")
-    return OPERATOR.choose(Case(weight.device.type, weight.dtype))(ids, weight, vocab_start, sparse)
+    return OPERATOR.choose(Case(weight.device.type, weight.dtype), weight, ids)(ids, weight, vocab_start, sparse)

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.traced import is_traced
-from mindspeed_lite.ops.vocab_embedding import reference
-
 if TYPE_CHECKING:
     from mindspeed_lite.ops.vocab_embedding import Case
 
@@ -22,8 +19,6 @@ def supported(case: Case) -> list[str]:
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, sparse: bool = False) -> Tensor:
-    if is_traced(weight) or is_traced(ids):
-        return reference.vocab_embedding(ids, weight, vocab_start, sparse)
     local = ids.reshape(-1) - vocab_start
     place = ((local >= 0) & (local < weight.shape[0])).nonzero().squeeze(1)
     rows = torch.nn.functional.embedding(local.index_select(0, place), weight, sparse=sparse)
