@@ -1,8 +1,8 @@
 """`--moe-router-fusion`: the router's scores, top-k and probabilities in one operator.
 
 Reaches the fused forms of `topk_routing_with_score_function`, `compute_routing_scores_for_aux_loss` and
-`switch_load_balancing_loss_func`. Choices equal Megatron's, ties included. Falls back for replayed or given routing,
-and before 0.18 for 16-bit logits, whose scores that release rounds before top-k.
+`switch_load_balancing_loss_func`. Choices equal Megatron's, ties included. Leaves inference's dense output alone. Falls
+back for replayed or given routing, and before 0.18 for 16-bit logits, whose scores that release rounds before top-k.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def _topk(wrapped: Function, session: Session, rounds: bool = False) -> Function
             "scaling_factor": scaling_factor,
             "score_function": score_function,
             "expert_bias": expert_bias,
-            "dense_output": dense_output,
         }
         why_not = _CHOSEN
         if router_replay is None and precomputed_indices is None:
             why_not = _rounded(logits, rounds)
         rest = {"router_replay": router_replay, "precomputed_indices": precomputed_indices}
-        return _route(session, functools.partial(wrapped, **how, **rest), fused, why_not, logits, topk, how)
+        plain = functools.partial(wrapped, **how, **rest, dense_output=dense_output)
+        # Only inference asks for a dense output, in a compiled function.
+        return _route(session, plain, fused and not dense_output, why_not, logits, topk, how)
 
     return topk_routing_with_score_function
 

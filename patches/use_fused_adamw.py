@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.adamw import adamw
-from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.optim.fused_adam import StepData, adopt, release
+from mindspeed_lite.optim.grad_norm import l2norm
 
 from ._shared.conditions import fsdp_args
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, copy_main, has_fused_step
@@ -242,7 +242,7 @@ FEATURE = Feature(
         "optimizer_cuda_graph": "--optimizer-cuda-graph records torch's step",
         **fsdp_args("has parameters that are not plain tensors"),
     },
-    operators=("adamw", "l2norm"),
+    operators=("adamw",),
     patches=(
         Around(f"{_OPTIMIZER}:MegatronOptimizer.__init__", _init),
         Around(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", before(_drop_deferred), reads=("optimizer",)),

@@ -22,7 +22,6 @@ SHAPES: Mapping[str, str] = {
     "moe_router": "32768x256x8,scores=sigmoid,groups=8,group_topk=4,bias=1",
     "permute": "8192x4096x64x8",
     "adamw": "4x67108864",
-    "l2norm": "8x67108864",
     "accumulate_wgrad": "8192x4096x14336",
     "masked_softmax": "4x16x2048x2048",
 }

@@ -1,5 +1,5 @@
-"""Time every operator against plain PyTorch, torch.compile and installed peers
-(on a GPU: Liger-Kernel, flash-attn, Transformer Engine), forward and forward+backward.
+"""Time every operator against plain PyTorch, torch.compile and, on a GPU where it is installed, Liger-Kernel;
+forward and forward+backward.
 """
 
 from __future__ import annotations

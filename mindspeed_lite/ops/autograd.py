@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Inputs = Sequence[torch.Tensor | None]
-Map = Callable[[torch.Tensor], torch.Tensor]
+Inputs = Sequence[Tensor | None]
+Map = Callable[[Tensor], Tensor]
 
 
 class Kernel(NamedTuple):
@@ -21,14 +22,14 @@ class Kernel(NamedTuple):
     """
 
     forward: Callable[[Any, Any], tuple[Any, Inputs]]
-    backward: Callable[[torch.Tensor, Any, Any, Sequence[bool]], Inputs]
+    backward: Callable[[Tensor, Any, Any, Sequence[bool]], Inputs]
 
 
 class KernelFunction(torch.autograd.Function):
     """Runs a kernel; a subclass gives it another name in profiles."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, options: Any, *inputs: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, kernel: Kernel, options: Any, *inputs: Tensor | None) -> Any:
         outputs, saved = kernel.forward(inputs, options)
         ctx.save_for_backward(*saved)
         ctx.kernel, ctx.options = kernel, options
@@ -39,7 +40,7 @@ class KernelFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> Any:
         wanted = ctx.needs_input_grad[2:]
         if dout is None:
             return (None, None, *(None for _ in wanted))
@@ -54,8 +55,8 @@ def apply(kernel: Kernel, inputs: Inputs, options: Any = None, function: type[Ke
     return kernel.forward(inputs, options)[0]
 
 
-def linear_map(x: torch.Tensor, forward: Map, adjoint: Map) -> torch.Tensor:
+def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
     """Linear `forward(x)` whose backward applies the adjoint; saves no tensor."""
     kernel = Kernel(lambda inputs, _: (forward(inputs[0]), ()), lambda dy, *_: (adjoint(dy),))
-    y: torch.Tensor = apply(kernel, (x,))
+    y: Tensor = apply(kernel, (x,))
     return y

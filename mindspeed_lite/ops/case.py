@@ -11,14 +11,15 @@ import importlib.util
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 OURS, TORCH, COMPILED = "mindspeed_lite", "torch", "torch.compile"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class OwnLayout:
     report.
     """
 
-    arrange: Callable[..., tuple[torch.Tensor, ...]]
+    arrange: Callable[..., tuple[Tensor, ...]]
     call: Callable[..., Any]
     note: str
-    restore: Callable[[Any], torch.Tensor] = lambda output: output
+    restore: Callable[[Any], Tensor] = lambda output: output
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor:
         return self.restore(self.call(*self.arrange(*inputs)))
 
 
@@ -81,7 +82,7 @@ class Problem:
     name: str
     device: str
     dtype: torch.dtype
-    make: Callable[[], tuple[torch.Tensor, ...]]
+    make: Callable[[], tuple[Tensor, ...]]
     contenders: tuple[Contender, ...]
     forward: Work
     both: Work | None
@@ -104,36 +105,48 @@ class Draw:
 
     def __call__(
         self, *shape: int, scale: float = 1.0, offset: float = 0.0, wide: bool = False, gradient: bool = True
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Normally distributed values; wide: at least fp32."""
         values = torch.randn(shape, **self.options).mul_(scale).add_(offset)
         return self.of(values, wide=wide, gradient=gradient)
 
-    def integers(self, end: int, *shape: int) -> torch.Tensor:
+    def integers(self, end: int, *shape: int) -> Tensor:
         """int64 in [0, end)."""
         return torch.randint(end, shape, **self.options).to(self.device)
 
-    def of(self, values: torch.Tensor, *, wide: bool = False, gradient: bool = True) -> torch.Tensor:
+    def of(self, values: Tensor, *, wide: bool = False, gradient: bool = True) -> Tensor:
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         return values.to(self.device, dtype).requires_grad_(gradient)
+
+
+class Shape(Protocol):
+    """One shape of an operator: a frozen dataclass of int, bool, float and Literal fields.
+
+    `__post_init__` raises ValueError. `make` draws the inputs. `ours` and `reference` (what a user without the
+    operator runs) map them to the output. `work`: forward and backward, for values of `size` bytes.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def make(self, draw: Draw) -> Sequence[Tensor]: ...
+
+    def ours(self, *inputs: Any, **options: Any) -> Tensor: ...
+
+    def reference(self, *inputs: Any, **options: Any) -> Tensor: ...
+
+    def work(self, size: int) -> tuple[Work, Work | None]: ...
 
 
 @dataclass(frozen=True)
 class OperatorCases:
     """All shapes of an operator as texts: sizes joined by x, then options, such as `4096x64,k=6`.
 
-    shape: frozen dataclass of int, bool, float and Literal fields; `__post_init__` raises ValueError.
-    inputs: (shape, draw) -> tensors. ours, reference: (shape, *inputs) -> output. work: (shape, itemsize) -> forward
-    and backward. correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu,
-    accelerator: timed. quick: for `bench-ops --quick`; default: the first of `cpu`.
+    correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu, accelerator: timed.
+    quick: for `bench-ops --quick`; default: the first of `cpu`.
     """
 
     operator: str
-    shape: type[Any]
-    inputs: Callable[[Any, Draw], Sequence[torch.Tensor]]
-    ours: Function
-    reference: Function
-    work: Callable[[Any, int], tuple[Work, Work | None]]
+    shape: type[Shape]
     correctness: tuple[str, ...]
     cpu: tuple[str, ...]
     accelerator: tuple[str, ...]
@@ -177,13 +190,7 @@ class OperatorCases:
     def of(
         self, shape: Any, name: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None
     ) -> Problem:
-        forward, backward = self.work(shape, dtype.itemsize)
-
-        def ours(*inputs: torch.Tensor) -> torch.Tensor:
-            return self.ours(shape, *inputs)
-
-        def reference(*inputs: torch.Tensor) -> torch.Tensor:
-            return self.reference(shape, *inputs)
+        forward, backward = shape.work(dtype.itemsize)
 
         def is_listed(name: str, peer: Peer) -> bool:
             if not peer.takes(shape):
@@ -197,11 +204,11 @@ class OperatorCases:
             name=name,
             device=device,
             dtype=dtype,
-            make=lambda: tuple(self.inputs(shape, Draw(device, dtype))),
+            make=lambda: tuple(shape.make(Draw(device, dtype))),
             contenders=(
-                Contender(OURS, lambda: ours),
-                Contender(TORCH, lambda: reference),
-                Contender(COMPILED, lambda: _compile(reference)),
+                Contender(OURS, lambda: shape.ours),
+                Contender(TORCH, lambda: shape.reference),
+                Contender(COMPILED, lambda: _compile(shape.reference)),
                 *(
                     Contender(name, functools.partial(peer.make, shape))
                     for name, peer in self.peers.items()

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.traced import is_traced
@@ -34,7 +35,7 @@ __all__ = [
     "on_fallback", "operator", "report_fallback", "selected",
 ]  # fmt: skip
 
-Implementation = Callable[..., torch.Tensor]
+Implementation = Callable[..., Tensor]
 FallbackCallback = Callable[[str, str, tuple[str, ...]], None]
 
 REFERENCE = "reference"
@@ -71,7 +72,7 @@ class Operator:
         self._chosen: dict[Case, ModuleType | None] = {}
         self._forced: str | None = None
 
-    def choose(self, case: Case, *tensors: torch.Tensor | None) -> Implementation:
+    def choose(self, case: Case, *tensors: Tensor | None) -> Implementation:
         """The implementation for a call.
 
         tensors: what CPU and CUDA kernels read by address. If torch.compile traces or they have no memory, the
@@ -83,7 +84,7 @@ class Operator:
         implementation: Implementation = getattr(module, self.name)
         return implementation
 
-    def module(self, case: Case, *tensors: torch.Tensor | None) -> Any:
+    def module(self, case: Case, *tensors: Tensor | None) -> Any:
         """Like `choose`, for operators of several functions: the module of the backend or of the reference."""
         return self._backend(case, tensors) or sys.modules[self.reference.__module__]
 
@@ -102,7 +103,7 @@ class Operator:
             reasons.append(module)
         return reasons
 
-    def _backend(self, case: Case, tensors: Sequence[torch.Tensor | None]) -> ModuleType | None:
+    def _backend(self, case: Case, tensors: Sequence[Tensor | None]) -> ModuleType | None:
         if case.device != "npu" and any(each is not None and is_traced(each) for each in tensors):
             return None
         return self._chosen[case] if case in self._chosen else self._resolve(case)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.rows import as_rows
+from mindspeed_lite.ops.traced import is_traced
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _PAIRS = {(x, weight): f"{_NAMES[x]}_{_NAMES[weight]}" for x in _NAMES for weight in _NAMES}
@@ -26,24 +28,26 @@ _lib = native.Library(
 )
 
 
-def has_kernel(dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    return (dtype, weight_dtype) in _PAIRS
+def reasons(dtype: torch.dtype, weight_dtype: torch.dtype) -> list[str]:
+    """Why neither the kernel nor the reference in its place serves these dtypes."""
+    if not dtype.is_floating_point:
+        return [f"dtype {dtype}"]
+    unusable = _lib.unusable() if (dtype, weight_dtype) in _PAIRS else None
+    return [] if unusable is None else [unusable]
 
 
-def unusable() -> str | None:
-    """Reason why the kernel cannot run here, or None."""
-    return _lib.unusable()
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes the call; the reference takes others."""
+    return not is_traced(x) and x.numel() > 0 and (x.dtype, weight.dtype) in _PAIRS
 
 
-def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
-) -> torch.Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     """Differentiable layer_norm, or rms_norm without bias; x is not empty."""
-    y: torch.Tensor = autograd.apply(_NORM, (x, weight, bias), (eps, zero_centered))
+    y: Tensor = autograd.apply(_NORM, (x, weight, bias), (eps, zero_centered))
     return y
 
 
-def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[Tensor, autograd.Inputs]:
     x, weight, bias = inputs
     rows, stride = as_rows(x)
     width, size = weight.shape[0], x.numel()
@@ -57,7 +61,7 @@ def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[torch.Tensor, au
     return y, (x, weight, mean, rstd)
 
 
-def _backward(dy: torch.Tensor, saved: Any, options: tuple[float, bool], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, options: tuple[float, bool], wanted: Sequence[bool]) -> autograd.Inputs:
     x, weight, mean, rstd = saved
     (rows, stride), (grads, grad_stride) = as_rows(x), as_rows(dy)
     width, size = weight.shape[0], x.numel()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import report_fallback
 
@@ -48,14 +49,14 @@ def reasons(case: _Case) -> list[str]:
 
 def norm(
     operator: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     eps: float,
     zero_centered: bool,
-    by_torch: Callable[[torch.Tensor], torch.Tensor] | None,
-    reference: Callable[[], torch.Tensor],
-) -> torch.Tensor:
+    by_torch: Callable[[Tensor], Tensor] | None,
+    reference: Callable[[], Tensor],
+) -> Tensor:
     """`by_torch` takes the weight, 1 added if zero-centred; None if this PyTorch has no such kernel."""
     exact = x.dtype == weight.dtype and not (zero_centered and weight.dtype in NARROW)
     if exact and by_torch is not None and _torch_is_better(x):
@@ -68,11 +69,11 @@ def norm(
         report_fallback(operator, "cuda", (f"rows of more than {norm_kernels.WIDEST}",))
         return reference()
     function: Any = norm_kernels.Norm
-    out: torch.Tensor = function.apply(x, weight, bias, eps, zero_centered)
+    out: Tensor = function.apply(x, weight, bias, eps, zero_centered)
     return out
 
 
-def _torch_is_better(x: torch.Tensor) -> bool:
+def _torch_is_better(x: Tensor) -> bool:
     if not HAS_TRITON or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return True
     from mindspeed_lite.ops.norm_kernels import WIDEST

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops.row_kernels import add_up, on, programs
@@ -215,14 +216,7 @@ class Norm(torch.autograd.Function):
     """layer_norm, or rms_norm where bias is None."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        zero_centered: bool,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         width = weight.shape[0]
         count = x.numel() // width
         rows, stride = as_rows(x)
@@ -242,7 +236,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         width, count = weight.shape[0], rstd.shape[0]
         rows, stride = as_rows(x)

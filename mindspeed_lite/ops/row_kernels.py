@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 WIDEST = 16384  # values of a row per program
 
@@ -32,7 +33,7 @@ def total_kernel(parts, out, count, width, PARTS: tl.constexpr, COLUMNS: tl.cons
     tl.store(out + column, sum.to(out.dtype.element_ty), mask=column < width)
 
 
-def add_up(parts: torch.Tensor, out: torch.Tensor) -> None:
+def add_up(parts: Tensor, out: Tensor) -> None:
     """out [N] = sum over P of parts [P, N], both contiguous, in out's dtype; deterministic."""
     count, width = parts.shape
     total_kernel[(triton.cdiv(width, _COLUMNS),)](parts, out, count, width, _PARTS, _COLUMNS)
@@ -66,6 +67,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def on(t: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that launches kernels on the device of `t`."""
+def on(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launches on the device of `t`."""
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+def as_rows(t: Tensor) -> tuple[Tensor, int]:
     """`t` [..., H] as rows and their stride in elements; the last dimension is contiguous.
 
     Copies only if no stride fits.

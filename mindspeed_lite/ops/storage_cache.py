@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ _VALUES = 16
 class _Entry:
     """Values of one storage. The weak reference keeps its address from being reused."""
 
-    def __init__(self, source: torch.Tensor) -> None:
+    def __init__(self, source: Tensor) -> None:
         self.storage = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = source._version
         self.values: dict[Hashable, Any] = {}
@@ -34,7 +35,7 @@ class StorageVersionCache:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def get(self, source: torch.Tensor, key: Hashable, make: Callable[[], T]) -> T:
+    def get(self, source: Tensor, key: Hashable, make: Callable[[], T]) -> T:
         """Cached or new result of `make` for `source`'s contents and `key`."""
         if torch.compiler.is_compiling() or source.is_inference():
             # Compiled graphs trace it; inference tensors have no version.

@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 # Subclasses such as FakeTensor may have no memory.
-_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
+_WITH_MEMORY = (Tensor, torch.nn.Parameter)
 _plain: list[None] = []
 
 
-def is_traced(x: torch.Tensor) -> bool:
+def is_traced(x: Tensor) -> bool:
     """True under torch.compile or for tensor subclasses (e.g. FakeTensor), which may have no memory."""
     return bool(_plain) or torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY
 
@@ -31,7 +32,7 @@ class NoMemoryError(RuntimeError):
     """A kernel was given a tensor with released storage."""
 
 
-def address(tensor: torch.Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """The tensor's data pointer; NoMemoryError if its storage is released."""
     found = tensor.data_ptr()
     if found == tensor.storage_offset() * tensor.itemsize and tensor.numel():

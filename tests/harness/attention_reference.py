@@ -23,11 +23,6 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: packs.Pac
     return (out, lse) if options.get("return_lse") else out
 
 
-def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
-    """rest: out and lse."""
-    return reference.backward(dout, q, k, v, *rest, prepare(q, k, v, **options))
-
-
 def forward_half(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Tensors:
     """The package's `forward`."""
     return package.forward(q, k, v, prepare(q, k, v, **options))

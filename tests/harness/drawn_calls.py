@@ -18,7 +18,6 @@ from mindspeed_lite.ops.attention.packed import Packing
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 from mindspeed_lite.ops.cross_entropy import cross_entropy
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
-from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.ops.layer_norm import layer_norm
 from mindspeed_lite.ops.linear_cross_entropy import linear_cross_entropy
 from mindspeed_lite.ops.masked_softmax import masked_softmax
@@ -268,12 +267,6 @@ def adamw_step(form: str) -> Callable[[Draw], Problem]:
     return problem
 
 
-def draw_l2norm(draw: Draw) -> Problem:
-    sizes = [draw.size(1, 400) for _ in range(draw.size(1, 4))]
-    # The result is in fp32 whatever the dtype.
-    return Problem([draw.normal(size) for size in sizes], lambda *tensors: l2norm(tensors), 20, differentiable=0)
-
-
 def draw_vocab_embedding(draw: Draw) -> Problem:
     rows, width, count, sparse = draw.size(16, 40), draw.size(8, 24), draw.size(8, 24), draw.one_of([True, False])
     ids = draw.integers(2 * rows, count) + rows
@@ -391,7 +384,6 @@ PROBLEMS: dict[str, tuple[str, Callable[[Draw], Problem]]] = {
     "cross_entropy": ("cross_entropy", draw_cross_entropy),
     "dropout": ("bias_dropout_add", draw_dropout),
     "grouped_matmul": ("grouped_matmul", draw_grouped_matmul),
-    "l2norm": ("l2norm", draw_l2norm),
     "layer_norm": ("layer_norm", draw_layer_norm),
     "linear_cross_entropy": ("linear_cross_entropy", draw_linear_cross_entropy),
     "masked_softmax": ("masked_softmax", draw_masked_softmax),

@@ -38,8 +38,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gqa": {"query_groups": 2},
     "qk_norm": {"query_groups": 2, "qk_layernorm": True},
     "dropout": {"dropout": 0.1},
-    "mask": {"mask": True},
-    "window": {"config": {"window_size": (8, 0)}},
     "zero_centered": {"config": {"layernorm_zero_centered_gamma": True}},
     "tensor_parallel": {"tp": 2, "query_groups": 2, "qk_layernorm": True},
     "sequence_parallel": {"tp": 2, "sp": True},
@@ -53,8 +51,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "moe_aux_loss_coeff": 1e-2,
         },
     },
-    # Attention that makes its scores, with a causal mask of ours and with one that is given.
-    "scores": {"without": ["use_flash_attn"], "config": {"masked_softmax_fusion": True}},
+    # Attention that makes its scores, with a mask that is given.
     "scores_mask": {"without": ["use_flash_attn"], "mask": True, "config": {"masked_softmax_fusion": True}},
     "recompute": {
         "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

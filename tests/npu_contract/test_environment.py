@@ -16,11 +16,6 @@ from tests.npu_contract import stubs, support_table
 from tests.npu_contract.environment import MODES, Environment, NotPreparedError
 
 
-def test_a_torch_without_a_known_wheel_is_named() -> None:
-    with pytest.raises(NotPreparedError, match=r"torch 1\.2\.3 .* add it to WHEELS"):
-        made.wheel_for("1.2.3")
-
-
 def test_a_wheel_is_of_the_release_of_its_torch() -> None:
     """By its name, and by what those that were read for the support table ask for."""
     read = json.loads(support_table.DATA.read_text())["wheels"].values()
@@ -51,17 +46,6 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_the_wheel_is_named(tmp_path: Path) -> None:
-    (tmp_path / "torch_npu").mkdir()
-    with pytest.raises(stubs.ToolError, match="there is no torch_npu"):
-        stubs.survey(tmp_path, tmp_path)
-
-
-def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mode must be one of no_cann"):
-        Environment("0", tmp_path, tmp_path).run("pass", "real")
-
-
 def test_our_settings_do_not_reach_a_subprocess(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MINDSPEED_LITE_DEVICE", "CANN_STUB_MODE", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "mine")
@@ -75,20 +59,6 @@ def test_our_settings_do_not_reach_a_subprocess(monkeypatch: pytest.MonkeyPatch,
 def test_this_process_has_nothing_of_it() -> None:
     assert str(made.FOLDER / "site") not in sys.path
     assert all(str(made.FOLDER) not in (getattr(module, "__file__", None) or "") for module in [*sys.modules.values()])
-
-
-def test_preparing_again_changes_nothing(environment: Environment) -> None:
-    before = environment.stubs.stat().st_mtime_ns, environment.site.stat().st_mtime_ns
-    assert made.prepare() == environment
-    assert (environment.stubs.stat().st_mtime_ns, environment.site.stat().st_mtime_ns) == before
-
-
-def test_nothing_but_libraries_is_left_of_the_build(environment: Environment) -> None:
-    left = {path.suffix for path in environment.stubs.iterdir() if path.name != ".stamp"}
-    assert left == {".so"}
-    assert {"libcann_stub.so", "libopapi.so", "libascendcl.so", "libhccl.so"} <= {
-        path.name for path in environment.stubs.iterdir()
-    }
 
 
 SAYS = """
@@ -127,14 +97,3 @@ def test_the_device_of_a_mode(
 def test_without_cann_the_wheel_does_not_import(environment: Environment) -> None:
     ran = environment.run("import torch_npu", "no_cann")
     assert ran.returncode != 0 and "ImportError: libhccl.so: cannot open" in ran.stderr, ran.stderr
-
-
-def test_a_module_gets_its_arguments(environment: Environment, tmp_path: Path) -> None:
-    (tmp_path / "told.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "told.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
-    ran = environment.run("import sys; print(sys.argv[1:])", "no_cann", "a", "b")
-    assert ran.stdout == "['a', 'b']\n", ran.stderr
-    path = f"{made.ROOT}:{tmp_path}"
-    ran = environment.run("own.told", "no_cann", "c", PYTHONPATH=path)
-    assert ran.stdout == "__main__ ['c']\n", ran.stderr

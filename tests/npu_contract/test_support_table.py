@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import zipfile
-from pathlib import Path
-
-import pytest
 
 from tests.npu_contract import support_table
-from tests.npu_contract.call_sites import Call, calls, our_calls
+from tests.npu_contract.call_sites import Call, our_calls
 from tests.npu_contract.environment import Environment
 from tests.npu_contract.support_table import table, verdict
 from tests.npu_contract.wheels import arguments, read
@@ -28,42 +24,6 @@ def test_our_calls_are_found_with_their_names() -> None:
     # Some of these stand in dictionaries that the call takes as **rest.
     named = {"head_num", "input_layout", "scale", "atten_mask", "sparse_mode", "pre_tockens", "next_tockens"}
     assert found["npu_fusion_attention"].keywords >= named
-
-
-def test_names_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "npu.py"
-    path.write_text("def f(x, **rest):\n    torch_npu.npu_thing(x, **rest)\n")
-    with pytest.raises(ValueError, match=r"\*\*rest"):
-        calls([path])
-
-
-def test_arguments_of_a_schema() -> None:
-    assert arguments(SCHEMA) == (["x", "size"], ["how", "out"])
-    assert arguments("npu_thing() -> Tensor") == ([], [])
-
-
-def _wheel(tmp_path: Path, library: bytes, fakes: str = "") -> Path:
-    path = tmp_path / "torch_npu-9.9.0-cp311-cp311-manylinux_2_28_x86_64.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("torch_npu/lib/libtorch_npu.so", library)
-        archive.writestr("torch_npu/op_plugin/meta/_meta_registrations.py", fakes)
-        archive.writestr("torch_npu-9.9.0.dist-info/METADATA", "Name: torch_npu\nRequires-Dist: torch==9.9.0+cpu\n")
-    return path
-
-
-def test_a_wheel_is_read_as_data(tmp_path: Path) -> None:
-    library = b"\0junk\0" + SCHEMA.encode() + b"\0N2at20NpuThingBackward0E\0npu_other(Tensor x) -> Tensor\0"
-    found = read(_wheel(tmp_path, library, '@impl(m, "npu_thing")\ndef f(): ...'))
-    assert found["requires"] == ["torch==9.9.0+cpu"] and found["cann"] == []
-    assert found["operators"] == {
-        "npu_thing": {"schema": SCHEMA, "autograd": True, "fake": True},
-        "npu_other": {"schema": "npu_other(Tensor x) -> Tensor", "autograd": False, "fake": False},
-    }
-
-
-def test_a_wheel_without_schemas_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no operator schemas"):
-        read(_wheel(tmp_path, b"nothing"))
 
 
 def test_verdicts() -> None:

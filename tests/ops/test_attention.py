@@ -46,7 +46,7 @@ def test_bands_are_megatrons_masks(sq: int, sk: int) -> None:
                 assert got.any(), "a band that hides nothing has no canonical form of its own"
             assert torch.equal(got, hidden(sq, sk, dict(causal=causal, window=window))), (causal, window)
             empty = got.all(-1)
-            assert band.rows_without_keys(*canonical, sq, sk) == empty.sum() == empty.cumprod(0).sum()
+            assert band.has_rows_without_keys(*canonical, sq, sk) == bool(empty.any())
 
 
 def test_megatrons_causal_masks_are_ours() -> None:

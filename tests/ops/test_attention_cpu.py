@@ -84,8 +84,8 @@ def test_sums_that_are_not_rounded(sizes: tuple[int, ...]) -> None:
     spec = prepare(q, k, v, causal=True)
     out, lse = cpu.forward(q, k, v, spec)
     gradients = cpu.backward(dout, q, k, v, out, lse, spec)
-    got, logs = halves.forward(q, k, v, spec, wide=True)
-    results = (got, *halves.backward(dout, q, k, v, out, lse, spec, wide=True))
+    got, logs = halves.forward(q, k, v, spec)
+    results = (got, *halves.backward(dout, q, k, v, out, lse, spec))
     assert torch.equal(logs, lse)
     for wide, rounded in zip(results, (out, *gradients), strict=True):
         assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), rounded)
@@ -104,8 +104,8 @@ def test_sums_of_every_kernel_are_more_exact_than_rounded_ones(
     elif kernel == "definition":
         monkeypatch.setattr(halves, "module", lambda spec: definition)
     spec = prepare(q, k, v, causal=True)
-    out, lse = halves.forward(q, k, v, spec, wide=True)
-    results = (out, *halves.backward(dout, q, k, v, out.to(dtype), lse, spec, wide=True))
+    out, lse = halves.forward(q, k, v, spec)
+    results = (out, *halves.backward(dout, q, k, v, out.to(dtype), lse, spec))
     for wide, truth in zip(results, exact, strict=True):
         assert wide.dtype == torch.float32 and error(wide, truth) < error(wide.to(dtype), truth)
 

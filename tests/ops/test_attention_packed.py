@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.ops.attention.packed import Packing
@@ -61,10 +60,6 @@ def test_wrong_arguments_are_refused() -> None:
         packed.attention(q.unsqueeze(1), k, v, Packing.of([0, 8]))
     with pytest.raises(ValueError, match="fit together"):
         packed.attention(q, k[..., :4], v, Packing.of([0, 8]))
-
-
-def lengths(draw: st.DrawFn, count: int) -> list[int]:
-    return [0, *torch.tensor([draw(st.integers(0, 7)) for _ in range(count)]).cumsum(0).tolist()] if count else [0]
 
 
 @pytest.mark.parametrize("layout", [[0, 7, 16], [0, 8, 16]], ids=["lengths differ", "one length"])

@@ -55,8 +55,6 @@ def on(operator: str, backend: str) -> Iterator[None]:
             kernels = importlib.import_module(f"{dispatch.OPERATORS[operator]}.cuda_kernels")
             patch.setattr(kernels, "_aten", cuda_twin.Aten())
             patch.setattr(kernels, "_flash_missing", lambda: ())
-        if operator == "linear_cross_entropy":
-            patch.setattr(module, "_kernels", lambda hidden: module._passes("cuda").KERNELS)
         if operator == "accumulate_wgrad":
             patch.setattr(module, "_add_product", add_product)
         chosen: list[Any] = []

@@ -56,9 +56,7 @@ def test_cuda_tiles_and_layouts(tiles: str, transposed: bool, monkeypatch: pytes
         y = on_gpu(cuda.grouped_matmul)(
             problem.x.t().contiguous().t(), weights, torch.tensor(problem.counts), None, transposed
         )
-        stacked = on_gpu(cuda.grouped_matmul)(problem.x, torch.stack(weights), problem.counts, None, transposed)
     assert error(y, problem.exact()[0]) <= SLACK
-    assert torch.equal(y, stacked)
 
 
 @pytest.mark.usefixtures("triton_runs")
@@ -71,7 +69,9 @@ def test_cuda_accumulates(counts: list[int], n: int, k: int, dtype: torch.dtype,
     before = torch.randn(len(counts), n, k, generator=torch.Generator().manual_seed(1)).to(main_dtype)
     main_grads = [each.to(DEVICE, copy=True) for each in before]
     versions = [each._version for each in main_grads]
-    cuda.accumulate_weight_gradients(main_grads, problem.dy.to(DEVICE), problem.x.to(DEVICE), counts)
+    cuda.accumulate_weight_gradients(
+        main_grads, problem.dy.to(DEVICE), problem.x.to(DEVICE), torch.tensor(counts).to(DEVICE)
+    )
     exact = before.double() + problem.exact()[2]
     for main_grad, version, count, old, truth in zip(main_grads, versions, counts, before, exact, strict=True):
         assert main_grad._version > version

@@ -20,11 +20,6 @@ def test_npu_weights_are_not_copied(npu_twin: list[twin.Call]) -> None:
     addresses = [each.data_ptr() for each in problem.weights]
     on("npu")(problem.x, problem.weights, problem.counts)
     assert [each.data_ptr() for each in npu_twin[0].args[1]] == addresses
-    whole = torch.stack(problem.weights)
-    on("npu")(problem.x, list(whole.unbind()), problem.counts)
-    assert [each.data_ptr() for each in npu_twin[1].args[1]] == [whole.data_ptr()]
-    on("npu")(problem.x, list(whole.unbind())[::-1], problem.counts)
-    assert [each.data_ptr() for each in npu_twin[2].args[1]] == [each.data_ptr() for each in whole.unbind()[::-1]]
 
 
 @pytest.mark.parametrize("experts", [128, 129])
@@ -38,22 +33,19 @@ def test_npu_long_lists_are_stacked(npu_twin: list[twin.Call], experts: int) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_npu_accumulates(
-    npu_twin: list[twin.Call], counts: list[int], stacked: bool, same: bool, dtype: torch.dtype
-) -> None:
+def test_npu_accumulates(npu_twin: list[twin.Call], counts: list[int], same: bool, dtype: torch.dtype) -> None:
     problem = Problem(counts, 12, 20, dtype)
     main_dtype = dtype if same else torch.float32
     before = torch.randn(len(counts), 12, 20, generator=torch.Generator().manual_seed(1)).to(main_dtype)
-    main_grads = list(before.clone().unbind()) if stacked else [each.clone() for each in before]
+    main_grads = [each.clone() for each in before]
     with force("grouped_matmul", "npu"), force("accumulate_wgrad", "npu"):
         accumulate_weight_gradients(main_grads, problem.dy, problem.x, counts)
     exact = before.double() + problem.exact()[2]
     plain = before + torch.stack(weight_gradients(problem.dy, problem.x, counts))
     got = torch.stack(main_grads)
     assert error(got, exact) <= error(plain, exact) + SLACK
-    fused = main_dtype == torch.float32 != dtype and (stacked or len(counts) == 1)
+    fused = main_dtype == torch.float32 != dtype and len(counts) == 1
     assert ("npu_grouped_matmul_add_" in [call.function for call in npu_twin]) == fused
     if fused:
         assert error(got, exact) <= SLACK

@@ -12,17 +12,12 @@ from mindspeed_lite.ops.cross_entropy import cross_entropy
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.linear_cross_entropy import (
     Accumulate,
-    Case,
     chunks,
-    fused,
     linear_cross_entropy,
     reference,
 )
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
 from tests.harness.errors import bound
-from tests.harness.reasons import why_not_of
-
-why_not = why_not_of(linear_cross_entropy)
 
 compiled = pytest.mark.skipif(passes.library.unusable() is not None, reason=str(passes.library.unusable()))
 
@@ -94,8 +89,6 @@ def test_what_does_not_fit_is_one_clear_error() -> None:
         linear_cross_entropy(h, w, target.float())
     with pytest.raises(ValueError, match="slice of 10"):
         linear_cross_entropy(h, w, target, 5, 30)
-    assert fused.supported(Case("cuda", torch.float64))
-    assert why_not(h.double(), w.double(), target) == []
 
 
 # Kept logits

@@ -22,7 +22,7 @@ from mindspeed_lite.ops.moe_router import (
     load_balancing_loss,
     topk_routing,
 )
-from mindspeed_lite.ops.moe_router.reference import Form
+from mindspeed_lite.ops.moe_router.reference import Form, routing_map
 from mindspeed_lite.ops.row_kernels import launch
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
@@ -81,9 +81,9 @@ def test_the_reference_is_the_formula() -> None:
     groups = {"num_groups": 2, "group_topk": 1}
     routed(s[0] / (s[0] + s[1]), s[1] / (s[0] + s[1]), 0, 0, score_function="sigmoid", **groups)
     # A single expert's score is not divided by itself.
-    probs, indices = on(REFERENCE, topk_routing)(x, 1, score_function="sigmoid", dense_output=True)
-    torch.testing.assert_close(probs, torch.tensor([[s[1]]], dtype=torch.float64))
-    assert indices.tolist() == [[1]] and indices.dtype == torch.int64
+    probs, chosen = on(REFERENCE, topk_routing)(x, 1, score_function="sigmoid")
+    torch.testing.assert_close(probs, torch.tensor([[0, s[1], 0, 0]], dtype=torch.float64))
+    assert chosen.tolist() == [[False, True, False, False]]
 
     for function, scores in (("softmax", e), ("sigmoid", s), ("sqrtsoftplus", r)):
         chosen, found = aux_loss_scores(x, 2, function)
@@ -186,12 +186,9 @@ def test_the_cpu_kernel_chooses_as_torch_does(
             by = by + options["expert_bias"].float()
     expected = megatron_choice(by, topk, groups)
     run = on("cpu", topk_routing)
-    _, indices = run(x, topk, dense_output=True, **options)
-    assert torch.equal(indices, expected)
     _, chosen = run(x, topk, **options)
-    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, expected, True))
-    _, plain = on(REFERENCE, topk_routing)(x, topk, dense_output=True, **options)
-    assert torch.equal(indices, plain)
+    assert torch.equal(chosen, routing_map(x, expected))
+    assert torch.equal(chosen, on(REFERENCE, topk_routing)(x, topk, **options)[1])
 
 
 @compiled
@@ -204,17 +201,18 @@ def test_every_size_chooses_as_torch_does(experts: int) -> None:
             continue
         for highest in (2, 5, 300, 1 << 24):
             x = torch.randint(0, highest, (12, experts), generator=generator).float()
-            assert torch.equal(run(x, topk, dense_output=True)[1], torch.topk(x, topk, dim=1).indices), (topk, highest)
+            wanted = routing_map(x, torch.topk(x, topk, dim=1).indices)
+            assert torch.equal(run(x, topk)[1], wanted), (topk, highest)
 
 
 @compiled
 def test_groups_of_16_bit_logits_are_judged_by_rounded_sums() -> None:
     """As torch.sum rounds: sums that differ in fp32 are equal then, and another group may be taken."""
     x = make(4096, 64, torch.bfloat16)
-    options = {"num_groups": 8, "group_topk": 2, "dense_output": True}
+    options = {"num_groups": 8, "group_topk": 2}
     ours = on("cpu", topk_routing)(x, 4, **options)[1]
-    assert torch.equal(ours, megatron_choice(x, 4, (8, 2)))
-    assert not torch.equal(ours, megatron_choice(x.float(), 4, (8, 2)))
+    assert torch.equal(ours, routing_map(x, megatron_choice(x, 4, (8, 2))))
+    assert not torch.equal(ours, routing_map(x, megatron_choice(x.float(), 4, (8, 2))))
 
 
 def test_a_library_that_chooses_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,16 +228,15 @@ def test_a_library_that_chooses_otherwise_is_not_used(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "group_topk": 2}])
 @pytest.mark.parametrize("scores", [*SCORE_FUNCTIONS, "pre_softmax"])
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.usefixtures("triton_runs")
-def test_triton_chooses_and_differentiates_as_the_reference(scores: str, groups: dict[str, int], dense: bool) -> None:
+def test_triton_chooses_and_differentiates_as_the_reference(scores: str, groups: dict[str, int]) -> None:
     pre = scores == "pre_softmax"
     options: dict[str, Any] = {"score_function": "softmax" if pre else scores, "use_pre_softmax": pre, **groups}
     bias = torch.linspace(-1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
     results = []
     for backend in ("triton", REFERENCE):
         x = make(20, 64, torch.float32).requires_grad_()
-        given = {"expert_bias": bias, "scaling_factor": 2.5, "dense_output": dense}
+        given = {"expert_bias": bias, "scaling_factor": 2.5}
         probs, chosen = on(backend, topk_routing)(x, 4, **options, **given)
         results.append((chosen, probs, *torch.autograd.grad(probs.cos().sum(), x)))
     assert torch.equal(results[0][0], results[1][0])
@@ -309,7 +306,7 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_tw
 @pytest.mark.parametrize(("experts", "topk"), [(64, 6), (256, 8)])
 def test_triton_kernels_keep_everything_in_registers_of_an_h100(experts: int, topk: int) -> None:
     tile = launch(experts)
-    chosen = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk, "KBLOCK": 8, "DENSE": False}
+    chosen = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk, "KBLOCK": 8}
     module = "mindspeed_lite.ops.moe_router.kernels"
     with_scale = {"rows": "i32", "stride": "i32", "scale": "fp32", "indices": "*i64"}
     found = [

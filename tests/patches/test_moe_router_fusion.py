@@ -19,7 +19,6 @@ ROUTERS = {
     "sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5},
     "sigmoid with bias": {"score_function": "sigmoid", "expert_bias": torch.linspace(-1, 1, E)},
     "groups": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
-    "pairs": {"dense_output": True},
 }
 
 

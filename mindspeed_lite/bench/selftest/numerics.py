@@ -64,9 +64,9 @@ def _findings(problem: Problem) -> list[Finding]:
     found: list[Finding] = []
     if any(each.requires_grad for each in inputs.values()):
         constants = {name: each.detach() for name, each in inputs.items()}
-        (output,), _ = compare("ulp", ours, reference, constants, (), True, 2, torch.float64)
+        (output,), _ = compare("ulp", ours, reference, constants, True, 2, torch.float64)
         found.append(output._replace(name="output without gradients"))
-    return found + compare("ulp", ours, reference, inputs, (), True, 2, torch.float64)[0]
+    return found + compare("ulp", ours, reference, inputs, True, 2, torch.float64)[0]
 
 
 def _backend(name: str, device: str) -> CheckResult:

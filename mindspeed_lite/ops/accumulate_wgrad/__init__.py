@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import reference
 from mindspeed_lite.ops.dispatch import Operator
@@ -22,7 +23,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad)
 
 
-def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     """main_grad += dy^T x in place: the weight gradient of y = x w^T. Returns main_grad.
 
     main_grad: [N, K] in x's dtype or fp32; dy: [M, N] and x: [M, K] in one dtype. CUDA and NPU add the fp32 sum; the
@@ -47,12 +48,12 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         return OPERATOR.choose(_case(main_grad, x), main_grad)(main_grad, dy, x)
 
 
-def sums_in_main_dtype(main_grad: torch.Tensor, x: torch.Tensor) -> bool:
+def sums_in_main_dtype(main_grad: Tensor, x: Tensor) -> bool:
     """True if the sum over M is rounded only to main_grad's dtype."""
     if main_grad.dtype == x.dtype:
         return True
     return OPERATOR.choose(_case(main_grad, x), main_grad) is not reference.accumulate_wgrad
 
 
-def _case(main_grad: torch.Tensor, x: torch.Tensor) -> Case:
+def _case(main_grad: Tensor, x: Tensor) -> Case:
     return Case(x.device.type, x.dtype, main_grad.dtype, main_grad.is_contiguous())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 
 
 @dataclass(frozen=True)
@@ -21,44 +18,25 @@ class Shape:
     inputs: int
     outputs: int
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        main_grad = draw(self.outputs, self.inputs, wide=True, gradient=False)
+        return main_grad, draw(self.rows, self.outputs, gradient=False), draw(self.rows, self.inputs, gradient=False)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    main_grad = draw(shape.outputs, shape.inputs, wide=True, gradient=False)
-    return main_grad, draw(shape.rows, shape.outputs, gradient=False), draw(shape.rows, shape.inputs, gradient=False)
+    def ours(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        return accumulate_wgrad(main_grad, dy, x)
 
+    def reference(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        return main_grad.add_(dy.t() @ x)
 
-def ours(shape: Shape, main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return accumulate_wgrad(main_grad, dy, x)
-
-
-def reference(shape: Shape, main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return main_grad.add_(dy.t() @ x)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, None]:
-    moved = shape.rows * (shape.outputs + shape.inputs) * size + 2 * shape.outputs * shape.inputs * max(4, size)
-    return Work(moved, 2 * shape.rows * shape.outputs * shape.inputs), None
-
-
-def apex(shape: Shape) -> Callable[..., torch.Tensor]:
-    kernels: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
-
-    def run(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
-        return main_grad
-
-    return run
+    def work(self, size: int) -> tuple[Work, None]:
+        moved = self.rows * (self.outputs + self.inputs) * size + 2 * self.outputs * self.inputs * max(4, size)
+        return Work(moved, 2 * self.rows * self.outputs * self.inputs), None
 
 
 CASES = OperatorCases(
-    operator="accumulate_wgrad",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "accumulate_wgrad",
+    Shape,
     correctness=("128x64x192", "37x100x65", "1100x130x97"),
     cpu=("1024x1024x3072", "1024x2816x1024", "1024x1024x32768", "4096x1024x3072"),
     accelerator=("8192x4096x6144", "8192x4096x28672", "8192x14336x4096"),
-    peers={"apex": Peer(apex, "fused_weight_gradient_mlp_cuda")},
 )

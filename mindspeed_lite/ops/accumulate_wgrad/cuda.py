@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.accumulate_wgrad import Case
@@ -25,12 +26,12 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     if main_grad.dtype == x.dtype:
         return main_grad.addmm_(dy.t(), x)
     return _add_product(main_grad, dy, x)
 
 
-def _add_product(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, torch.float32, out=main_grad)
+def _add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, torch.float32, out=main_grad)
     return out

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.accumulate_wgrad import Case
@@ -26,7 +27,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     if main_grad.dtype == x.dtype:
         return main_grad.addmm_(dy.t(), x)
     torch_npu.npu_grouped_matmul_add_(

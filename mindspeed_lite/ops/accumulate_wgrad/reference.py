@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     return main_grad.add_(dy.t() @ x)  # [N, M] [M, K]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.activation import reference
 from mindspeed_lite.ops.activation.reference import ActivationSpec
@@ -30,13 +31,13 @@ OPERATOR = Operator("activation", reference.activation)
 
 
 def activation(
-    x: torch.Tensor,
+    x: Tensor,
     kind: str,
-    bias: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
     linear_offset: float = 0.0,
     clamp: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """y = f(x + bias) * weights.
 
     Gated kinds, with gate and up the halves of the last dimension of x + bias:
@@ -54,17 +55,12 @@ def activation(
     Raises ValueError for an unknown kind or unfit shapes.
     """
     case = _case(x, kind, bias, weights, linear_offset, clamp)
-    y: torch.Tensor = OPERATOR.choose(case, x)(x, bias, weights, ActivationSpec(kind, linear_offset, clamp))
+    y: Tensor = OPERATOR.choose(case, x)(x, bias, weights, ActivationSpec(kind, linear_offset, clamp))
     return y
 
 
 def _case(
-    x: torch.Tensor,
-    kind: str,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    linear_offset: float,
-    clamp: float | None,
+    x: Tensor, kind: str, bias: Tensor | None, weights: Tensor | None, linear_offset: float, clamp: float | None
 ) -> Case:
     shape = x.shape
     has_clamp_or_offset = clamp is not None or linear_offset != 0.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.ops.activation.reference import GATED, PLAIN
@@ -43,54 +44,50 @@ class Shape:
     def is_gated(self) -> bool:
         return self.kind in GATED
 
+    def make(self, draw: Draw) -> list[Tensor]:
+        made = [draw(self.rows, self.width)]
+        if self.bias:
+            made.append(draw(self.width))
+        if self.weights:
+            made.append(draw.of(torch.rand(self.rows, 1, **draw.options)))
+        return made
 
-def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
-    made = [draw(shape.rows, shape.width)]
-    if shape.bias:
-        made.append(draw(shape.width))
-    if shape.weights:
-        made.append(draw.of(torch.rand(shape.rows, 1, **draw.options)))
-    return made
+    def ours(self, x: Tensor, *rest: Tensor) -> Tensor:
+        bias, weights = _split(self, rest)
+        return activation(x, self.kind, bias, weights)
+
+    def reference(self, x: Tensor, *rest: Tensor) -> Tensor:
+        bias, weights = _split(self, rest)
+        if bias is not None:
+            x = x + bias
+        if self.is_gated:
+            gate, up = x.chunk(2, -1)
+            y = GATED[self.kind](gate) * up
+        else:
+            y = PLAIN[self.kind](x)
+        return y if weights is None else y * weights
+
+    def work(self, size: int) -> tuple[Work, Work]:
+        rows, width = self.rows, self.width
+        out = width // 2 if self.is_gated else width
+        extra, small = self.bias * width + self.weights * rows, self.bias + self.weights + self.is_gated
+        forward = Work((rows * (width + out) + extra) * size, (10 + small) * rows * out)
+        return forward, Work((rows * (2 * width + out) + 2 * extra) * size, (20 + 2 * small) * rows * out)
 
 
-def _split(shape: Shape, rest: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _split(shape: Shape, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
     return rest[0] if shape.bias else None, rest[-1] if shape.weights else None
 
 
-def ours(shape: Shape, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    bias, weights = _split(shape, rest)
-    return activation(x, shape.kind, bias, weights)
-
-
-def reference(shape: Shape, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    bias, weights = _split(shape, rest)
-    if bias is not None:
-        x = x + bias
-    if shape.is_gated:
-        gate, up = x.chunk(2, -1)
-        y = GATED[shape.kind](gate) * up
-    else:
-        y = PLAIN[shape.kind](x)
-    return y if weights is None else y * weights
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    rows, width = shape.rows, shape.width
-    out = width // 2 if shape.is_gated else width
-    extra, small = shape.bias * width + shape.weights * rows, shape.bias + shape.weights + shape.is_gated
-    forward = Work((rows * (width + out) + extra) * size, (10 + small) * rows * out)
-    return forward, Work((rows * (2 * width + out) + 2 * extra) * size, (20 + 2 * small) * rows * out)
-
-
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel: SwiGLU of one tensor, like ours; GeGLU of two."""
     module, name = _LIGER[shape.kind]
     function: Any = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     if shape.kind != "geglu":
-        run: Callable[..., torch.Tensor] = function.apply
+        run: Callable[..., Tensor] = function.apply
         return run
 
-    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def halves(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(half.clone(memory_format=torch.contiguous_format) for half in x.chunk(2, -1))
 
     return OwnLayout(halves, function.apply, "the halves are two tensors, overwritten by their gradients")
@@ -100,12 +97,8 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
 _TIMED = ("1024x5632", "4096x28672", "4096x28672,weights=1", "4096x16384,kind=gelu,bias=1")
 
 CASES = OperatorCases(
-    operator="activation",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "activation",
+    Shape,
     correctness=(
         "64x1024",
         "37x1000,kind=geglu",

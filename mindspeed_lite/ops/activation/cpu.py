@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.activation import reference
@@ -20,44 +21,40 @@ from mindspeed_lite.ops.rows import as_rows
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {f"gelu_forward_{name}": "pppllli" for name in _NAMES.values()}
-    | {f"gelu_backward_{name}": "ppppplllli" for name in _NAMES.values()},
+    kernels={"gelu_forward": "pppllli", "gelu_backward": "ppppplllli"},
 )
+_DTYPES = (torch.bfloat16, torch.float32)
 # Blocks of rows, each with an fp32 row of bias gradients.
 _BLOCKS = 64
 
 
 def supported(case: Case) -> list[str]:
-    if case.kind != "gelu" or case.bias_dtype in (None, torch.float64) or case.dtype not in _NAMES:
+    if case.kind != "gelu" or case.bias_dtype in (None, torch.float64) or case.dtype not in _DTYPES:
         return []
-    reason = _lib.unusable()
-    return [] if reason is None else [reason]
+    return _lib.why_not(case.dtype)
 
 
-def activation(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
-) -> torch.Tensor:
+def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     has_kernel = spec.kind == "gelu" and bias is not None and bias.dtype != torch.float64 and weights is None
-    if not has_kernel or x.dtype not in _NAMES or x.numel() == 0:
+    if not has_kernel or x.dtype not in _DTYPES or x.numel() == 0:
         return reference.activation(x, bias, weights, spec)
-    y: torch.Tensor = autograd.apply(_GELU, (x, bias))
+    y: Tensor = autograd.apply(_GELU, (x, bias))
     return y
 
 
-def _forward(inputs: Any, _: None) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, _: None) -> tuple[Tensor, autograd.Inputs]:
     x, bias = inputs
     rows, stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype)
     width = x.shape[-1]
-    kernel = getattr(_lib, f"gelu_forward_{_NAMES[x.dtype]}")
+    kernel = _lib.kernel("gelu_forward", x.dtype)
     kernel(rows, _fp32(bias), y, x.numel() // width, width, stride, native.threads(x.numel()))
     return y, inputs
 
 
-def _backward(dy: torch.Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias = saved
     rows, stride = as_rows(x)
     width = x.shape[-1]
@@ -65,7 +62,7 @@ def _backward(dy: torch.Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> 
     blocks = min(number, _BLOCKS)
     dx = torch.empty(x.shape, dtype=x.dtype)
     dbias = torch.zeros(blocks, width) if wanted[1] else None
-    kernel = getattr(_lib, f"gelu_backward_{_NAMES[x.dtype]}")
+    kernel = _lib.kernel("gelu_backward", x.dtype)
     kernel(
         dy.contiguous(), rows, _fp32(bias), dx, dbias, number, blocks, width, stride, native.threads(x.numel())
     )  # fmt: skip
@@ -75,5 +72,5 @@ def _backward(dy: torch.Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> 
 _GELU = autograd.Kernel(_forward, _backward)
 
 
-def _fp32(bias: torch.Tensor) -> torch.Tensor:
+def _fp32(bias: Tensor) -> Tensor:
     return bias.detach().to(torch.float32).contiguous()

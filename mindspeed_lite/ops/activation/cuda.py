@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.activation.reference import ActivationSpec
@@ -32,14 +33,12 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def activation(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
-) -> torch.Tensor:
-    y: torch.Tensor = autograd.apply(_KERNEL, (x, bias, weights), spec)
+def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
+    y: Tensor = autograd.apply(_KERNEL, (x, bias, weights), spec)
     return y
 
 
-def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, spec: ActivationSpec) -> tuple[Tensor, autograd.Inputs]:
     x, bias, weights = inputs
     rows, stride = as_rows(x)
     half = x.shape[-1] // 2 if spec.is_gated else x.shape[-1]
@@ -56,7 +55,7 @@ def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.
     return y, inputs
 
 
-def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias, weights = saved
     rows, stride = as_rows(x)
     width = x.shape[-1]
@@ -85,7 +84,7 @@ def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequen
 _KERNEL = autograd.Kernel(_forward, _backward)
 
 
-def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
+def _packed(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import ActivationSpec, Case
@@ -28,15 +29,13 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def activation(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
-) -> torch.Tensor:
+def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     # Documented for up to 8 dimensions.
     rows = x if x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., W]
     if bias is not None:
         rows = rows + bias.to(x.dtype)
     if spec.kind == "swiglu":
-        y: torch.Tensor = torch_npu.npu_swiglu(rows, dim=-1)
+        y: Tensor = torch_npu.npu_swiglu(rows, dim=-1)
     elif spec.kind == "geglu":
         gate, up = rows.chunk(2, dim=-1)  # [..., W / 2] each
         y = _gelu(gate) * up
@@ -46,7 +45,7 @@ def activation(
     return y if weights is None else (y * weights.float()).to(x.dtype)
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
+def _gelu(x: Tensor) -> Tensor:
     # torch's gelu is documented to ignore `approximate` on NPUs.
-    y: torch.Tensor = torch_npu.npu_gelu(x, approximate="tanh")
+    y: Tensor = torch_npu.npu_gelu(x, approximate="tanh")
     return y

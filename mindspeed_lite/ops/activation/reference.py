@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 
@@ -26,30 +27,28 @@ class ActivationSpec(NamedTuple):
         return self.kind in GATED
 
 
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
+def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
 # y = f(gate) * up, gate and up the halves of the last dimension.
-GATED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+GATED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": _gelu,
     "quick_geglu": _quick_gelu,
 }
 # y = f(x).
-PLAIN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
 
 
-def definition(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
-) -> torch.Tensor:
+def definition(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     """f(x + bias) * weights in x's dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = x.to(dtype)  # [..., W]
@@ -67,28 +66,26 @@ def definition(
     return y.to(x.dtype)
 
 
-def activation(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
-) -> torch.Tensor:
+def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     """Recomputes in backward: autograd would save fp32 intermediates."""
     if torch.compiler.is_compiling():
         return definition(x, bias, weights, spec)
-    y: torch.Tensor = autograd.apply(_RECOMPUTED, (x, bias, weights), spec)
+    y: Tensor = autograd.apply(_RECOMPUTED, (x, bias, weights), spec)
     return y
 
 
-def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, spec: ActivationSpec) -> tuple[Tensor, autograd.Inputs]:
     x, bias, weights = inputs
     parts = [definition(rows, bias, w, spec) for rows, w in _blocks(x, weights)]
     return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1]), inputs
 
 
-def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias, weights = saved
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # fp32, so that gradients of blocks are summed in fp32.
     wide_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wanted[1])
-    found: list[list[torch.Tensor]] = [[], [], []]
+    found: list[list[Tensor]] = [[], [], []]
     for (rows, w), (grad, _) in zip(_blocks(x, weights), _blocks(dy, None, x.shape[-1]), strict=True):
         rows = rows.detach().requires_grad_(wanted[0])
         w = None if w is None else w.detach().requires_grad_(wanted[2])
@@ -105,13 +102,11 @@ def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequen
     )
 
 
-def _unchanged(saved: torch.Tensor) -> torch.Tensor:
+def _unchanged(saved: Tensor) -> Tensor:
     return saved
 
 
-def _blocks(
-    x: torch.Tensor, weights: torch.Tensor | None, width: int = 0
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+def _blocks(x: Tensor, weights: Tensor | None, width: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Rows of x and their weights, in cache-sized blocks on a CPU."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w = None if weights is None else weights.reshape(-1, 1)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.adamw import moments, reference
 from mindspeed_lite.ops.adamw.pieces import Blocks, Lists, Rule
@@ -13,7 +14,7 @@ from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = ["OPERATOR", "Case", "Lists", "Rule", "adamw"]
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 class Case(NamedTuple):
@@ -44,7 +45,7 @@ def adamw(
     eps: float,
     weight_decay: float,
     step: float,
-    grad_scale: float | torch.Tensor | None = None,
+    grad_scale: float | Tensor | None = None,
     decoupled: bool = True,
     outs: Tensors | None = None,
     lows: Tensors | None = None,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.adamw import kernel, moments
 from mindspeed_lite.ops.adamw.pieces import Blocks, Lists, Rule
@@ -50,7 +51,7 @@ def adamw(lists: Lists, rule: Rule) -> None:
     if not count:
         return
     scale = rule.grad_scale
-    scale_tensor = scale if isinstance(scale, torch.Tensor) else None
+    scale_tensor = scale if isinstance(scale, Tensor) else None
     with on(params[0]):
         kernel.step[(count,)](
             addresses,
@@ -70,9 +71,7 @@ def adamw(lists: Lists, rule: Rule) -> None:
         )
 
 
-def _addresses(
-    lists: Sequence[Sequence[torch.Tensor]], blocks: Blocks | None, device: torch.device
-) -> tuple[torch.Tensor, bool]:
+def _addresses(lists: Sequence[Sequence[Tensor]], blocks: Blocks | None, device: torch.device) -> tuple[Tensor, bool]:
     """Device table (param, grad, exp_avg, exp_avg_sq, out, two exponents, size); whether it is aligned.
 
     Exponents do not count for alignment. Split parameters have the low half first and the high half fifth.
@@ -85,13 +84,13 @@ def _addresses(
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, bool]:
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, bool]:
     aligned = all(each % _ALIGNMENT == 0 for row in rows for each in row[:5])
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), aligned
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int]:
+def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """Rows of (tensor index, block index within it), and their number."""
     blocks = torch.tensor([-(-size // _BLOCK) for size in sizes])
     place = torch.repeat_interleave(torch.arange(len(sizes)), blocks)

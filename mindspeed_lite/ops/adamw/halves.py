@@ -10,11 +10,12 @@ Exact for all 2^32 patterns; NaNs with an empty upper payload may read as infini
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _HALF = 0x8000
 
 
-def split(word: torch.Tensor, high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
+def split(word: Tensor, high: Tensor, low: Tensor, exp_avg_sq: Tensor | None) -> None:
     """Writes the halves of `word` (fp32) into `high` (bf16), `low` (int16) and the sign of `exp_avg_sq`.
 
     All contiguous, of one size. Without a second moment a tie rounded towards zero changes by 2^-24 of its size.
@@ -33,7 +34,7 @@ def split(word: torch.Tensor, high: torch.Tensor, low: torch.Tensor, exp_avg_sq:
     low.view(-1).copy_(below)
 
 
-def join(high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> torch.Tensor:
+def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None) -> Tensor:
     """The fp32 values of these halves, in the shape of `high`."""
     above = high.view(torch.int16).view(-1)
     if exp_avg_sq is not None:

@@ -13,6 +13,7 @@ the step count: the same on every rank, run and device (integer arithmetic). The
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 BLOCK = 128
 
@@ -28,16 +29,12 @@ def seed(step: float) -> int:
     return _signed(int(step) * 0x9E3779B1)
 
 
-def exponents(size: int, device: torch.device | str | None = None) -> torch.Tensor:
+def exponents(size: int, device: torch.device | str | None = None) -> Tensor:
     """Zero exponents for `size` values in fp8."""
     return torch.zeros(-(-size // BLOCK), dtype=torch.uint8, device=device)
 
 
-def unpack(
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    blocks: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(exp_avg: Tensor, exp_avg_sq: Tensor, blocks: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """New fp32 tensors of the same shapes.
 
     Args:
@@ -54,10 +51,10 @@ def unpack(
 
 
 def pack(
-    words: tuple[torch.Tensor, torch.Tensor],
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    blocks: tuple[torch.Tensor, torch.Tensor] | None = None,
+    words: tuple[Tensor, Tensor],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    blocks: tuple[Tensor, Tensor] | None = None,
     seed: int | None = None,
 ) -> None:
     """Writes both fp32 moments in `unpack`'s format; rounds to nearest without `seed`."""
@@ -75,7 +72,7 @@ def pack(
         target.view(-1).copy_(code)
 
 
-def _decode(codes: torch.Tensor, exponent: torch.Tensor, cut: int, span: int) -> torch.Tensor:
+def _decode(codes: Tensor, exponent: Tensor, cut: int, span: int) -> Tensor:
     code = codes.view(-1).to(torch.int32)
     base = (exponent.to(torch.int32) - span).repeat_interleave(BLOCK)[: code.numel()] * (1 << 23)
     size = ((code & 0x7F) << cut) + base
@@ -84,9 +81,7 @@ def _decode(codes: torch.Tensor, exponent: torch.Tensor, cut: int, span: int) ->
     return torch.where(code >= 0x80, size | ~_MASK, size).view(torch.float32).view(codes.shape)
 
 
-def _encode(
-    size: torch.Tensor, negative: torch.Tensor, noise: torch.Tensor | None, exponent: torch.Tensor, second: bool
-) -> torch.Tensor:
+def _encode(size: Tensor, negative: Tensor, noise: Tensor | None, exponent: Tensor, second: bool) -> Tensor:
     cut, span = _SECOND if second else _FIRST
     missing = exponent.numel() * BLOCK - size.numel()
     largest = torch.nn.functional.pad(size, (0, missing)).view(-1, BLOCK).amax(dim=1) if size.numel() else size
@@ -101,12 +96,12 @@ def _encode(
     return torch.where(negative, code | 0x80, code).to(torch.uint8)
 
 
-def _shifted(noise: torch.Tensor | None, cut: int) -> torch.Tensor | int:
+def _shifted(noise: Tensor | None, cut: int) -> Tensor | int:
     """Addend before truncation to `cut` bits: 16 random bits, or one half for rounding to nearest."""
     return 1 << (cut - 1) if noise is None else noise << (cut - 16)
 
 
-def _noise(first: torch.Tensor, second: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _noise(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """16 random bits each, from a hash of both (final steps: C. Wellons' lowbias32)."""
     x = (second * _signed(0x9E3779B1) + first) ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.adamw import halves, moments
 
 # (exponents of exp_avg, of exp_avg_sq) per parameter.
-Blocks = Sequence[tuple[torch.Tensor, torch.Tensor]]
+Blocks = Sequence[tuple[Tensor, Tensor]]
 
 # Elements per chunk; a multiple of the moments' block.
 CHUNK = 1 << 22
@@ -20,12 +21,12 @@ CHUNK = 1 << 22
 class Lists(NamedTuple):
     """The tensors of `adamw`."""
 
-    params: Sequence[torch.Tensor]
-    grads: Sequence[torch.Tensor]
-    exp_avgs: Sequence[torch.Tensor]
-    exp_avg_sqs: Sequence[torch.Tensor]
-    outs: Sequence[torch.Tensor] | None = None
-    lows: Sequence[torch.Tensor] | None = None
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    outs: Sequence[Tensor] | None = None
+    lows: Sequence[Tensor] | None = None
     blocks: Blocks | None = None
 
 
@@ -37,7 +38,7 @@ class Rule(NamedTuple):
     eps: float
     weight_decay: float
     step: float
-    grad_scale: float | torch.Tensor | None = None
+    grad_scale: float | Tensor | None = None
     decoupled: bool = True
 
     def numbers(self) -> tuple[float, ...]:

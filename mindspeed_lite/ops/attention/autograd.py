@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.spec import AttentionSpec
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernels(NamedTuple):
@@ -27,7 +28,7 @@ class Kernels(NamedTuple):
     backward: Callable[..., Triple]
 
 
-def attention(kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Pair:
+def attention(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Pair:
     """(out, lse), differentiable through `out` in q, k, v and the sink."""
     # Saved tensors must go through autograd: it frees them, checks versions and runs hooks.
     options = kernels, spec._replace(mask=None, sink=None)
@@ -35,14 +36,14 @@ def attention(kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return pair
 
 
-def with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Pair:
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Pair:
     """Merges the logit `sink` [n] into out [sq, b, n, dv] and lse [b, n, sq]."""
     whole = torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
     share = (lse - whole).exp_().permute(2, 0, 1).unsqueeze(-1)  # [sq, b, n, 1]
     return (out * share).to(out.dtype), whole
 
 
-def sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """-sum over rows of p_sink * (dout . out)."""
     delta = (dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)  # [b, n, sq]
     weight = (sink.to(lse.dtype).unsqueeze(-1) - lse).exp_()
@@ -55,17 +56,19 @@ def _forward(inputs: Any, options: tuple[Kernels, AttentionSpec]) -> tuple[Pair,
     out, lse = kernels.forward(q, k, v, spec._replace(mask=mask))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
+    out = out.to(q.dtype)
     return (out, lse), (*inputs, out, lse)
 
 
 def _backward(
-    dout: torch.Tensor, saved: Any, options: tuple[Kernels, AttentionSpec], wanted: Sequence[bool]
+    dout: Tensor, saved: Any, options: tuple[Kernels, AttentionSpec], wanted: Sequence[bool]
 ) -> autograd.Inputs:
     kernels, spec = options
     q, k, v, sink, mask, out, lse = saved
     dq = dk = dv = None
     if any(wanted[:3]):
-        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, spec._replace(mask=mask))
+        gradients = kernels.backward(dout, q, k, v, out, lse, spec._replace(mask=mask))
+        dq, dk, dv = (gradient.to(q.dtype) for gradient in gradients)
     return dq, dk, dv, sink_gradient(dout, out, lse, sink) if wanted[3] else None, None
 
 

@@ -6,14 +6,11 @@ Query i is at key i + sk - sq; a band (left, right) shows it keys from `left` be
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 Window = tuple[int, int]
 
 CAUSAL: Window = (-1, 0)
-
-# Bounds the cached band masks when lengths vary; training uses one or two.
-_KEPT = 8
-_masks: dict[tuple[int, int, Window, torch.device, torch.dtype], torch.Tensor] = {}
 
 
 def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bool, Window | None]:
@@ -35,13 +32,13 @@ def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bo
     return False, (left, right)
 
 
-def rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> int:
-    """Number of leading queries that see no key, for a canonical band."""
+def has_rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> bool:
+    """Whether leading queries see no key, for a canonical band."""
     right = 0 if causal else -1 if window is None else window[1]
-    return 0 if right < 0 or sk == 0 else max(0, sq - sk - right)
+    return right >= 0 and sq - sk > right
 
 
-def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tensor:
+def hidden(sq: int, sk: int, window: Window, device: torch.device) -> Tensor:
     """[sq, sk] bool, True where the band hides the key."""
     left, right = window
     offset = sk - sq
@@ -51,28 +48,3 @@ def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tens
     if left >= 0:
         visible = visible.triu_(offset - left)
     return visible.logical_not_()
-
-
-def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; cached, read-only.
-
-    PyTorch would convert a bool mask at every call, and every layer would save its own copy.
-    """
-    if torch.compiler.is_compiling():
-        return _build_additive(sq, sk, window, device, dtype)
-    key = (sq, sk, window, device, dtype)
-    mask = _masks.get(key)
-    if mask is None:
-        # Inference tensors cannot be saved for backward.
-        with torch.inference_mode(False):
-            mask = _build_additive(sq, sk, window, device, dtype)
-        if type(mask) is torch.Tensor:  # a fake tensor must not outlive its mode
-            while len(_masks) >= _KEPT:
-                _masks.pop(next(iter(_masks)), None)
-            _masks[key] = mask
-    return mask
-
-
-def _build_additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    mask = torch.zeros(sq, sk, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden(sq, sk, window, device), float("-inf"))

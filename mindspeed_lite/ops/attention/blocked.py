@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import autograd
 
@@ -39,9 +40,9 @@ class PositionalDropout(NamedTuple):
     """
 
     p: float
-    seed: torch.Tensor
-    rows: torch.Tensor
-    keys: torch.Tensor
+    seed: Tensor
+    rows: Tensor
+    keys: Tensor
     first_head: int
     heads: int
 
@@ -49,7 +50,7 @@ class PositionalDropout(NamedTuple):
         """The same for a subset of queries and keys."""
         return self._replace(rows=self.rows[rows], keys=self.keys[keys])
 
-    def scale_of(self, pairs: torch.Tensor) -> torch.Tensor:
+    def scale_of(self, pairs: Tensor) -> Tensor:
         """[*pairs, sq, sk] fp32: 1 / (probability of being kept) where a weight is kept, else 0.
 
         pairs: int64, batch * heads + the head's index in this call.
@@ -60,29 +61,27 @@ class PositionalDropout(NamedTuple):
         return ((x & (_DRAWS - 1)) >= dropped).float().mul_(_DRAWS / (_DRAWS - dropped))
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _mixed(x: Tensor) -> Tensor:
     """The finalizer of splitmix64, with arithmetic shifts."""
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
     return x ^ (x >> 31)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
     """`attention` of a backend."""
     return autograd.attention(_KERNELS, q, k, v, drawn(q, k, spec) if spec.dropout_p > 0.0 else spec)
 
 
-def drawn(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> AttentionSpec:
+def drawn(q: Tensor, k: Tensor, spec: AttentionSpec) -> AttentionSpec:
     """Adds dropout seeded from the device's default generator; both passes drop the same weights."""
     seed = torch.randint(1 << 62, (1,), device=q.device)
     rows, keys = (torch.arange(t.shape[0], device=q.device) for t in (q, k))
     return spec._replace(rng=PositionalDropout(spec.dropout_p, seed, rows, keys, 0, q.shape[2]))
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
-) -> autograd.Pair:
-    """`forward` of a backend; `spec.rng` is a PositionalDropout or None."""
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
+    """`forward` of a backend, unrounded; `spec.rng` is a PositionalDropout or None."""
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
     queries, keys, values = _batched(q, g), _batched(k, g), _batched(v, g)
     out = queries.new_zeros(b * g, n // g, sq, dv)
@@ -99,20 +98,11 @@ def forward(
         context = torch.bmm(weights.flatten(1, 2), values[block.batches, 0, block.keys])
         context = context.view(*weights.shape[:-1], dv).div_(total.clamp_min_(torch.finfo(total.dtype).tiny))
         out[block.batches, :, block.rows] = context
-    result = _unbatched(out, b)
-    return result if wide else result.to(q.dtype), lse.view(b, n, sq)
+    return _unbatched(out, b, n), lse.view(b, n, sq)
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-    *,
-    wide: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
     (sq, b, n, _), (sk, _, g, _) = q.shape, v.shape
     queries, keys, values, douts = _batched(q, g), _batched(k, g), _batched(v, g), _batched(dout, g)
@@ -133,11 +123,9 @@ def backward(
         dscores = dprobs.sub_(delta[batches, :, rows]).mul_(probs).mul_(spec.scale).flatten(1, 2)
         dq[batches, :, rows] = torch.bmm(dscores, keys[batches, 0, cols]).view_as(dq[batches, :, rows])
         dk[batches, 0, cols] += torch.bmm(dscores.transpose(1, 2), queries[batches, :, rows].flatten(1, 2))
-    gradients = _unbatched(dq, b), _unbatched(dk, b), _unbatched(dv, b)
-    return gradients if wide else (gradients[0].to(q.dtype), gradients[1].to(k.dtype), gradients[2].to(v.dtype))
+    return _unbatched(dq, b, n), _unbatched(dk, b, g), _unbatched(dv, b, g)
 
 
-HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
 
 
@@ -149,6 +137,8 @@ class _Block(NamedTuple):
 
 def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> Iterator[_Block]:
     """Blocks in a fixed order: rows first, then (batch, key head) pairs."""
+    if not (ratio and sq and sk):
+        return
     rows = max(1, min(sq, _SCORES // (ratio * sk)))
     left, right = spec.positions or (-1, -1)
     if spec.positions is not None:
@@ -157,29 +147,31 @@ def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> 
         last = min(first + rows, sq)
         low = 0 if left < 0 else max(0, first + sk - sq - left)
         high = sk if right < 0 else min(sk, last + sk - sq + right)
+        if high <= low:
+            continue
         together = max(1, _SCORES // (ratio * (last - first) * (high - low)))
         for batch in range(0, batches, together):
             yield _Block(slice(batch, min(batch + together, batches)), slice(first, last), slice(low, high))
 
 
-def _batched(t: torch.Tensor, g: int) -> torch.Tensor:
+def _batched(t: Tensor, g: int) -> Tensor:
     """[s, b, heads, size] -> [b * g, heads / g, s, size], contiguous in the accumulation dtype."""
     s, b, heads, size = t.shape
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     return t.permute(1, 2, 0, 3).to(wide).reshape(b * g, heads // g, s, size)
 
 
-def _unbatched(t: torch.Tensor, b: int) -> torch.Tensor:
+def _unbatched(t: Tensor, b: int, heads: int) -> Tensor:
     """[b * g, heads / g, s, size] -> [s, b, heads, size], contiguous."""
-    return t.view(b, -1, *t.shape[2:]).permute(2, 0, 1, 3).contiguous()
+    return t.view(b, heads, *t.shape[2:]).permute(2, 0, 1, 3).contiguous()
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
+def _finite(lse: Tensor) -> Tensor:
     """Replaces -inf by +inf, so that exp(score - lse) is 0 and not NaN in a row without keys."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec, block: _Block) -> torch.Tensor:
+def _scores(queries: Tensor, keys: Tensor, spec: AttentionSpec, block: _Block) -> Tensor:
     """Scores [batches, ratio, rows, keys] of a block, -inf where the key is hidden."""
     rows = queries[block.batches, :, block.rows]
     batches, ratio, length, _ = rows.shape
@@ -211,7 +203,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec, bloc
     return scores
 
 
-def _kept(spec: AttentionSpec, block: _Block, groups: int, ratio: int) -> torch.Tensor:
+def _kept(spec: AttentionSpec, block: _Block, groups: int, ratio: int) -> Tensor:
     dropout: PositionalDropout = spec.rng.of_rows(block.rows, block.keys)
     pair = torch.arange(block.batches.start, block.batches.stop, device=dropout.rows.device)
     head = (pair % groups * ratio).unsqueeze(-1) + torch.arange(ratio, device=pair.device)

@@ -6,12 +6,11 @@ pairs, 2 matmuls forward and 4 backward; bytes are q, k, v, the output and their
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import attention, packed
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
@@ -57,6 +56,58 @@ class Shape:
     def ends(self) -> tuple[int, ...]:
         return 0, self.s // 3, self.s // 2, self.s
 
+    def make(self, draw: Draw) -> list[Tensor]:
+        """q, k, v; with `sink` its logits; the mask of the reference."""
+        s, b, n, d = self.s, self.b, self.n, self.d
+        batch = () if self.packed else (b,)
+        made = [draw(s, *batch, heads, d) for heads in (n, self.groups, self.groups)]
+        if self.sink:
+            made.append(draw.of(torch.linspace(-2, 2, n)))
+        mask = hidden(self)
+        if mask is None:
+            return made
+        if self.mask:
+            mask = mask | (torch.rand(b, 1, s, s, **draw.options).cpu() < 0.3)
+            mask[..., range(s), range(s)] = False  # no row without keys: the reference differs there
+        if self.packed:
+            document = torch.arange(s).unsqueeze(-1).ge(torch.tensor(self.ends[1:])).sum(-1)
+            mask |= document.unsqueeze(-1) != document
+        return [*made, mask.to(draw.device)]
+
+    def ours(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        out: Tensor
+        if self.packed:
+            out = packed.attention(q, k, v, packed.Packing.of(self.ends), causal=True)
+        elif self.mask:
+            out = attention(q, k, v, mask=rest[-1])
+        elif self.sink:
+            out = attention(q, k, v, causal=True, sink=rest[0])
+        else:
+            out = attention(q, k, v, causal=self.causal, window=self.window)
+        return out
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        s, b, n, g, d = self.s, self.b, self.n, self.groups, self.d
+        if n != g:
+            k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
+        queries, keys, values = (t.reshape(s, b * n, d).transpose(0, 1) for t in (q, k, v))
+        scores = torch.baddbmm(q.new_empty(b * n, s, s), queries, keys.transpose(1, 2), beta=0.0, alpha=d**-0.5)
+        if self.causal or self.w >= 0:
+            scores.view(b, n, s, s).masked_fill_(rest[-1], -10000.0)
+        if self.sink:
+            logits = torch.cat([scores, rest[0].repeat(b).reshape(b * n, 1, 1).expand(b * n, s, 1)], -1)
+            probs = logits.softmax(-1)[..., :-1]
+        else:
+            probs = scores.softmax(-1)
+        out = torch.bmm(probs, values).view(b, n, s, d).permute(2, 0, 1, 3)  # [s, b, n, d]
+        return (out.squeeze(1) if self.packed else out).contiguous()
+
+    def work(self, size: int) -> tuple[Work, Work]:
+        tokens = self.s * self.b * self.d * size
+        matmul = 2 * self.b * self.n * self.d * visible_pairs(self)
+        moved = 2 * tokens * (self.n + self.groups)
+        return Work(moved, 2 * matmul), Work(2 * moved, 4 * matmul)
+
 
 def visible_pairs(shape: Shape) -> int:
     """Visible (query, key) pairs of one head."""
@@ -66,80 +117,24 @@ def visible_pairs(shape: Shape) -> int:
     return shape.s + (earlier if shape.causal else 2 * earlier)
 
 
-def hidden(shape: Shape) -> torch.Tensor | None:
+def hidden(shape: Shape) -> Tensor | None:
     """[s, s] bool, True where the key is hidden; None if all are visible."""
     if not shape.causal and shape.w < 0:
         return None
-    visible: torch.Tensor = torch.ones(shape.s, shape.s, dtype=torch.bool)
+    visible: Tensor = torch.ones(shape.s, shape.s, dtype=torch.bool)
     if shape.w >= 0:
         visible = visible.triu_(-shape.w).tril_(shape.w)
     if shape.causal:
         visible = visible.tril_()
-    mask: torch.Tensor = ~visible
+    mask: Tensor = ~visible
     return mask
 
 
-def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
-    """q, k, v; with `sink` its logits; the mask of the reference."""
-    s, b, n, d = shape.s, shape.b, shape.n, shape.d
-    batch = () if shape.packed else (b,)
-    made = [draw(s, *batch, heads, d) for heads in (n, shape.groups, shape.groups)]
-    if shape.sink:
-        made.append(draw.of(torch.linspace(-2, 2, n)))
-    mask = hidden(shape)
-    if mask is None:
-        return made
-    if shape.mask:
-        mask = mask | (torch.rand(b, 1, s, s, **draw.options).cpu() < 0.3)
-        mask[..., range(s), range(s)] = False  # no row without keys: the reference differs there
-    if shape.packed:
-        document = torch.arange(s).unsqueeze(-1).ge(torch.tensor(shape.ends[1:])).sum(-1)
-        mask |= document.unsqueeze(-1) != document
-    return [*made, mask.to(draw.device)]
-
-
-def ours(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor
-    if shape.packed:
-        out = packed.attention(q, k, v, packed.Packing.of(shape.ends), causal=True)
-    elif shape.mask:
-        out = attention(q, k, v, mask=rest[-1])
-    elif shape.sink:
-        out = attention(q, k, v, causal=True, sink=rest[0])
-    else:
-        out = attention(q, k, v, causal=shape.causal, window=shape.window)
-    return out
-
-
-def reference(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    s, b, n, g, d = shape.s, shape.b, shape.n, shape.groups, shape.d
-    if n != g:
-        k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
-    queries, keys, values = (t.reshape(s, b * n, d).transpose(0, 1) for t in (q, k, v))
-    scores = torch.baddbmm(q.new_empty(b * n, s, s), queries, keys.transpose(1, 2), beta=0.0, alpha=d**-0.5)
-    if shape.causal or shape.w >= 0:
-        scores.view(b, n, s, s).masked_fill_(rest[-1], -10000.0)
-    if shape.sink:
-        logits = torch.cat([scores, rest[0].repeat(b).reshape(b * n, 1, 1).expand(b * n, s, 1)], -1)
-        probs = logits.softmax(-1)[..., :-1]
-    else:
-        probs = scores.softmax(-1)
-    out = torch.bmm(probs, values).view(b, n, s, d).permute(2, 0, 1, 3)  # [s, b, n, d]
-    return (out.squeeze(1) if shape.packed else out).contiguous()
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    tokens = shape.s * shape.b * shape.d * size
-    matmul = 2 * shape.b * shape.n * shape.d * visible_pairs(shape)
-    moved = 2 * tokens * (shape.n + shape.groups)
-    return Work(moved, 2 * matmul), Work(2 * moved, 4 * matmul)
-
-
-def sdpa(shape: Shape) -> Callable[..., torch.Tensor]:
+def sdpa(shape: Shape) -> Callable[..., Tensor]:
     """`scaled_dot_product_attention`, layout conversions included."""
     function = torch.nn.functional.scaled_dot_product_attention
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n or g, s, d]
         mask = ~rest[-1] if shape.w >= 0 else None
         causal = shape.causal and mask is None
@@ -149,49 +144,12 @@ def sdpa(shape: Shape) -> Callable[..., torch.Tensor]:
     return run
 
 
-def flash_attn(shape: Shape) -> Callable[..., torch.Tensor]:
-    function: Any = importlib.import_module("flash_attn").flash_attn_func
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, n or g, d]
-        out: torch.Tensor = function(q, k, v, causal=shape.causal, window_size=shape.window or (-1, -1))
-        return out.transpose(0, 1).contiguous()
-
-    return run
-
-
-def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
-    module: Any = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
-        shape.n,
-        shape.d,
-        num_gqa_groups=shape.groups,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal" if shape.causal else "no_mask",
-        window_size=shape.window,
-    )
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = module(q, k, v)
-        return out.view(shape.s, shape.b, shape.n, shape.d)
-
-    return run
-
-
-def _is_ordinary(shape: Shape) -> bool:
-    return not shape.is_special
-
-
 # Small model short and long, grouped heads (Llama 8B), a window (Mistral).
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=16,d=64", "s=2048,n=32,g=8,d=128", "s=4096,n=16,d=64,w=1024")
 
 CASES = OperatorCases(
-    operator="attention",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "attention",
+    Shape,
     correctness=(
         "s=128,n=4,d=64",
         "s=96,b=2,n=4,d=64,mask=1",
@@ -207,9 +165,5 @@ CASES = OperatorCases(
     cpu=_TIMED,
     accelerator=(*_TIMED, "s=8192,n=32,g=8,d=128"),
     quick="s=256,n=16,d=64",
-    peers={
-        "torch sdpa": Peer(sdpa, takes=_is_ordinary),
-        "flash_attn": Peer(flash_attn, "flash_attn", takes=_is_ordinary),
-        "transformer_engine": Peer(transformer_engine, "transformer_engine", takes=_is_ordinary),
-    },
+    peers={"torch sdpa": Peer(sdpa, takes=lambda shape: not shape.is_special)},
 )

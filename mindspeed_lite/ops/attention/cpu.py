@@ -6,10 +6,12 @@ and position. Results do not depend on the number of threads.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mindspeed_lite.ops import dispatch, native
@@ -50,9 +52,7 @@ def unusable() -> str | None:
     return native.without_micro_kernel(_library, torch.float32)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     if torch.compiler.is_compiling():
         return reference.attention(q, k, v, spec)
     if spec.dropout_p > 0.0:
@@ -61,12 +61,10 @@ def attention(
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
-) -> autograd.Pair:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
     """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
-        return blocked.forward(q, k, v, spec, wide=wide)
+        return blocked.forward(q, k, v, spec)
     q, k, v = _rows(q), _rows(k), _rows(v)
     (sq, b, n, _), dv = q.shape, v.shape[3]
     out = torch.empty(sq, b, n, dv, dtype=torch.float32 if wide else q.dtype)
@@ -78,19 +76,11 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-    *,
-    wide: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Triple:
     """wide: gradients are unrounded fp32."""
     if not _in_kernel(q, spec):
-        return blocked.backward(dout, q, k, v, out, lse, spec, wide=wide)
+        return blocked.backward(dout, q, k, v, out, lse, spec)
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     out, lse = out.contiguous(), lse.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32 if wide else t.dtype) for t in (q, k, v))
@@ -101,11 +91,11 @@ def backward(
     return dq, dk, dv
 
 
-HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
+UNROUNDED = autograd.Kernels(functools.partial(forward, wide=True), functools.partial(backward, wide=True))
 
 
-def _in_kernel(q: torch.Tensor, spec: AttentionSpec) -> bool:
+def _in_kernel(q: Tensor, spec: AttentionSpec) -> bool:
     """True if the C++ kernel takes the call; logs once why it cannot run here."""
     # Dropout state is specific to the implementation.
     if not takes(spec.case) or isinstance(q, FakeTensor) or not (spec.rng is None or isinstance(spec.rng, int)):
@@ -119,11 +109,11 @@ def _in_kernel(q: torch.Tensor, spec: AttentionSpec) -> bool:
     return False
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
+def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _numbers_of(q: torch.Tensor, dv: int) -> str:
+def _numbers_of(q: Tensor, dv: int) -> str:
     """Kernel-name suffix: input dtype and multiply dtype."""
     if q.dtype == torch.float32:
         return "float"
@@ -132,9 +122,7 @@ def _numbers_of(q: torch.Tensor, dv: int) -> str:
     return "bf16" if paired and native.without_micro_kernel(_library, torch.bfloat16) is None else "bf16_as_float"
 
 
-def _describe(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, more: tuple[int, ...]
-) -> tuple[Any, torch.Tensor | None]:
+def _describe(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, more: tuple[int, ...]) -> tuple[Any, Tensor | None]:
     """The kernel's integer array, and the mask."""
     (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
     left, right = spec.positions or (-1, -1)

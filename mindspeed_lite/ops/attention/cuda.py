@@ -15,6 +15,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import autograd, blocked, cuda_flash, layout, reference
 from mindspeed_lite.ops.attention import cuda_kernels as kernels
@@ -29,9 +30,7 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     by_itself = spec.sink is not None or spec.return_lse
     if torch.compiler.is_compiling():
         return reference.attention(q, k, v, spec) if by_itself else (_sdpa(q, k, v, spec), None)
@@ -51,7 +50,7 @@ def _is_wide(spec: AttentionSpec) -> bool:
     return spec.case.dtype == torch.float32
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     d, dv = q.shape[3], v.shape[3]
     # Only flash takes grouped key heads: 16 bit, one head size up to 256, no mask.
     masked = spec.mask is not None or spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
@@ -71,20 +70,14 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     return call.out(out, q.shape[1])
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
     if kernels.flash_serves(spec):
         return kernels.flash_forward(q, k, v, spec)
     return (blocked.forward if _is_wide(spec) else kernels.efficient_forward)(q, k, v, spec)
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
     if kernels.flash_serves(spec):
         return kernels.flash_backward(dout, q, k, v, out, lse, spec)
@@ -103,12 +96,7 @@ def why_not_packed(case: Case) -> list[str]:
 
 
 def packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    spec: AttentionSpec,
+    q: Tensor, k: Tensor, v: Tensor, queries: tuple[int, ...], keys: tuple[int, ...], spec: AttentionSpec
 ) -> autograd.Pair:
     """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> (out [t, n, dv], lse [n, t])."""
     ends = kernels.Ends.of(queries, keys, q.device)

@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
 from mindspeed_lite.ops.attention.autograd import Pair, Triple
@@ -30,8 +31,8 @@ _LSE_ROWS, _BIAS_ALIGNMENT = 32, 8
 class Ends(NamedTuple):
     """Cumulative lengths with a leading zero, and the longest."""
 
-    q: torch.Tensor
-    k: torch.Tensor
+    q: Tensor
+    k: Tensor
     longest_q: int
     longest_k: int
 
@@ -41,7 +42,7 @@ class Ends(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Cached: every layer of a model asks for the same."""
     ends = [0]
     for length in lengths:
@@ -76,9 +77,7 @@ def flash_serves(spec: AttentionSpec) -> bool:
     return spec.mask is None and not why_not_flash(spec.case)
 
 
-def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, ends: Ends | None = None
-) -> Pair:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, ends: Ends | None = None) -> Pair:
     """q, k, v [s, b, heads, size] -> (out [sq, b, n, dv], lse [b, n, sq]); b is 1 with `ends`."""
     sq, b, n, d = q.shape
     dv = v.shape[3]
@@ -95,12 +94,12 @@ def flash_forward(
 
 
 def flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     spec: AttentionSpec,
     ends: Ends | None = None,
 ) -> Triple:
@@ -131,14 +130,14 @@ def _width(d: int, dv: int) -> int:
     return -(-max(d, dv) // 8) * 8
 
 
-def _flash_layout(t: torch.Tensor, width: int, ends: Ends | None) -> torch.Tensor:
+def _flash_layout(t: Tensor, width: int, ends: Ends | None) -> Tensor:
     """[s, b, heads, size] -> [b, s, heads, width], or for a pack [s, heads, width]."""
     t = pad(t, width)
     t = t.transpose(0, 1) if ends is None else t.squeeze(1)
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _from_flash(t: torch.Tensor, size: int, ends: Ends | None) -> torch.Tensor:
+def _from_flash(t: Tensor, size: int, ends: Ends | None) -> Tensor:
     t = t.transpose(0, 1) if ends is None else t.unsqueeze(1)
     return t[..., :size]
 
@@ -154,7 +153,7 @@ def _window(spec: AttentionSpec) -> dict[str, int]:
     return {"window_size_left": spec.window[0], "window_size_right": spec.window[1]}
 
 
-def efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Pair:
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Pair:
     sq, _, n, _ = q.shape
     bias, empty, kind = _bias(q, k, spec)
     out, lse, *_ = _aten._efficient_attention_forward(
@@ -168,13 +167,7 @@ def efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: A
 
 
 def efficient_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> Triple:
     sq, _, n, _ = q.shape
     g = k.shape[2]
@@ -207,18 +200,14 @@ def efficient_backward(
     return dq.transpose(0, 1), dk, dv
 
 
-def _efficient_layout(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _efficient_layout(q: Tensor, k: Tensor, v: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """[s, b, heads, size] -> [b, s, n, size]."""
     if k.shape[2] != n:
         k, v = (t.repeat_interleave(n // t.shape[2], dim=2) for t in (k, v))
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 
-def _bias(
-    q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+def _bias(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None, int]:
     """Bias for the scores [b, n, sq, sk], rows without keys, and the kernel's custom_mask_type.
 
     Rows without keys see every key here; the caller clears them.

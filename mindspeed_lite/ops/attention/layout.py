@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
 
@@ -16,22 +17,22 @@ class Call(NamedTuple):
     """Arguments of scaled_dot_product_attention.
 
     q, k, v: [b, heads, s, size], or with `folded` batch and heads as one axis.
-    mask: True shows a key, or additive; [.., sq, sk]. Excludes `causal`.
+    mask: True shows a key; [.., sq, sk]. Excludes `causal`.
     causal: sq == sk.
     empty: rows [b | 1, n | 1, sq, 1] without keys by the caller's mask: they see every key in the kernel and are
     cleared
         after it, since kernels disagree on empty rows (0, NaN, the average).
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
     causal: bool
     folded: bool
-    empty: torch.Tensor | None
+    empty: Tensor | None
 
-    def out(self, t: torch.Tensor, b: int) -> torch.Tensor:
+    def out(self, t: Tensor, b: int) -> Tensor:
         """The kernel's output as [sq, b, n, size], contiguous, empty rows 0."""
         if self.folded:
             t = t.view(b, -1, *t.shape[2:])
@@ -41,7 +42,7 @@ class Call(NamedTuple):
         return t.contiguous()
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, grouped: bool) -> Call:
+def call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, grouped: bool) -> Call:
     """`grouped`: the kernel takes grouped key heads."""
     sq, b, n, _ = q.shape
     sk, _, g, _ = v.shape
@@ -55,15 +56,15 @@ def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
     return Call(q, k, v, visible, square_causal, folded, empty)
 
 
-def pad(t: torch.Tensor, width: int) -> torch.Tensor:
+def pad(t: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t
 
 
-def _mask(q: torch.Tensor, sk: int, spec: AttentionSpec) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _mask(q: Tensor, sk: int, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     """The mask in PyTorch's sense, and the rows [b | 1, n | 1, sq, 1] without keys by the caller's mask."""
     mask, positions, sq = spec.mask, spec.positions, q.shape[0]
     if mask is None:
-        return None if positions is None else band.additive(sq, sk, positions, q.device, q.dtype), None
+        return None if positions is None else ~band.hidden(sq, sk, positions, q.device), None
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if positions is not None:
         mask = mask | band.hidden(sq, sk, positions, q.device)

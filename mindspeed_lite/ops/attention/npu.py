@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import autograd, band, blocked
 from mindspeed_lite.ops.attention.layout import pad
@@ -31,13 +32,13 @@ _LANES = 8
 class _Masking(NamedTuple):
     """atten_mask, sparse_mode, pre_tockens and next_tockens of the operator."""
 
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     mode: int = 0
     before: int = _UNLIMITED
     after: int = _UNLIMITED
 
 
-_triangles: dict[torch.device, torch.Tensor] = {}
+_triangles: dict[torch.device, Tensor] = {}
 
 
 def supported(case: Case) -> list[str]:
@@ -52,9 +53,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     if spec.sink is None or _takes_sink():
         return _call(q, k, v, spec)
     if spec.dropout_p > 0.0:
@@ -62,16 +61,14 @@ def attention(
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
     with torch.no_grad():
         out, lse = _call(q, k, v, spec._replace(return_lse=True, sink=None))
     assert lse is not None
     return out, lse
 
 
-def _call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """(out, lse [b, n, sq] without gradient, or None), differentiable in q, k, v and the sink."""
     (sq, b, n, d), dv = q.shape, v.shape[3]
     width = max(d, dv)
@@ -93,13 +90,7 @@ def _call(
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
     n, width = q.shape[2], max(q.shape[3], v.shape[3])
     masking, empty = _masking(q, k, spec)
@@ -135,16 +126,16 @@ _KERNELS = autograd.Kernels(forward, backward)
 
 
 def _fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     heads: int,
     layout: str,
     spec: AttentionSpec,
     masking: _Masking,
     ends_q: list[int] | None = None,
     ends_k: list[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, maxima, sums) of tensors in `layout`."""
     sink = {} if spec.sink is None else {"sink": spec.sink.float()}
     out, most, total, *_ = torch_npu.npu_fusion_attention(
@@ -175,7 +166,7 @@ def _takes_sink() -> bool:
     return "sink" in names
 
 
-def _masking(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[_Masking, torch.Tensor | None]:
+def _masking(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[_Masking, Tensor | None]:
     """The operator's mask arguments, and the rows [b | 1, n | 1, sq, 1] without keys.
 
     The operator's result for a row without keys is undocumented: such rows see every key, and the caller clears them.
@@ -213,13 +204,8 @@ def why_not_packed(case: Case) -> list[str]:
 
 
 def packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    spec: AttentionSpec,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, queries: tuple[int, ...], keys: tuple[int, ...], spec: AttentionSpec
+) -> tuple[Tensor, Tensor | None]:
     """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> (out [t, n, dv], lse [n, t] or None)."""
     (_, n, d), dv = q.shape, v.shape[2]
     size = max(d, dv)
@@ -242,27 +228,27 @@ def _ends(lengths: tuple[int, ...]) -> list[int]:
     return list(itertools.accumulate(lengths))
 
 
-def _lse(most: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def _lse(most: Tensor, total: Tensor) -> Tensor:
     """lse from maximum and sum [..., 8], whose lanes are equal."""
     return most.detach()[..., 0] + total.detach()[..., 0].log()
 
 
-def _lanes(t: torch.Tensor) -> torch.Tensor:
+def _lanes(t: Tensor) -> Tensor:
     return t.unsqueeze(-1).expand(*t.shape, _LANES).contiguous()
 
 
-def _flatten(t: torch.Tensor, width: int) -> torch.Tensor:
+def _flatten(t: Tensor, width: int) -> Tensor:
     """[s, b, heads, size] -> [s, b, heads * width], zero-padded."""
     t = pad(t, width)
     return t.reshape(t.shape[0], t.shape[1], -1).contiguous()
 
 
-def _triangle(device: torch.device) -> torch.Tensor:
+def _triangle(device: torch.device) -> Tensor:
     """[2048, 2048] bool, True above the diagonal: the compressed causal or band mask."""
     triangle = _triangles.get(device)
     if triangle is None:
         with torch.inference_mode(False):
             triangle = torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
-        if type(triangle) is torch.Tensor:  # a fake tensor must not outlive its mode
+        if type(triangle) is Tensor:  # a fake tensor must not outlive its mode
             _triangles[device] = triangle
     return triangle

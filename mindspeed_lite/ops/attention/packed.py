@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mindspeed_lite.ops.attention import PositionalDropout, band, module
@@ -49,10 +50,10 @@ class Packing:
     @classmethod
     def of(
         cls,
-        ends_q: torch.Tensor | Sequence[int],
-        ends_k: torch.Tensor | Sequence[int] | None = None,
-        starts_q: torch.Tensor | Sequence[int] | None = None,
-        starts_k: torch.Tensor | Sequence[int] | None = None,
+        ends_q: Tensor | Sequence[int],
+        ends_k: Tensor | Sequence[int] | None = None,
+        starts_q: Tensor | Sequence[int] | None = None,
+        starts_k: Tensor | Sequence[int] | None = None,
     ) -> Packing:
         """From cumulative lengths with a leading zero, as in Transformer Engine and Megatron.
 
@@ -67,10 +68,10 @@ class Packing:
         if ends_k is None:
             ends_k, starts_k = ends_q, starts_q if starts_k is None else starts_k
         given = (ends_q, ends_k, starts_q, starts_k)
-        on_device = [t for t in given if isinstance(t, torch.Tensor) and t.device.type != "cpu"]
+        on_device = [t for t in given if isinstance(t, Tensor) and t.device.type != "cpu"]
         if not on_device:
             return cls(_spans(ends_q, starts_q), _spans(ends_k, starts_k))
-        key = tuple((id(t), t._version if isinstance(t, torch.Tensor) else 0) for t in given)
+        key = tuple((id(t), t._version if isinstance(t, Tensor) else 0) for t in given)
         known: tuple[object, Packing] | None = _read.get(on_device[0])  # type: ignore[no-untyped-call]
         if known is None or known[0] != key:
             known = (key, cls(_spans(ends_q, starts_q), _spans(ends_k, starts_k)))
@@ -82,52 +83,36 @@ class Packing:
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _spans(ends: torch.Tensor | Sequence[int], starts: torch.Tensor | Sequence[int] | None) -> Spans:
-    ends = ends.tolist() if isinstance(ends, torch.Tensor) else list(ends)
+def _spans(ends: Tensor | Sequence[int], starts: Tensor | Sequence[int] | None) -> Spans:
+    ends = ends.tolist() if isinstance(ends, Tensor) else list(ends)
     if starts is None:
         return tuple(itertools.pairwise(ends))
-    starts = starts.tolist() if isinstance(starts, torch.Tensor) else list(starts)
+    starts = starts.tolist() if isinstance(starts, Tensor) else list(starts)
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     return tuple((start, start + length) for start, length in zip(starts, lengths, strict=False))
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     packing: Packing,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
     return_lse: bool = False,
+    **options: Any,
 ) -> Any:
     """`attention` within each sequence of `packing`.
 
-    q: [t, n, d], k: [u, g, d], v: [u, g, dv]. Returns out [t, n, dv], contiguous, and with `return_lse` also lse
-    [n, t]. Padding rows return 0 and lse -inf, and have no gradient.
+    q: [t, n, d], k: [u, g, d], v: [u, g, dv]. options: of the dense `prepare`, without a mask. Returns out [t, n, dv],
+    contiguous, and with `return_lse` also lse [n, t]. Padding rows return 0 and lse -inf, and have no gradient.
 
     Sequences of one length run as a batch; others in the device's varlen kernel, or one by one.
     """
-    spec = prepare(
-        q,
-        k,
-        v,
-        packing,
-        causal=causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        window=window,
-        sink=sink,
-        return_lse=return_lse,
-    )
-    out, lse = attend(q, k, v, packing, spec)
+    out, lse = attend(q, k, v, packing, prepare(q, k, v, packing, return_lse=return_lse, **options))
     return (out, lse) if return_lse else out
 
 
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, **options: Any) -> AttentionSpec:
+def prepare(q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any) -> AttentionSpec:
     """Checks a packed call's arguments.
 
     Raises:
@@ -141,10 +126,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing,
     return prepare_dense(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **options)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute (out, lse) of a call from `prepare`; lse is None without `spec.return_lse`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
     packing = packing.of_queries()
     out, lse = _contiguous(
         _joined(q, packing.q),
@@ -161,49 +144,43 @@ def attend(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     packing: Packing,
     spec: AttentionSpec,
-    *,
-    wide: bool = False,
     dropout: PositionalDropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`forward` within each sequence: (out [t, n, dv], lse [n, t]); 0 and -inf in other rows."""
     (rows, n, _), dv = q.shape, v.shape[2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(rows, n, dv, dtype=exact if wide else q.dtype)
+    out = q.new_zeros(rows, n, dv, dtype=exact)
     lse = q.new_full((n, rows), float("-inf"), dtype=exact)
     for each in _sequences(packing, dropout):
         its = (each.of_queries(q), each.of_keys(k), each.of_keys(v))
-        part, logs = forward_dense(*its, spec.for_lengths(each.sq, each.sk), wide=wide, dropout=each.dropout)
+        part, logs = forward_dense(*its, spec.for_lengths(each.sq, each.sk), each.dropout)
         each.of_queries(out).copy_(part)
         each.of_queries(lse.transpose(0, 1)).copy_(logs.permute(2, 0, 1))
     return out, lse
 
 
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     packing: Packing,
     spec: AttentionSpec,
-    *,
-    wide: bool = False,
     dropout: PositionalDropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` within each sequence; dout, out: [t, n, dv], lse: [n, t]; zeros in other rows."""
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dq, dk, dv = (torch.zeros_like(t, dtype=exact if wide else t.dtype) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
     for each in _sequences(packing, dropout):
         inputs = each.of_queries(dout), each.of_queries(q), each.of_keys(k), each.of_keys(v), each.of_queries(out)
         logs = each.of_queries(lse.transpose(0, 1)).permute(1, 2, 0)
-        spec_ = spec.for_lengths(each.sq, each.sk)
-        parts = backward_dense(*inputs, logs, spec_, wide=wide, dropout=each.dropout)
+        parts = backward_dense(*inputs, logs, spec.for_lengths(each.sq, each.sk), each.dropout)
         each.of_queries(dq).copy_(parts[0])
         each.of_keys(dk).copy_(parts[1])
         each.of_keys(dv).copy_(parts[2])
@@ -220,12 +197,12 @@ class _Sequences(NamedTuple):
     batches: int
     dropout: PositionalDropout | None
 
-    def of_queries(self, t: torch.Tensor) -> torch.Tensor:
+    def of_queries(self, t: Tensor) -> Tensor:
         """View [sq, batches, ...] of [t, ...]."""
         rows = t[self.first_q : self.first_q + self.sq * self.batches]
         return rows.view(self.batches, self.sq, *t.shape[1:]).transpose(0, 1)
 
-    def of_keys(self, t: torch.Tensor) -> torch.Tensor:
+    def of_keys(self, t: Tensor) -> Tensor:
         """View [sk, batches, ...] of [u, ...]."""
         rows = t[self.first_k : self.first_k + self.sk * self.batches]
         return rows.view(self.batches, self.sk, *t.shape[1:]).transpose(0, 1)
@@ -252,8 +229,8 @@ def _sequences(packing: Packing, dropout: PositionalDropout | None) -> Iterator[
 
 
 def _contiguous(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, queries: list[int], keys: list[int], spec: AttentionSpec
+) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of sequences without padding, by length."""
     queries, keys = queries or [0], keys or [0]
     if len(set(queries)) == 1 and len(set(keys)) == 1:
@@ -264,7 +241,7 @@ def _contiguous(
         return out.transpose(0, 1).flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
     backend = module(spec)
     if not (_leaves_rows_empty(queries, keys, spec) or getattr(backend, "why_not_packed", _no_kernel)(spec.case)):
-        pair: tuple[torch.Tensor, torch.Tensor | None] = backend.packed(q, k, v, tuple(queries), tuple(keys), spec)
+        pair: tuple[Tensor, Tensor | None] = backend.packed(q, k, v, tuple(queries), tuple(keys), spec)
         return pair
     # The backward of split concatenates once; slices would each add a gradient of the pack's size.
     sequences = zip(_split(q, queries), _split(k, keys), _split(v, keys), strict=True)
@@ -283,15 +260,15 @@ def _no_kernel(case: Case) -> list[str]:
 
 def _leaves_rows_empty(queries: list[int], keys: list[int], spec: AttentionSpec) -> bool:
     return any(
-        k == 0 or band.rows_without_keys(spec.causal, spec.window, q, k) for q, k in zip(queries, keys, strict=True)
+        k == 0 or band.has_rows_without_keys(spec.causal, spec.window, q, k) for q, k in zip(queries, keys, strict=True)
     )
 
 
-def _split(t: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
+def _split(t: Tensor, sizes: list[int], dim: int = 0) -> tuple[Tensor, ...]:
     return torch.split_with_sizes(t, sizes, dim)
 
 
-def _joined(t: torch.Tensor, spans: Spans) -> torch.Tensor:
+def _joined(t: Tensor, spans: Spans) -> Tensor:
     sizes, kept = _pieces(spans, t.shape[0])
     if all(kept):
         return t
@@ -299,14 +276,14 @@ def _joined(t: torch.Tensor, spans: Spans) -> torch.Tensor:
     return torch.cat(pieces) if pieces else t[:0]
 
 
-def _spread(t: torch.Tensor, spans: Spans, rows: int, value: float, dim: int) -> torch.Tensor:
+def _spread(t: Tensor, spans: Spans, rows: int, value: float, dim: int) -> Tensor:
     """Scatters concatenated rows to their places among `rows`, filling with `value`."""
     sizes, kept = _pieces(spans, rows)
     if all(kept):
         return t.contiguous()
     pieces = iter(_split(t, [size for size, keep in zip(sizes, kept, strict=True) if keep] or [0], dim))
 
-    def padding(size: int) -> torch.Tensor:
+    def padding(size: int) -> Tensor:
         shape = list(t.shape)
         shape[dim] = size
         return t.new_full(shape, value)

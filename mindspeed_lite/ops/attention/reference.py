@@ -1,23 +1,22 @@
-"""Reference attention in plain PyTorch."""
+"""Reference attention in plain PyTorch; without autograd the reference is `blocked`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
+from mindspeed_lite.ops.attention.blocked import backward as backward
+from mindspeed_lite.ops.attention.blocked import forward as forward
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.packed import Packing
     from mindspeed_lite.ops.attention.spec import AttentionSpec
 
-HAS_WIDE = True
 
-
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """softmax(scale * q k^T, masked) v with materialised [sq, sk] scores, in fp32 (float64 for float64)."""
     sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
@@ -45,54 +44,7 @@ def attention(
     return out, lse
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if wide:
-        q, k, v = q.float(), k.float(), v.float()
-    with torch.no_grad():
-        out, lse = attention(q, k, v, spec._replace(return_lse=True))
-    assert lse is not None
-    return out, lse
-
-
-@torch.no_grad()
-def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-    *,
-    wide: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v with p = exp(score - lse); `lse` and `out` may cover further keys."""
-    if wide:
-        q, k, v = q.float(), k.float(), v.float()
-    sq, b, n, _d = q.shape
-    sk, _, g, _dv = v.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores, empty = _scores(q, k, spec)
-    probs = (scores - lse.to(dtype).unsqueeze(-1)).exp()  # [b, n, sq, sk]
-    if empty is not None:
-        probs = probs.masked_fill(empty, 0.0)
-    probs = probs.reshape(b, g, n // g, sq, sk)
-    queries, dout, out = (t.to(dtype).reshape(sq, b, g, n // g, t.shape[3]) for t in (q, dout, out))
-    keys, values = k.to(dtype), v.to(dtype)
-    delta = (dout * out).sum(-1).permute(1, 2, 3, 0).unsqueeze(-1)  # [b, g, n / g, sq, 1]
-    dprobs = torch.einsum("sbgrd,tbgd->bgrst", dout, values)
-    dscores = probs * (dprobs - delta) * spec.scale
-    dq = torch.einsum("bgrst,tbgd->sbgrd", dscores, keys).reshape(q.shape)
-    dk = torch.einsum("bgrst,sbgrd->tbgd", dscores, queries)
-    dv_ = torch.einsum("bgrst,sbgrd->tbgd", probs, dout)
-    return dq.to(q.dtype), dk.to(k.dtype), dv_.to(v.dtype)
-
-
-def packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     rows, n = q.shape[:2]
     spec = spec._replace(return_lse=True)
     # Padding rows stay connected to the graph.
@@ -107,7 +59,7 @@ def packed(
     return out, lse
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """Scores [b, n, sq, sk], -inf where hidden; and rows [b | 1, n | 1, sq, 1] without keys.
 
     Those rows are left unmasked, which avoids NaN; the caller clears them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.attention import band
 
@@ -36,21 +37,19 @@ class AttentionSpec(NamedTuple):
     mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk].
     scale: above 0 and finite in fp32.
     sink: [n], or None.
-    empty: q, k or v has no element; the reference serves.
-    rows_without_keys: leading queries without a key by position; cut off before a backend runs.
+    degenerate: a tensor without elements, or queries without a key by position. Kernels differ; the reference serves.
     rng: dropout state of a backend for its backward pass; None until drawn.
     """
 
     case: Case
     causal: bool
     window: band.Window | None
-    mask: torch.Tensor | None
+    mask: Tensor | None
     scale: float
     dropout_p: float
-    sink: torch.Tensor | None
+    sink: Tensor | None
     return_lse: bool
-    empty: bool
-    rows_without_keys: int
+    degenerate: bool
     rng: Any = None
 
     @property
@@ -65,25 +64,31 @@ class AttentionSpec(NamedTuple):
             case=self.case._replace(causal=causal, window=window is not None),
             causal=causal,
             window=window,
-            empty=self.empty or sq == 0 or sk == 0,
-            rows_without_keys=band.rows_without_keys(causal, window, sq, sk),
+            degenerate=_is_degenerate(self.case, sq, sk, causal, window),
         )
 
 
 def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> AttentionSpec:
     """Checks the arguments of `attention`.
+
+    causal: the last query is aligned with the last key (bottom right).
+    window: (left, right): visible keys before and after the query's own; -1 is no limit.
+    mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk]; combined with the other two.
+    scale: default 1 / sqrt(d); above 0 and finite in fp32.
+    dropout_p: drawn from the device's default generator; the pattern depends on the backend.
+    sink: [n], any floating dtype, one logit per head without a value (Megatron's softmax offset). Differentiable.
 
     Raises:
         ValueError: the tensors do not fit each other, or a value is out of range.
@@ -113,29 +118,19 @@ def prepare(
         _check_mask(mask, (b, n, sq, sk))
     if sink is not None and sink.shape != (n,):
         raise ValueError(f"attention: sink {tuple(sink.shape)} must hold one number for each of {n} heads")
-    rows_without_keys = 0
-    if causal or window is not None:
-        causal, window = band.canonical(causal, window, sq, sk)
-        if sq > sk:
-            rows_without_keys = band.rows_without_keys(causal, window, sq, sk)
-    empty = not (sq and sk and b and n and d and dv)
-    case = Case(
-        q.device.type,
-        dtype,
-        n,
-        g,
-        d,
-        dv,
-        causal,
-        window is not None,
-        mask is not None,
-        dropout_p > 0,
-        sink is not None,
-    )
-    return AttentionSpec(case, causal, window, mask, scale, dropout_p, sink, return_lse, empty, rows_without_keys)
+    causal, window = band.canonical(causal, window, sq, sk)
+    sizes, options = (n, g, d, dv), (causal, window is not None, mask is not None, dropout_p > 0, sink is not None)
+    case = Case(q.device.type, dtype, *sizes, *options)
+    degenerate = b == 0 or _is_degenerate(case, sq, sk, causal, window)
+    return AttentionSpec(case, causal, window, mask, scale, dropout_p, sink, return_lse, degenerate)
 
 
-def _check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> None:
+def _is_degenerate(case: Case, sq: int, sk: int, causal: bool, window: band.Window | None) -> bool:
+    is_empty = 0 in (sq, sk, case.heads, case.head_size, case.value_size)
+    return is_empty or band.has_rows_without_keys(causal, window, sq, sk)
+
+
+def _check_mask(mask: Tensor, wanted: tuple[int, int, int, int]) -> None:
     if mask.dtype != torch.bool:
         raise ValueError(f"attention: mask must be bool (True hides the key), not {mask.dtype}")
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)

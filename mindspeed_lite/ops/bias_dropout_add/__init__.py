@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.bias_dropout_add import reference
 from mindspeed_lite.ops.dispatch import Operator
@@ -22,9 +23,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("bias_dropout_add", reference.bias_dropout_add)
 
 
-def bias_dropout_add(
-    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None, dropout_p: float = 0.0
-) -> torch.Tensor:
+def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
     """y = residual + dropout(x + bias).
 
     x, residual, y: [..., H] in one shape and dtype; bias: H elements in any shape. Backends draw differently from the
@@ -35,7 +34,7 @@ def bias_dropout_add(
     return OPERATOR.choose(_case(x, residual, bias, dropout_p), x, residual)(x, residual, bias, dropout_p)
 
 
-def _case(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float) -> Case:
+def _case(x: Tensor, residual: Tensor, bias: Tensor | None, dropout_p: float) -> Case:
     if not x.dim() or x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
             f"bias_dropout_add: want x [..., H] and a residual of its shape and dtype, not {list(x.shape)} {x.dtype} "

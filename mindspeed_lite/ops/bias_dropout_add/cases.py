@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
@@ -22,32 +23,24 @@ class Shape:
         if not 0 <= self.p < 1:
             raise ValueError(f"p is at least 0 and below 1, not {self.p}")
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        return draw(self.rows, self.width), draw(self.rows, self.width), draw(self.width)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    return draw(shape.rows, shape.width), draw(shape.rows, shape.width), draw(shape.width)
+    def ours(self, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
+        return bias_dropout_add(x, residual, bias, dropout_p=self.p)
 
+    def reference(self, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
+        return residual + torch.nn.functional.dropout(x + bias, p=self.p)
 
-def ours(shape: Shape, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return bias_dropout_add(x, residual, bias, dropout_p=shape.p)
-
-
-def reference(shape: Shape, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return residual + torch.nn.functional.dropout(x + bias, p=shape.p)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    count, dropped = shape.rows * shape.width, 2 * (shape.p > 0)
-    forward = Work(3 * count * size, (2 + dropped) * count)
-    return forward, Work((2 if dropped else 1) * count * size, (1 + dropped) * count)
+    def work(self, size: int) -> tuple[Work, Work]:
+        count, dropped = self.rows * self.width, 2 * (self.p > 0)
+        forward = Work(3 * count * size, (2 + dropped) * count)
+        return forward, Work((2 if dropped else 1) * count * size, (1 + dropped) * count)
 
 
 CASES = OperatorCases(
-    operator="bias_dropout_add",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "bias_dropout_add",
+    Shape,
     correctness=("64x1024", "37x1000"),
     cpu=("1024x1024", "1024x1024,p=0.1", "4096x4096,p=0.1", "4096x4096"),
     accelerator=("8192x4096,p=0.1", "8192x4096"),

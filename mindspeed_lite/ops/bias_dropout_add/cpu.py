@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.bias_dropout_add import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {
-        **{f"forward_{name}": "ppppllllfi" for name in _NAMES.values()},
-        **{f"backward_{name}": "ppplllllfi" for name in _NAMES.values()},
-    },
+    kernels={"forward": "ppppllllfi", "backward": "ppplllllfi"},
 )
 
 # Maximum number of row blocks with own fp32 bias gradient sums.
@@ -30,18 +27,11 @@ _BLOCKS = 64
 
 
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in _NAMES:
-        reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
-    if case.bias_dtype == torch.float64:
-        reasons.append("bias in float64, which the kernel would round to float32")
-    unusable = None if reasons else _lib.unusable()
-    return reasons if unusable is None else [unusable]
+    rounded = ["bias in float64, which the kernel would round to float32"]
+    return _lib.why_not(case.dtype, *(rounded if case.bias_dtype == torch.float64 else ()))
 
 
-def bias_dropout_add(
-    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float
-) -> torch.Tensor:
+def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
     if bias is None and dropout_p == 0.0:
         return residual + x
     if dropout_p == 1.0:
@@ -49,22 +39,22 @@ def bias_dropout_add(
     dropped = min(round(dropout_p * 2**32), 2**32 - 1)
     draws = (dropped, int(torch.randint(1 << 62, ())) if dropped else 0)
     like = None if bias is None else (bias.shape, bias.dtype)
-    y: torch.Tensor = autograd.apply(_KERNEL, (x, residual, bias), (draws, like))
+    y: Tensor = autograd.apply(_KERNEL, (x, residual, bias), (draws, like))
     return y
 
 
-def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: Any) -> tuple[Tensor, autograd.Inputs]:
     (x, residual, bias), (draws, _) = inputs, options
     x, residual, width = x.contiguous(), residual.contiguous(), x.shape[-1]
     wide = None if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
     y = torch.empty_like(residual)
     rows = x.numel() // width if width else 0
-    kernel = getattr(_lib, f"forward_{_NAMES[x.dtype]}")
+    kernel = _lib.kernel("forward", x.dtype)
     kernel(x, wide, residual, y, rows, width, *draws, _scale(draws), native.threads(x.numel()))
     return y, ()
 
 
-def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
     draws, like = options
     # Without dropout dx equals dy.
     is_same = not draws[0]
@@ -76,7 +66,7 @@ def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]
     dx = dy if is_same else torch.empty_like(dy)
     blocks = min(_BLOCKS, max(rows, 1))
     sums = torch.zeros(blocks, width) if wanted[2] else None
-    kernel = getattr(_lib, f"backward_{_NAMES[dy.dtype]}")
+    kernel = _lib.kernel("backward", dy.dtype)
     given = (dy, None if is_same else dx, sums, rows, blocks, width)
     kernel(*given, *draws, _scale(draws), native.threads(dy.numel()))
     return dx, dy, None if sums is None else sums.sum(0).to(like[1]).view(like[0])

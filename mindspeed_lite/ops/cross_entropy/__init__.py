@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.ops.cross_entropy import reference
+from mindspeed_lite.ops.cross_entropy import loss, reference
 from mindspeed_lite.ops.cross_entropy.loss import Gather
 from mindspeed_lite.ops.dispatch import Operator
 
@@ -18,16 +19,12 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-OPERATOR = Operator("cross_entropy", reference.cross_entropy)
+OPERATOR = Operator("cross_entropy", reference.statistics)
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    gather: Gather | None = None,
-) -> torch.Tensor:
+    logits: Tensor, target: Tensor, vocab_start: int = 0, vocab_size: int | None = None, gather: Gather | None = None
+) -> Tensor:
     """loss = log(sum_v exp x_v) - x_target over the whole vocabulary, for every row x of the logits.
 
     logits: [..., V]; target: [...] of integers; loss: [...] in fp32 (float64 for float64). A target outside the
@@ -41,18 +38,10 @@ def cross_entropy(
     """
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise ValueError(f"cross_entropy: want logits [..., V] and target [...], not {_shapes(logits, target)}")
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(f"cross_entropy: target is {target.dtype}, and it counts tokens")
-    width = logits.shape[-1]
-    size = vocab_start + width if vocab_size is None else vocab_size
-    if width == 0 or vocab_start < 0 or vocab_start + width > size or (gather is None and width != size):
-        raise ValueError(
-            f"cross_entropy: the slice of {width} from {vocab_start} of a vocabulary of {size} is not one, or it is "
-            f"not the whole and nothing gathers the others"
-        )
-    implementation = OPERATOR.choose(Case(logits.device.type, logits.dtype))
-    return implementation(logits, target, vocab_start, size, gather)
+    size = loss.vocabulary_size("cross_entropy", target, vocab_start, logits.shape[-1], vocab_size, gather)
+    kernels = OPERATOR.module(Case(logits.device.type, logits.dtype), logits)
+    return loss.cross_entropy(kernels, logits, target, vocab_start, size, gather)
 
 
-def _shapes(logits: torch.Tensor, target: torch.Tensor) -> str:
+def _shapes(logits: Tensor, target: Tensor) -> str:
     return f"{tuple(logits.shape)} and {tuple(target.shape)}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 from mindspeed_lite.ops.cross_entropy import cross_entropy
@@ -23,26 +24,22 @@ class Shape:
     rows: int
     vocabulary: int
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        return draw(self.rows, self.vocabulary, scale=2.0), draw.integers(self.vocabulary, self.rows)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    return draw(shape.rows, shape.vocabulary, scale=2.0), draw.integers(shape.vocabulary, shape.rows)
+    def ours(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels)
 
+    def reference(self, logits: Tensor, labels: Tensor) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
 
-def ours(shape: Shape, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(logits, labels)
-
-
-def reference(shape: Shape, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    count = shape.rows * shape.vocabulary
-    return Work(count * size, 4 * count), Work(2 * count * size, 5 * count)
+    def work(self, size: int) -> tuple[Work, Work]:
+        count = self.rows * self.vocabulary
+        return Work(count * size, 4 * count), Work(2 * count * size, 5 * count)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
     return OwnLayout(
         lambda logits, labels: (logits.clone(), labels),
@@ -54,12 +51,8 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
 _TIMED = ("1024x32768", "512x128256")
 
 CASES = OperatorCases(
-    operator="cross_entropy",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "cross_entropy",
+    Shape,
     correctness=("24x48", "256x8192"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "8192x32768", "8192x128256", "8192x16032"),

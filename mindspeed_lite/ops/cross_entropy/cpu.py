@@ -6,62 +6,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.cross_entropy import loss, reference
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
-from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.cross_entropy import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
 library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {f"cross_entropy_statistics_{name}": "ppplllii" for name in _NAMES.values()}
-    | {f"cross_entropy_gradient_{name}": "ppppppllli" for name in _NAMES.values()},
+    kernels={"cross_entropy_statistics": "ppplllii", "cross_entropy_gradient": "ppppppllli"},
 )
 
 
 def supported(case: Case) -> list[str]:
-    reason = library.unusable() if case.dtype in _NAMES else None
-    return [] if reason is None else [reason]
+    return library.why_not(case.dtype)
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
     out = torch.empty(3, count, dtype=torch.float32)
-    kernel = getattr(library, f"cross_entropy_statistics_{_NAMES[rows.dtype]}")
+    kernel = library.kernel("cross_entropy_statistics", rows.dtype)
     threads = native.threads(rows.numel())
     kernel(rows, target, out, count, width, start, whole, threads)
     return out
 
 
-def gradient(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    top: torch.Tensor,
-    sums: torch.Tensor,
-    dloss: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, out: Tensor) -> None:
     count, width = rows.shape
-    kernel = getattr(library, f"cross_entropy_gradient_{_NAMES[rows.dtype]}")
-    kernel(rows, target, top, sums, dloss, out, count, width, start, native.threads(rows.numel()))
-
-
-def kernels(x: torch.Tensor) -> Kernels:
-    """C++ kernels; plain PyTorch for other dtypes, torch.compile and fake tensors."""
-    return reference.KERNELS if is_traced(x) or x.dtype not in _NAMES else Kernels(statistics, gradient)
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
-    return loss.cross_entropy(kernels(logits), logits, target, vocab_start, vocab_size, gather)
+    kernel = library.kernel("cross_entropy_gradient", rows.dtype)
+    kernel(rows, target, *statistics, dloss, out, count, width, start, native.threads(rows.numel()))

@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mindspeed_lite.ops.cross_entropy import loss, reference
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
+from mindspeed_lite.ops.row_kernels import on
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.cross_entropy import Case
@@ -29,14 +28,7 @@ def supported(case: Case) -> list[str]:
 
 @triton.jit
 def statistics_kernel(
-    logits_ptr,
-    target_ptr,
-    out_ptr,
-    rows,
-    start,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, target_ptr, out_ptr, rows, start, WIDTH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)  # rows * columns exceeds 2^31
     row_ptr = logits_ptr + row * WIDTH
@@ -76,54 +68,24 @@ def gradient_kernel(logits_ptr, target_ptr, top_ptr, sums_ptr, dloss_ptr, out_pt
     tl.store(out_ptr + row * width + columns, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
     out = torch.empty(3, count, dtype=torch.float32, device=rows.device)
     if count:
-        with _on(rows):
+        with on(rows):
             given = (rows, target, out, count, start, width, whole, _block(width))
             statistics_kernel[(count,)](*given, num_warps=WARPS)
     return out
 
 
-def gradient(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    top: torch.Tensor,
-    sums: torch.Tensor,
-    dloss: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, out: Tensor) -> None:
     count, width = rows.shape
     if count:
         block = _block(width)
-        given = (rows, target, top, sums, dloss, out)
-        with _on(rows):
+        given = (rows, target, *statistics, dloss, out)
+        with on(rows):
             gradient_kernel[(count, triton.cdiv(width, block))](*given, width, start, block, num_warps=WARPS)
 
 
 def _block(width: int) -> int:
     return min(BLOCK, 1 << (width - 1).bit_length())
-
-
-def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-KERNELS = Kernels(statistics, gradient)
-
-
-def kernels(dtype: torch.dtype, compiling: bool) -> Kernels:
-    return reference.KERNELS if compiling else KERNELS
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
-    passes = kernels(logits.dtype, torch.compiler.is_compiling())
-    return loss.cross_entropy(passes, logits, target, vocab_start, vocab_size, gather)

@@ -4,6 +4,13 @@ statistics   m = max_v x_v        s = sum_v exp(x_v - m)        p = x_target, 0 
 merge        M = max_i m_i        S = sum_i s_i exp(m_i - M)    P = sum_i p_i
 loss         log S - (P - M)
 gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
+
+A backend has two passes over contiguous rows [T, V] of a shard; int64 target [T], possibly outside of it:
+
+    statistics(rows, target, start, whole) -> [3, T] (m, s, p); with `whole` (unsharded), row 2 is the loss
+    gradient(rows, target, start, statistics [2, T] (M, S), dloss [T], out [T, V]); `out` may be `rows`
+
+A row of -inf has the sum 0.
 """
 
 from __future__ import annotations
@@ -12,58 +19,56 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Kernels(NamedTuple):
-    """A backend's two passes over a shard of the logits.
-
-    statistics(rows [T, V], target [T], start, whole) -> [3, T]. With `whole` (unsharded), row 2 is the loss.
-    gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], out [T, V]); `out` may be `rows`.
-
-    Contiguous rows and out; int64 target, possibly outside the shard. A row of -inf has the sum 0.
-    """
-
-    statistics: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
-    gradient: Callable[..., None]
+Gather = Callable[[Tensor], Tensor]
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(parts: torch.Tensor) -> torch.Tensor:
+def merge(parts: Tensor) -> Tensor:
     """[shards, 3, T] -> [3, T]."""
     if parts.shape[0] == 1:
         return parts[0]
     top = parts[:, 0].amax(0)  # [T]
-    merged: torch.Tensor = parts.sum(0)
+    merged: Tensor = parts.sum(0)
     merged[0] = top
     torch.sum(parts[:, 1] * (parts[:, 0] - top).exp_(), dim=0, out=merged[1])
     return merged
 
 
-def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def losses(merged: Tensor, target: Tensor, vocab_size: int) -> Tensor:
     top, sums, predicted = merged
     known = (target >= 0) & (target < vocab_size)
-    loss: torch.Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
+    loss: Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
     return loss
 
 
+def vocabulary_size(
+    operator: str, target: Tensor, start: int, width: int, size: int | None, gather: Gather | None
+) -> int:
+    """Checked size of a vocabulary of which a rank has [start, start + width)."""
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"{operator}: target is {target.dtype}, and it counts tokens")
+    whole = start + width if size is None else size
+    if width == 0 or start < 0 or start + width > whole or (gather is None and width != whole):
+        raise ValueError(
+            f"{operator}: the slice of {width} from {start} of a vocabulary of {whole} is not one, or it is not the "
+            f"whole and nothing gathers the others"
+        )
+    return whole
+
+
 def cross_entropy(
-    kernels: Kernels,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
-    loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    kernels: Any, logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None
+) -> Tensor:
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, target, kernels, vocab_start, vocab_size, gather
     )
     return loss
@@ -73,13 +78,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        kernels: Kernels,
+        logits: Tensor,
+        target: Tensor,
+        kernels: Any,
         vocab_start: int,
         vocab_size: int,
         gather: Gather | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.shape = logits.shape
         if not logits.is_contiguous():
             logits = logits.contiguous()
@@ -88,7 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
         statistics = kernels.statistics(rows, flat, vocab_start, gather is None)  # [3, T]
         if gather is None:
             # Computed by the kernel, which saves calls.
-            loss = statistics[2]
+            loss: Tensor = statistics[2]
         else:
             statistics = merge(gather(statistics))
             loss = losses(statistics, flat, vocab_size)
@@ -98,13 +103,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, target, (top, sums) = ctx.saved_tensors
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, statistics = ctx.saved_tensors
         ours = only_the_graph_has(references(logits))
         out = logits.detach() if ours else torch.empty_like(logits)
         rows, gradient = (t.view(-1, t.shape[-1]) for t in (logits, out))
-        dloss = dloss.reshape(-1).to(top.dtype).contiguous()
-        ctx.kernels.gradient(rows, target, ctx.vocab_start, top, sums, dloss, gradient)
+        dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
+        ctx.kernels.gradient(rows, target, ctx.vocab_start, statistics, dloss, gradient)
         if ours:
             # Autograd does not see writes through a pointer.
             torch.autograd.graph.increment_version(logits)
@@ -116,7 +121,7 @@ def only_the_graph_has(references: tuple[int, ...]) -> bool:
     return bool(references) and references == of_nobody_else()
 
 
-def references(tensor: torch.Tensor) -> tuple[int, ...]:
+def references(tensor: Tensor) -> tuple[int, ...]:
     """Reference counts of tensor and storage; empty if unknown."""
     if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
         return ()
@@ -147,13 +152,13 @@ class _Probe(torch.autograd.Function):
         cls.apply(torch.ones(2, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x, torch.ones(1))
         return x.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, dloss: Tensor) -> Tensor:
         x, _ = ctx.saved_tensors
         _Probe.found = references(x)
         return dloss.expand(2)

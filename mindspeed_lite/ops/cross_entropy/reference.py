@@ -6,15 +6,15 @@ Row blocks bound fp32 copies. Comparing for the target avoids scatter and synchr
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.cross_entropy import loss
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 
 # 16 MiB as fp32.
 _BLOCK = 1 << 22
 
 
-def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def definition(logits: Tensor, target: Tensor) -> Tensor:
     """Differentiable loss over a whole vocabulary."""
     wide = logits.to(loss.precision(logits.dtype))
     log_probs = wide.log_softmax(-1)  # [..., K]
@@ -25,7 +25,7 @@ def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -picked
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
     out = rows.new_empty((3, count), dtype=loss.precision(rows.dtype))
     for block in _blocks(count, width):
@@ -43,34 +43,14 @@ def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool
     return out
 
 
-def gradient(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    top: torch.Tensor,
-    sums: torch.Tensor,
-    dloss: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, out: Tensor) -> None:
+    top, sums = statistics
     count, width = rows.shape
     columns = torch.arange(start, start + width, device=rows.device)
     for block in _blocks(count, width):
         wide = (rows[block].to(top.dtype) - top[block, None]).exp_().div_(sums[block, None])  # [t, V]
         wide.sub_((columns == target[block, None]).to(wide.dtype))
         out[block] = wide.mul_(dloss[block, None])
-
-
-KERNELS = Kernels(statistics, gradient)
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-) -> torch.Tensor:
-    return loss.cross_entropy(KERNELS, logits, target, vocab_start, vocab_size, gather)
 
 
 def _blocks(count: int, width: int) -> list[slice]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.grouped_matmul import reference
-from mindspeed_lite.ops.grouped_matmul.autograd import Counts, TakeGradients
+from mindspeed_lite.ops.grouped_matmul.autograd import Counts, TakeGradients, on_device, on_host, run
 
 __all__ = [
     "OPERATOR",
@@ -21,7 +22,7 @@ __all__ = [
     "weight_gradients",
 ]
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 class Case(NamedTuple):
@@ -39,54 +40,49 @@ OPERATOR = Operator("grouped_matmul", reference.grouped_matmul)
 
 
 def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
-    counts: Counts,
-    biases: Tensors | None = None,
-    *,
-    transposed: bool = True,
+    x: Tensor, weights: Tensors, counts: Counts, biases: Tensors | None = None, *, transposed: bool = True,
     take_gradients: TakeGradients | None = None,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """y_e = x_e w_e^T + b_e, or y_e = x_e w_e unless `transposed`, for the rows x_e of every expert e.
 
-    x: [T, K], sorted by expert. weights: E tensors [N, K] (as torch.nn.Linear), or [K, N] unless `transposed`; or one
-    tensor [E, ...]. counts: rows per expert, with sum T; on the host, or int64 on x's device (not read by the host).
-    biases: E tensors [N]. y: [T, N], contiguous, summed in fp32 (float64 for float64), rounded once. Raises ValueError.
+    x: [T, K], sorted by expert. weights: E tensors [N, K] (as torch.nn.Linear), or [K, N] unless `transposed`. counts:
+    rows per expert, with sum T; on the host, or int64 on x's device (not read by the host). biases: E tensors [N].
+    y: [T, N], contiguous, summed in fp32 (float64 for float64), rounded once. Raises ValueError.
 
     Saves x, weights and counts. An expert without rows gets zero gradients. `take_gradients` replaces
-    `weight_gradients` in backward; it returns None for gradients stored elsewhere and needs separate weights [N, K].
+    `weight_gradients` in backward; it returns None for gradients stored elsewhere and needs weights [N, K].
     """
-    matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
-    width = _check(x, matrices, biases, transposed)
-    if take_gradients is not None and not (matrices is weights and transposed):
-        raise ValueError("grouped_matmul: take_gradients goes with a sequence of weights [N, K]")
-    known = _known(counts, x, len(matrices))
-    module = _module(x, width, len(matrices), biased=biases is not None)
-    y: torch.Tensor = module.grouped_matmul(x, weights, known, biases, transposed, take_gradients)
-    return y
+    width = _check(x, weights, biases, transposed)
+    if take_gradients is not None and not transposed:
+        raise ValueError("grouped_matmul: take_gradients goes with weights [N, K]")
+    backend, known = _backend(x, width, counts, len(weights), biased=biases is not None)
+    if backend is reference and torch.compiler.is_compiling() and take_gradients is None:
+        return reference.grouped_matmul(x, weights, known, biases, transposed)
+    return run(backend, x, weights, known, biases, transposed, take_gradients)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
+def weight_gradients(dy: Tensor, x: Tensor, counts: Counts) -> list[Tensor]:
     """dw_e = dy_e^T x_e: the gradients of the weights of y_e = x_e w_e^T.
 
     dy: [T, N] and x: [T, K] in one dtype. Returns E tensors [N, K] in that dtype, possibly views of one, summed in fp32
     and rounded once. Not differentiable.
     """
     _check_pair(dy, x)
-    known = _known(counts, x, len(counts))
+    backend, counts = _backend(x, dy.shape[1], counts, len(counts))
     with torch.no_grad():
-        return list(_module(x, dy.shape[1], len(counts)).weight_gradients(dy, x, known))
+        return list(backend.weight_gradients(dy, x, counts))
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Counts) -> None:
     """main_grad_e += dy_e^T x_e in place, for every expert e.
 
     main_grads: E tensors [N, K], all fp32 or all in x's dtype; dy: [T, N] and x: [T, K] in one dtype. Rounding as in
     `ops.accumulate_wgrad`. Not differentiable.
     """
     _check_pair(dy, x)
-    known = _known(counts, x, len(counts))
     shape = (dy.shape[1], x.shape[1])
+    is_contiguous = all(each.is_contiguous() for each in main_grads)
+    backend, counts = _backend(x, dy.shape[1], counts, len(counts), contiguous=is_contiguous)
     if len(main_grads) != len(counts) or any(each.shape != shape for each in main_grads):
         raise ValueError(
             f"grouped_matmul: want {len(counts)} main gradients {list(shape)} for dy {list(dy.shape)} and x "
@@ -97,17 +93,20 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
         dtypes = ", ".join(sorted({str(each.dtype) for each in main_grads}))
         raise ValueError(f"grouped_matmul: main gradients are {dtypes} and x {x.dtype}: want all in that or float32")
     with torch.no_grad():
-        module = _module(x, dy.shape[1], len(counts), contiguous=all(each.is_contiguous() for each in main_grads))
-        module.accumulate_weight_gradients(main_grads, dy, x, known)
+        backend.accumulate_weight_gradients(main_grads, dy, x, counts)
 
 
-def _module(x: torch.Tensor, width: int, experts: int, *, biased: bool = False, contiguous: bool = True) -> Any:
-    if x.numel() == 0 or width == 0:
-        return reference
-    return OPERATOR.module(Case(x.device.type, x.dtype, experts, max(width, x.shape[1]), biased, contiguous))
+def _backend(
+    x: Tensor, width: int, counts: Counts, experts: int, *, biased: bool = False, contiguous: bool = True
+) -> tuple[Any, Any]:
+    """The module that serves a call, and the counts where it reads them."""
+    known = _known(counts, x, experts)
+    case = Case(x.device.type, x.dtype, experts, max(width, x.shape[1]), biased, contiguous)
+    module = OPERATOR.module(case, x) if x.numel() and width else reference
+    return module, on_host(known, x.shape[0]) if module.COUNTS_ON_HOST else on_device(known, x.device)
 
 
-def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
+def _check(x: Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
     """Returns N."""
     first = weights[0].shape if len(weights) else ()
     form = "[N, K]" if transposed else "[K, N]"
@@ -127,7 +126,7 @@ def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed
     return int(width)
 
 
-def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
+def _check_pair(dy: Tensor, x: Tensor) -> None:
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0] or dy.dtype != x.dtype:
         raise ValueError(
             f"grouped_matmul: want dy [T, N] and x [T, K] in one dtype, not {list(dy.shape)} in {dy.dtype} and "
@@ -135,12 +134,12 @@ def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
         )
 
 
-def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
+def _known(counts: Counts, x: Tensor, experts: int) -> Counts:
     """Checked counts: a tensor if on a device, else a list."""
-    given = list(counts.shape) if isinstance(counts, torch.Tensor) else [len(counts)]
+    given = list(counts.shape) if isinstance(counts, Tensor) else [len(counts)]
     if given != [experts] or not experts:
         raise ValueError(f"grouped_matmul: counts {given} for {experts} experts, of which there must be some")
-    if isinstance(counts, torch.Tensor):
+    if isinstance(counts, Tensor):
         if counts.dtype != torch.int64 or counts.device not in (x.device, torch.device("cpu")):
             raise ValueError(
                 f"grouped_matmul: counts are {counts.dtype} on {counts.device}: want int64 on {x.device} or on cpu"
@@ -153,8 +152,8 @@ def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
     return list(counts)
 
 
-def _readable(counts: torch.Tensor) -> bool:
-    return type(counts) is torch.Tensor and not torch.compiler.is_compiling()
+def _readable(counts: Tensor) -> bool:
+    return type(counts) is Tensor and not torch.compiler.is_compiling()
 
 
 def _shapes(tensors: Tensors) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
@@ -28,6 +29,24 @@ class Shape:
     outputs: int
     experts: int
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        scale = max(self.inputs, 1) ** -0.5
+        weights = [draw(self.outputs, self.inputs, scale=scale) for _ in range(self.experts)]
+        return draw(self.rows, self.inputs), *weights
+
+    def ours(self, x: Tensor, *weights: Tensor) -> Tensor:
+        return grouped_matmul(x, weights, list(counts(self)))
+
+    def reference(self, x: Tensor, *weights: Tensor) -> Tensor:
+        parts = zip(torch.split(x, list(counts(self))), weights, strict=True)
+        return torch.cat([torch.nn.functional.linear(rows, weight) for rows, weight in parts])
+
+    def work(self, size: int) -> tuple[Work, Work]:
+        rows, k, n, experts = self.rows, self.inputs, self.outputs, self.experts
+        matmul = 2 * rows * n * k
+        forward = Work((rows * (n + k) + experts * n * k) * size, matmul)
+        return forward, Work((rows * (n + 2 * k) + 2 * experts * n * k) * size, 2 * matmul)
+
 
 @functools.lru_cache(8)
 def counts(shape: Shape) -> tuple[int, ...]:
@@ -40,30 +59,8 @@ def counts(shape: Shape) -> tuple[int, ...]:
     return (*(chosen[expert] for expert in range(shape.experts - 1)), 0)
 
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    scale = max(shape.inputs, 1) ** -0.5
-    weights = [draw(shape.outputs, shape.inputs, scale=scale) for _ in range(shape.experts)]
-    return draw(shape.rows, shape.inputs), *weights
-
-
-def ours(shape: Shape, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    return grouped_matmul(x, weights, list(counts(shape)))
-
-
-def reference(shape: Shape, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    parts = zip(torch.split(x, list(counts(shape))), weights, strict=True)
-    return torch.cat([torch.nn.functional.linear(rows, weight) for rows, weight in parts])
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    rows, k, n, experts = shape.rows, shape.inputs, shape.outputs, shape.experts
-    matmul = 2 * rows * n * k
-    forward = Work((rows * (n + k) + experts * n * k) * size, matmul)
-    return forward, Work((rows * (n + 2 * k) + 2 * experts * n * k) * size, 2 * matmul)
-
-
-def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
-    product: Callable[..., torch.Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
+def grouped_mm(shape: Shape) -> Callable[..., Tensor]:
+    product: Callable[..., Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = list(itertools.accumulate(counts(shape)))
     return OwnLayout(
         lambda x, *weights: (x.clone(), torch.stack(weights), torch.tensor(ends, dtype=torch.int32, device=x.device)),
@@ -74,12 +71,8 @@ def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
 
 # Qwen3-30B-A3B and Mixtral 8x7B.
 CASES = OperatorCases(
-    operator="grouped_matmul",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "grouped_matmul",
+    Shape,
     correctness=("300x64x96x4", "37x100x65x3", "513x136x72x9"),
     cpu=("12288x512x256x64", "2048x1024x1408x8"),
     accelerator=("65536x2048x1536x128", "16384x4096x28672x8"),

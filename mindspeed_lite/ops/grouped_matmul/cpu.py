@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-
-from mindspeed_lite.ops.grouped_matmul import autograd, reference
-from mindspeed_lite.ops.traced import is_traced
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
+COUNTS_ON_HOST = True
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,39 +26,8 @@ def supported(case: Case) -> list[str]:
 
 
 def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
-    counts: autograd.Counts,
-    biases: Tensors | None = None,
-    transposed: bool = True,
-    take_gradients: autograd.TakeGradients | None = None,
-) -> torch.Tensor:
-    if is_traced(x):
-        return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
-    return autograd.run(_PRODUCTS, x, weights, autograd.on_host(counts, x.shape[0]), biases, transposed, take_gradients)
-
-
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> list[torch.Tensor]:
-    sizes = autograd.on_host(counts, x.shape[0])
-    return [_padded(a).t() @ _padded(b) for a, b in zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)]
-
-
-def accumulate_weight_gradients(
-    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
-) -> None:
-    sizes = autograd.on_host(counts, x.shape[0])
-    for main_grad, a, b in zip(main_grads, torch.split(dy, sizes), torch.split(x, sizes), strict=True):
-        if not len(a):
-            continue
-        if main_grad.dtype == x.dtype:
-            main_grad.addmm_(a.t(), b)
-        else:
-            main_grad.add_(_padded(a).t() @ _padded(b))
-
-
-def _forward(
-    x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
-) -> torch.Tensor:
+    x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
+) -> Tensor:
     parts = []
     for rows, weight, bias in zip(
         torch.split(x, list(counts)), weights, biases or itertools.repeat(None), strict=False
@@ -70,10 +38,22 @@ def _forward(
     return torch.cat(parts)
 
 
-_PRODUCTS = autograd.Products(_forward, weight_gradients)
+def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    pairs = zip(torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True)
+    return [_padded(a).t() @ _padded(b) for a, b in pairs]
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
+    for main_grad, a, b in zip(main_grads, torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True):
+        if not len(a):
+            continue
+        if main_grad.dtype == x.dtype:
+            main_grad.addmm_(a.t(), b)
+        else:
+            main_grad.add_(_padded(a).t() @ _padded(b))
+
+
+def _padded(rows: Tensor) -> Tensor:
     if rows.dtype != torch.bfloat16 or not len(rows):
         return rows
     step = max(8, 1 << (len(rows) - 1).bit_length() >> 5)

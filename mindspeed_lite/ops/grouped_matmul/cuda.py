@@ -1,7 +1,7 @@
 """grouped_matmul on CUDA: one Triton kernel for all experts' matmuls, one for their weight gradients.
 
 No synchronisation: counts are read on the device. The persistent matmul's tile order keeps `GROUP` row blocks and a
-column block in L2, a ninth of column order's reads at 128 x 128 tiles. Stacked weights use `torch_grouped`.
+column block in L2, a ninth of column order's reads at 128 x 128 tiles.
 """
 
 # Triton's decorator and the arguments of its kernels have no types.
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mindspeed_lite.ops.grouped_matmul import autograd, reference, torch_grouped
 from mindspeed_lite.ops.row_kernels import on, programs
-from mindspeed_lite.ops.traced import address, is_traced
+from mindspeed_lite.ops.traced import address
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 class Tiles(NamedTuple):
@@ -52,6 +52,8 @@ THIN = Tiles(32, 128, 64, 4, 4)
 # fp32, without tensor cores.
 WIDE = Tiles(64, 64, 32, 8, 3)
 
+COUNTS_ON_HOST = False
+
 # Consecutive row blocks that share a column block.
 GROUP = 8
 
@@ -65,45 +67,21 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
-    counts: autograd.Counts,
-    biases: Tensors | None = None,
-    transposed: bool = True,
-    take_gradients: autograd.TakeGradients | None = None,
-) -> torch.Tensor:
-    if is_traced(x):
-        return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
-    return autograd.run(_PRODUCTS, x, weights, autograd.on_device(counts, x.device), biases, transposed, take_gradients)
-
-
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> Tensors:
-    if is_traced(x):
-        return reference.weight_gradients(dy, x, counts)
+def weight_gradients(dy: Tensor, x: Tensor, counts: Tensor) -> Tensors:
     found = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply_gradients(found, None, dy, x, autograd.on_device(counts, x.device))
+    _multiply_gradients(found, None, dy, x, counts)
     return found.unbind()
 
 
-def accumulate_weight_gradients(
-    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
-) -> None:
-    if is_traced(x):
-        reference.accumulate_weight_gradients(main_grads, dy, x, counts)
-        return
-    _multiply_gradients(main_grads[0], main_grads, dy, x, autograd.on_device(counts, x.device))
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Tensor) -> None:
+    _multiply_gradients(main_grads[0], main_grads, dy, x, counts)
     for main_grad in main_grads:
         # PyTorch did not see the write.
         torch.autograd.graph.increment_version(main_grad)
 
 
-def _forward(
-    x: torch.Tensor, weights: Tensors, counts: torch.Tensor, biases: Tensors | None, transposed: bool
-) -> torch.Tensor:
+def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     (rows, k), n = x.shape, weights[0].shape[0 if transposed else 1]
-    if torch_grouped.serves(x, weights, biases):
-        return torch_grouped.product(x, weights, counts, transposed)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     tiles = _tiles(x, len(weights), n)
     weights = [each.contiguous() for each in weights]
@@ -121,9 +99,7 @@ def _forward(
     return y
 
 
-def _multiply_gradients(
-    out: torch.Tensor, main_grads: Tensors | None, dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor
-) -> None:
+def _multiply_gradients(out: Tensor, main_grads: Tensors | None, dy: Tensor, x: Tensor, counts: Tensor) -> None:
     """`out` [E, N, K]: the result, or one of the main gradients to add to."""
     n, k, experts = dy.shape[1], x.shape[1], len(counts)
     tiles = WIDE if x.dtype == torch.float32 else LARGE
@@ -135,9 +111,6 @@ def _multiply_gradients(
             ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
             ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
         )  # fmt: skip
-
-
-_PRODUCTS = autograd.Products(_forward, weight_gradients)
 
 
 @triton.jit
@@ -232,7 +205,7 @@ def gradient_kernel(
         tl.store(out_ptr + expert.to(tl.int64) * N * K + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _tiles(x: torch.Tensor, experts: int, n: int) -> Tiles:
+def _tiles(x: Tensor, experts: int, n: int) -> Tiles:
     """By average rows per expert: the counts are on the device."""
     if x.dtype == torch.float32:
         return WIDE
@@ -246,13 +219,13 @@ def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _addresses(tensors: Tensors) -> tuple[torch.Tensor, bool]:
+def _addresses(tensors: Tensors) -> tuple[Tensor, bool]:
     """Addresses [E] on the device; True if all are 16-byte aligned."""
     addresses = tuple(map(address, tensors))
     return _table(addresses, tensors[0].device), all(each % 16 == 0 for each in addresses)
 
 
 @functools.lru_cache(maxsize=1024)
-def _table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Cached: parameter addresses do not change."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)

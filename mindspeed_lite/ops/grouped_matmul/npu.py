@@ -10,7 +10,8 @@ undocumented: they are overwritten with zeros.
 group_list_type 1 (counts) needs two groups: one expert uses a plain matmul. Biases need a list of weights, and are
 float32 for bfloat16. Last dimensions in memory are below 65536.
 
-npu_grouped_matmul_add_ adds to float32 [E, N, K]. It may ignore group_list_type and expect group ends.
+Megatron's buffers do not hold the main gradients of one layer's experts side by side, as npu_grouped_matmul_add_ wants
+them: they are added one by one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-from mindspeed_lite.ops.grouped_matmul import autograd
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
+COUNTS_ON_HOST = False
 _HALF = (torch.float16, torch.bfloat16)
 _LONGEST_LIST = 128
 _MOST_GROUPS = 1024
@@ -51,65 +53,37 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
-    counts: autograd.Counts,
-    biases: Tensors | None = None,
-    transposed: bool = True,
-    take_gradients: autograd.TakeGradients | None = None,
-) -> torch.Tensor:
-    return autograd.run(_PRODUCTS, x, weights, autograd.on_device(counts, x.device), biases, transposed, take_gradients)
-
-
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> Tensors:
+def weight_gradients(dy: Tensor, x: Tensor, counts: Tensor) -> Tensors:
     if len(counts) == 1:
         return (dy.t() @ x,)
-    sizes = autograd.on_device(counts, x.device)
-    found: torch.Tensor = torch_npu.npu_grouped_matmul(
+    found: Tensor = torch_npu.npu_grouped_matmul(
         [dy.contiguous().t()],  # [N, T]
         [x.contiguous()],  # [T, K]
-        group_list=sizes,
+        group_list=counts,
         split_item=3,
         group_type=2,
         group_list_type=1,
     )[0]
-    return found.masked_fill_(sizes.eq(0).view(-1, 1, 1), 0.0).unbind()
+    return found.masked_fill_(counts.eq(0).view(-1, 1, 1), 0.0).unbind()
 
 
-def accumulate_weight_gradients(
-    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
-) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Tensor) -> None:
     if len(main_grads) == 1:
         accumulate_wgrad(main_grads[0], dy, x)
         return
-    one = _adjacent(main_grads)
-    fits = x.dtype in _HALF and main_grads[0].dtype == torch.float32 and hasattr(torch_npu, "npu_grouped_matmul_add_")
-    if one is None or not fits:
-        for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
-            main_grad.add_(dw)
-        return
-    torch_npu.npu_grouped_matmul_add_(
-        one,  # [E, N, K]
-        dy.contiguous(),  # [T, N], transposed by the operator
-        x.contiguous(),  # [T, K]
-        autograd.on_device(counts, x.device).cumsum(0),
-        transpose_x=True,
-        transpose_weight=False,
-        group_type=2,
-    )
+    for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
+        main_grad.add_(dw)
 
 
-def _forward(
-    x: torch.Tensor, weights: Tensors, counts: torch.Tensor, biases: Tensors | None, transposed: bool
-) -> torch.Tensor:
+def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     if len(weights) == 1:
         weight = weights[0].t() if transposed else weights[0]
         return x @ weight if biases is None else torch.addmm(biases[0], x, weight)
-    matrices = _as_given(weights, x.dtype, biases is not None)
+    is_list = x.dtype in _HALF and len(weights) <= _LONGEST_LIST
+    matrices = [each.contiguous() for each in weights] if is_list else [torch.stack([*weights])]
     if biases is not None:
         biases = [each.float() if each.dtype == torch.bfloat16 else each for each in biases]
-    y: torch.Tensor = torch_npu.npu_grouped_matmul(
+    y: Tensor = torch_npu.npu_grouped_matmul(
         [x.contiguous()],
         [each.transpose(-2, -1) if transposed else each for each in matrices],
         bias=biases,
@@ -119,27 +93,3 @@ def _forward(
         group_list_type=1,
     )[0]
     return y
-
-
-_PRODUCTS = autograd.Products(_forward, weight_gradients)
-
-
-def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
-    one = None if biased else _adjacent(weights)
-    if one is None and (dtype not in _HALF or len(weights) > _LONGEST_LIST):
-        one = torch.stack([*weights])
-    return [each.contiguous() for each in weights] if one is None else [one]
-
-
-def _adjacent(tensors: Tensors) -> torch.Tensor | None:
-    """Zero-copy view [E, ...] of adjacent matrices, or None."""
-    first = tensors[0]
-    memory, start, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()
-    for position, each in enumerate(tensors):
-        if (
-            not each.is_contiguous()
-            or each.untyped_storage()._cdata != memory
-            or each.storage_offset() != start + position * size
-        ):
-            return None
-    return first.as_strided((len(tensors), *first.shape), (size, first.shape[1], 1))

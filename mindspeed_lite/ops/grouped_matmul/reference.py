@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.ops.grouped_matmul import autograd
+Tensors = Sequence[Tensor]
 
-Tensors = Sequence[torch.Tensor]
+
+COUNTS_ON_HOST = True
 
 
 def grouped_matmul(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
-    counts: autograd.Counts,
-    biases: Tensors | None = None,
-    transposed: bool = True,
-    take_gradients: autograd.TakeGradients | None = None,
-) -> torch.Tensor:
-    counts = autograd.on_host(counts, x.shape[0])
-    if torch.compiler.is_compiling() and take_gradients is None:
-        matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
-        return product(x, matrices, counts, biases, transposed)
-    return autograd.run(PRODUCTS, x, weights, counts, biases, transposed, take_gradients)
-
-
-def product(
-    x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
-) -> torch.Tensor:
+    x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
+) -> Tensor:
     """Differentiable matmul per expert in fp32 (float64 for float64), rounded once."""
     dtype = wide(x.dtype)
     parts = []
@@ -39,15 +26,13 @@ def product(
     return torch.cat(parts).to(x.dtype)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> list[torch.Tensor]:
-    dtype, sizes = wide(x.dtype), autograd.on_host(counts, x.shape[0])
-    pairs = zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)
+def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    dtype = wide(x.dtype)
+    pairs = zip(torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True)
     return [(a.to(dtype).t() @ b.to(dtype)).to(x.dtype) for a, b in pairs]
 
 
-def accumulate_weight_gradients(
-    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
-) -> None:
+def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
     """main_grad_e += dy_e^T x_e, rounded to x's dtype first, as in autograd."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)
@@ -56,6 +41,3 @@ def accumulate_weight_gradients(
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Accumulation dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-PRODUCTS = autograd.Products(product, weight_gradients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.layer_norm import reference
@@ -24,9 +25,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("layer_norm", reference.layer_norm)
 
 
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * w + `bias`, w = `weight` (+ 1 if `zero_centered`).
 
     x, y: [..., H] in one dtype; weight, bias: [H] in one dtype, maybe another; biased variance. Computed in fp32
@@ -41,5 +40,5 @@ def layer_norm(
     if bias.dtype != weight.dtype:
         raise ValueError(f"layer_norm: want weight and bias of one dtype, not {weight.dtype} and {bias.dtype}")
     case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
-    out: torch.Tensor = OPERATOR.choose(case)(x, weight, bias, eps, zero_centered)
+    out: Tensor = OPERATOR.choose(case)(x, weight, bias, eps, zero_centered)
     return out

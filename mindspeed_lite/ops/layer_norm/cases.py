@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.layer_norm import layer_norm
@@ -22,38 +23,30 @@ class Shape:
     rows: int
     hidden: int
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        return draw(self.rows, self.hidden), draw(self.hidden, scale=0.1, offset=1.0), draw(self.hidden)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    return draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0), draw(shape.hidden)
+    def ours(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return layer_norm(x, weight, bias, eps=EPS)
 
+    def reference(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (self.hidden,), weight, bias, EPS)
 
-def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return layer_norm(x, weight, bias, eps=EPS)
-
-
-def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, (shape.hidden,), weight, bias, EPS)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    rows, hidden = shape.rows, shape.hidden
-    forward = Work((2 * rows * hidden + 2 * hidden) * size, 7 * rows * hidden)
-    return forward, Work((3 * rows * hidden + 3 * hidden) * size, 13 * rows * hidden)
+    def work(self, size: int) -> tuple[Work, Work]:
+        rows, hidden = self.rows, self.hidden
+        forward = Work((2 * rows * hidden + 2 * hidden) * size, 7 * rows * hidden)
+        return forward, Work((3 * rows * hidden + 3 * hidden) * size, 13 * rows * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
     return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
 
 
 # GPT-3 6.7B and 175B.
 CASES = OperatorCases(
-    operator="layer_norm",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "layer_norm",
+    Shape,
     correctness=("64x1024", "37x1000", "300x64"),
     cpu=("1024x1024", "4096x4096"),
     accelerator=("1024x1024", "4096x4096", "8192x12288"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from mindspeed_lite.ops.cross_entropy import Gather
+from mindspeed_lite.ops import cross_entropy
+from mindspeed_lite.ops.cross_entropy import Gather, loss
 from mindspeed_lite.ops.dispatch import Operator
-from mindspeed_lite.ops.linear_cross_entropy import fused, reference
+from mindspeed_lite.ops.linear_cross_entropy import chunks
 from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 
 __all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy"]
@@ -19,18 +21,19 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-OPERATOR = Operator("linear_cross_entropy", reference.linear_cross_entropy, fused.BACKENDS)
+# The kernels of cross_entropy, for chunks of the logits.
+OPERATOR = Operator("linear_cross_entropy", cross_entropy.reference.statistics, cross_entropy.OPERATOR.backends)
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
     accumulate: Accumulate | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """cross_entropy(hidden @ weight^T, target), a chunk of the vocabulary at a time.
 
     hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; loss: [...] in fp32 (float64 for
@@ -49,14 +52,6 @@ def linear_cross_entropy(
             f"{tuple(hidden.shape)} in {hidden.dtype}, {tuple(weight.shape)} in {weight.dtype} and "
             f"{tuple(target.shape)}"
         )
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(f"linear_cross_entropy: target is {target.dtype}, and it counts tokens")
-    width = weight.shape[0]
-    size = vocab_start + width if vocab_size is None else vocab_size
-    if width == 0 or vocab_start < 0 or vocab_start + width > size or (gather is None and width != size):
-        raise ValueError(
-            f"linear_cross_entropy: the slice of {width} from {vocab_start} of a vocabulary of {size} is not one, or "
-            f"it is not the whole and nothing gathers the others"
-        )
-    implementation = OPERATOR.choose(Case(hidden.device.type, hidden.dtype), hidden)
-    return implementation(hidden, weight, target, vocab_start, size, gather, accumulate)
+    size = loss.vocabulary_size("linear_cross_entropy", target, vocab_start, weight.shape[0], vocab_size, gather)
+    kernels = OPERATOR.module(Case(hidden.device.type, hidden.dtype), hidden)
+    return chunks.linear_cross_entropy(kernels, hidden, weight, target, vocab_start, size, gather, accumulate)

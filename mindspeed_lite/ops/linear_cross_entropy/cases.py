@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.linear_cross_entropy import linear_cross_entropy
@@ -21,29 +22,25 @@ class Shape:
     hidden: int
     vocabulary: int
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        weight = draw(self.vocabulary, self.hidden, scale=max(self.hidden, 1) ** -0.5)
+        return draw(self.rows, self.hidden), weight, draw.integers(self.vocabulary, self.rows)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    weight = draw(shape.vocabulary, shape.hidden, scale=max(shape.hidden, 1) ** -0.5)
-    return draw(shape.rows, shape.hidden), weight, draw.integers(shape.vocabulary, shape.rows)
+    def ours(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, labels)
 
+    def reference(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(x, weight)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
 
-def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return linear_cross_entropy(x, weight, labels)
-
-
-def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = torch.nn.functional.linear(x, weight)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    once = (shape.rows + shape.vocabulary) * shape.hidden * size
-    matmul = 2 * shape.rows * shape.hidden * shape.vocabulary
-    return Work(once, matmul), Work(2 * once, 2 * matmul)
+    def work(self, size: int) -> tuple[Work, Work]:
+        once = (self.rows + self.vocabulary) * self.hidden * size
+        matmul = 2 * self.rows * self.hidden * self.vocabulary
+        return Work(once, matmul), Work(2 * once, 2 * matmul)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel with per-row loss and fp32 weight gradient sums."""
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     function: Any = module.LigerFusedLinearCrossEntropyFunction
@@ -53,12 +50,8 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
 
 # Llama 3 8B, unsharded and over eight ranks.
 CASES = OperatorCases(
-    operator="linear_cross_entropy",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "linear_cross_entropy",
+    Shape,
     correctness=("24x16x48", "128x256x4096"),
     cpu=("1024x1024x32768",),
     accelerator=("8192x4096x32768", "8192x4096x128256", "8192x8192x16032"),

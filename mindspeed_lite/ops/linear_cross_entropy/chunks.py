@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import accumulate_wgrad
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, losses, merge
+from mindspeed_lite.ops.cross_entropy.loss import Gather, losses, merge
 
 # Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
@@ -35,24 +36,24 @@ class Accumulate(NamedTuple):
     during the call. done(): after the last add; returns autograd's gradient of weight.
     """
 
-    add: Callable[[slice, torch.Tensor, torch.Tensor], None]
-    done: Callable[[], torch.Tensor | None]
+    add: Callable[[slice, Tensor, Tensor], None]
+    done: Callable[[], Tensor | None]
 
 
 def linear_cross_entropy(
-    kernels: Kernels,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    kernels: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     vocab_start: int,
     vocab_size: int,
     gather: Gather | None,
     accumulate: Accumulate | None,
-) -> torch.Tensor:
+) -> Tensor:
     elements = COLUMNS * target.numel() if hidden.is_cuda else CHUNK
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, target, kernels, parts, vocab_start, vocab_size, gather, accumulate
     )
     return loss
@@ -67,7 +68,7 @@ class _Parts(NamedTuple):
         return [slice(first, min(first + self.step, self.width)) for first in range(self.kept, self.width, self.step)]
 
 
-def _parts(count: int, weight: torch.Tensor, elements: int, keeps: bool) -> _Parts:
+def _parts(count: int, weight: Tensor, elements: int, keeps: bool) -> _Parts:
     width = weight.shape[0]
     fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
     kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0
@@ -81,16 +82,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        kernels: Kernels,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        kernels: Any,
         parts: _Parts,
         vocab_start: int,
         vocab_size: int,
         gather: Gather | None,
         accumulate: Accumulate | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         flat = target.reshape(-1).to(torch.int64)  # [T]
         kept = torch.mm(rows, weight[: parts.kept].t()) if parts.kept else None
@@ -111,11 +112,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, target, (top, sums), kept = ctx.saved_tensors
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, statistics, kept = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
-        dloss = dloss.reshape(-1).to(top.dtype).contiguous()
+        dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
         accumulate = ctx.accumulate if wants_weight else None
         parts, kept = ctx.parts, kept if ctx.parts.kept else None
         # Kept logits are overwritten below: a second backward pass recomputes them.
@@ -123,11 +124,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         alone = parts.kept == parts.width
         dhidden = None
         if wants_hidden and not alone:
-            dhidden = torch.zeros(rows.shape, dtype=top.dtype, device=rows.device)
+            dhidden = torch.zeros(rows.shape, dtype=statistics.dtype, device=rows.device)
         dweight = torch.empty_like(weight) if wants_weight and accumulate is None else None
         for part, logits in _logits(rows, weight, parts, kept):
             start = ctx.vocab_start + part.start
-            ctx.kernels.gradient(logits, target, start, top, sums, dloss, logits)
+            ctx.kernels.gradient(logits, target, start, statistics, dloss, logits)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
             elif wants_hidden:
@@ -143,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, *[None] * 7
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, summed in total's dtype (not narrower than a and b)."""
     if accumulate_wgrad.sums_in_main_dtype(total, b):
         accumulate_wgrad.accumulate_wgrad(total, a.t(), b)
@@ -154,9 +155,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += torch.addmm(rounded, a, b, beta=-1)
 
 
-def _logits(
-    rows: torch.Tensor, weight: torch.Tensor, parts: _Parts, kept: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
+def _logits(rows: Tensor, weight: Tensor, parts: _Parts, kept: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """(vocabulary slice, logits [T, n]); recomputed chunks reuse one buffer."""
     if kept is not None:
         yield slice(0, parts.kept), kept

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.masked_softmax import reference
@@ -27,9 +28,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("masked_softmax", reference.masked_softmax)
 
 
-def masked_softmax(
-    scores: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False, scale: float = 1.0
-) -> torch.Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0) -> Tensor:
     """p = softmax(scale * scores, hidden entries set to -10000) over the last dimension.
 
     scores, p: [b, n, sq, sk] in bf16, fp16, fp32 or fp64. mask: bool, broadcastable; True hides. causal: query i hides
@@ -44,14 +43,12 @@ def masked_softmax(
     return OPERATOR.choose(_case(scores, mask, causal, scale), scores, mask)(scores, mask, causal, scale)
 
 
-def why_not(
-    scores: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False, scale: float = 1.0
-) -> list[str]:
+def why_not(scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0) -> list[str]:
     """Reasons why this call would run on the reference; empty if none."""
     return OPERATOR.why_not(_case(scores, mask, causal, scale))
 
 
-def _case(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> Case:
+def _case(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Case:
     shape = scores.shape
     if len(shape) != 4:
         raise ValueError(f"masked_softmax: want scores [b, n, sq, sk], not {list(shape)}")

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.masked_softmax import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
 _SIZES = "lllllllifi"
 library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {f"masked_softmax_forward_{name}": f"pppp{_SIZES}" for name in _NAMES.values()}
-    | {f"masked_softmax_backward_{name}": f"ppppp{_SIZES}" for name in _NAMES.values()},
+    kernels={"masked_softmax_forward": f"pppp{_SIZES}", "masked_softmax_backward": f"ppppp{_SIZES}"},
     returns_status=True,
 )
 
@@ -28,44 +26,39 @@ _WORK = 4
 
 
 def supported(case: Case) -> list[str]:
-    if case.dtype not in _NAMES:
-        return [f"dtype {case.dtype}: the kernel takes bfloat16 and float32"]
-    reason = library.unusable()
-    return [] if reason is None else [reason]
+    return library.why_not(case.dtype)
 
 
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    probs: torch.Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
+def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    probs: Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
     return probs
 
 
-def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[Tensor, autograd.Inputs]:
     scores, mask = inputs
     given = scores.contiguous()
     probs = torch.empty(scores.shape, dtype=scores.dtype)
     # Maximum and relative sum per row: log(sum) would lose digits to a large maximum.
     statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
     hidden, sizes = _sizes(scores, mask, *options)
-    getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(given, hidden, probs, statistics, *sizes)
+    library.kernel("masked_softmax_forward", scores.dtype)(given, hidden, probs, statistics, *sizes)
     return probs, (scores, mask, statistics)
 
 
-def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[bool, float], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dprobs: Tensor, saved: Any, options: tuple[bool, float], wanted: Sequence[bool]) -> autograd.Inputs:
     scores, mask, statistics = saved
     scores, dprobs = scores.contiguous(), dprobs.contiguous()
     dscores = torch.empty(scores.shape, dtype=scores.dtype)
     hidden, sizes = _sizes(scores, mask, *options)
     given = (dprobs, scores, hidden, dscores, statistics)
-    getattr(library, f"masked_softmax_backward_{_NAMES[scores.dtype]}")(*given, *sizes)
+    library.kernel("masked_softmax_backward", scores.dtype)(*given, *sizes)
     return dscores, None
 
 
 _KERNEL = autograd.Kernel(_forward, _backward)
 
 
-def _sizes(
-    scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> tuple[torch.Tensor | None, tuple[float, ...]]:
+def _sizes(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor | None, tuple[float, ...]]:
     batch, heads, queries, keys = scores.shape
     strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.masked_softmax import Case
 
 # Generated masks by device, queries, keys and causality: the latest few.
-_masks: dict[tuple[torch.device, int, int, bool], torch.Tensor] = {}
+_masks: dict[tuple[torch.device, int, int, bool], Tensor] = {}
 _MOST = 4
 
 
@@ -32,7 +33,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     queries, keys = scores.shape[2:]
     if mask is None:
         hidden = _own_mask(queries, keys, causal, scores.device)
@@ -43,11 +44,11 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool
         empty = hidden.all(-1, keepdim=True)
         # [b | 1, n | 1, sq, sk]
         hidden = (hidden & ~empty).expand(-1, -1, queries, keys).contiguous()
-    probs: torch.Tensor = torch_npu.npu_scaled_masked_softmax(scores, hidden, scale=scale, fixed_triu_mask=False)
+    probs: Tensor = torch_npu.npu_scaled_masked_softmax(scores, hidden, scale=scale, fixed_triu_mask=False)
     return probs
 
 
-def _own_mask(queries: int, keys: int, causal: bool, device: torch.device) -> torch.Tensor:
+def _own_mask(queries: int, keys: int, causal: bool, device: torch.device) -> Tensor:
     """[1, 1, sq, sk] bool: True above the diagonal if `causal`, else all False."""
     made_for = (device, queries, keys, causal)
     mask = _masks.get(made_for)
@@ -56,7 +57,7 @@ def _own_mask(queries: int, keys: int, causal: bool, device: torch.device) -> to
             mask = torch.zeros(1, 1, queries, keys, dtype=torch.bool, device=device)
             if causal:
                 mask = mask.fill_(True).triu_(1)
-        if type(mask) is torch.Tensor:  # a fake tensor must not outlive its mode
+        if type(mask) is Tensor:  # a fake tensor must not outlive its mode
             if len(_masks) == _MOST:
                 del _masks[next(iter(_masks))]
             _masks[made_for] = mask

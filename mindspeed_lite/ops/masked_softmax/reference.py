@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # Value of Megatron's attention_mask_func.
 HIDDEN = -10000.0
 
 
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32) * scale
     queries, keys = scores.shape[-2:]
     if causal and queries > 1:

@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.moe_router import reference
@@ -42,7 +43,7 @@ OPERATOR = Operator("moe_router", reference.moe_router)  # type: ignore[arg-type
 
 
 def topk_routing(
-    logits: torch.Tensor,
+    logits: Tensor,
     topk: int,
     *,
     use_pre_softmax: bool = False,
@@ -50,9 +51,8 @@ def topk_routing(
     group_topk: int | None = None,
     scaling_factor: float | None = None,
     score_function: str = "softmax",
-    expert_bias: torch.Tensor | None = None,
-    dense_output: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    expert_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The topk experts of every token and their probabilities.
 
     For logits x [T, E], with s the score that experts are chosen by and p the probability:
@@ -62,20 +62,17 @@ def topk_routing(
         sqrtsoftplus                 s = sqrt(softplus(x)),  p as for sigmoid
     times scaling_factor, unless None or 0. expert_bias [E] is added to s for the choice only, without gradient; softmax
     ignores it. group_topk: choose within the group_topk of num_groups equal groups with the highest sums of their
-    topk // group_topk highest s. Ties as in torch.topk on that device. Experts in descending order of s; unordered with
-    gradients disabled.
+    topk // group_topk highest s. Ties as in torch.topk on that device.
 
-    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once. Returns
-        dense_output False: probs [T, E] in the logits' dtype, 0 where not chosen; routing_map [T, E] bool;
-        dense_output True: probs [T, topk]; indices [T, topk] int64.
+    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once. Returns probs [T, E] in the logits'
+    dtype, 0 where not chosen, and routing_map [T, E] bool.
     Backends save indices and [T, topk] fp32 values, with use_pre_softmax logits and indices.
 
     Raises ValueError for an unknown score function or unfit sizes.
     """
     reference.check(logits, topk, score_function)
     form = form_of(
-        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
-        torch.is_grad_enabled(),
+        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function,
     )  # fmt: skip
     bias = _bias(logits, expert_bias, score_function)
     route: Any = OPERATOR.choose(Case(logits.device.type, logits.dtype, logits.shape[1], form), logits)
@@ -92,8 +89,6 @@ def form_of(
     group_topk: int | None,
     scaling_factor: float | None = None,
     score_function: str = SOFTMAX,
-    dense_output: bool = False,
-    ordered: bool = True,
 ) -> Form:
     groups = None
     if group_topk:
@@ -108,10 +103,10 @@ def form_of(
             )
         groups = Groups(num_groups, group_topk, best)
     scores = PRE_SOFTMAX if use_pre_softmax and score_function == SOFTMAX else score_function
-    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, ordered)
+    return Form(scores, topk, groups, float(scaling_factor or 1.0))
 
 
-def _bias(logits: torch.Tensor, expert_bias: torch.Tensor | None, score_function: str) -> torch.Tensor | None:
+def _bias(logits: Tensor, expert_bias: Tensor | None, score_function: str) -> Tensor | None:
     if expert_bias is None or score_function == SOFTMAX:
         return None
     if expert_bias.shape != logits.shape[1:]:

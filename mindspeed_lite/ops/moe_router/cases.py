@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.moe_router import form_of, topk_routing
@@ -36,17 +37,29 @@ class Shape:
         if self.k > self.experts:
             raise ValueError(f"k={self.k} of {self.experts} experts")
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Logits without ties in a row, exact in any dtype; with `bias` the expert bias."""
+        experts = self.experts
+        places = torch.rand(self.tokens, experts, **draw.options).argsort(dim=1)
+        # Power-of-two steps through about [-2, 2].
+        logits = draw.of((places - experts // 2) * (4.0 / (1 << max(experts - 1, 0).bit_length())))
+        if not self.bias:
+            return (logits,)
+        order = torch.randperm(experts, **draw.options)
+        return logits, draw.of(
+            torch.linspace(-0.1, 0.1, experts, device=order.device)[order], wide=True, gradient=False
+        )
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """Logits without ties in a row, exact in any dtype; with `bias` the expert bias."""
-    experts = shape.experts
-    places = torch.rand(shape.tokens, experts, **draw.options).argsort(dim=1)
-    # Power-of-two steps through about [-2, 2].
-    logits = draw.of((places - experts // 2) * (4.0 / (1 << max(experts - 1, 0).bit_length())))
-    if not shape.bias:
-        return (logits,)
-    order = torch.randperm(experts, **draw.options)
-    return logits, draw.of(torch.linspace(-0.1, 0.1, experts, device=order.device)[order], wide=True, gradient=False)
+    def ours(self, logits: Tensor, expert_bias: Tensor | None = None) -> Tensor:
+        return topk_routing(logits, self.k, expert_bias=expert_bias, **_options(self))[0]
+
+    def reference(self, logits: Tensor, expert_bias: Tensor | None = None) -> Tensor:
+        return moe_router(logits, expert_bias, form_of(self.experts, self.k, **_options(self)))[0]
+
+    def work(self, size: int) -> tuple[Work, Work]:
+        count = self.tokens * self.experts
+        forward = Work(count * (2 * size + 1), count * (8 + self.k + self.groups))
+        return forward, Work((count + self.tokens * self.k) * size, 8 * count)
 
 
 def _options(shape: Shape) -> dict[str, Any]:
@@ -54,31 +67,13 @@ def _options(shape: Shape) -> dict[str, Any]:
     return {"use_pre_softmax": shape.pre, "score_function": shape.scores, **groups}
 
 
-def ours(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
-    return topk_routing(logits, shape.k, expert_bias=expert_bias, **_options(shape))[0]
-
-
-def reference(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
-    return moe_router(logits, expert_bias, form_of(shape.experts, shape.k, **_options(shape)))[0]
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    count = shape.tokens * shape.experts
-    forward = Work(count * (2 * size + 1), count * (8 + shape.k + shape.groups))
-    return forward, Work((count + shape.tokens * shape.k) * size, 8 * count)
-
-
 # Mixtral, a 64-expert model in both ways, DeepSeek-V3.
 _DEEPSEEK = ",scores=sigmoid,groups=8,group_topk=4,bias=1"
 _TIMED = ("2048x8x2", "4096x64x6", "4096x64x6,pre=1", f"8192x256x8{_DEEPSEEK}")
 
 CASES = OperatorCases(
-    operator="moe_router",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "moe_router",
+    Shape,
     correctness=(
         "64x64x6,pre=1",
         f"100x64x8{_DEEPSEEK}",

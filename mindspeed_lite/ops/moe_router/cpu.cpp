@@ -139,9 +139,8 @@ int64_t candidates(Desk& desk, int64_t k) {
     }
 }
 
-// The k highest of key in descending order, if unambiguous: all above the rest, and with `order` distinct. key has no
-// NaN.
-bool choose_if_clear(Desk& desk, int64_t k, bool order) {
+// The k highest of key, if unambiguous: all above the rest. key has no NaN.
+bool choose_if_clear(Desk& desk, int64_t k) {
     const int64_t count = candidates(desk, k);
     if (count <= k || count > MOST_CANDIDATES) return false;
     const int32_t* place = desk.place.data();
@@ -167,7 +166,6 @@ bool choose_if_clear(Desk& desk, int64_t k, bool order) {
     for (int64_t j = 0; j < k; ++j) lowest = std::min(lowest, chosen[j]);
     if (lowest == 0) return true;
     // Ties among the chosen share one place.
-    if (order) return false;
     for (int64_t i = 0, next = 0; i < count; ++i) {
         if (ranks[i] < k) chosen[next++] = place[i];
     }
@@ -226,7 +224,7 @@ void close_groups(Desk& desk, int64_t experts, int64_t groups, int64_t chosen, i
 
 struct Form {
     int64_t experts, topk, groups, group_topk, best;  // groups: 0 for none
-    bool order, coarse;
+    bool coarse;
 };
 
 void choose(Desk& desk, const float* bias, const Form& form) {
@@ -244,7 +242,7 @@ void choose(Desk& desk, const float* bias, const Form& form) {
     for (int64_t i = 0; i < experts; ++i) nan |= key[i] != key[i];
     std::fill(desk.key.begin() + experts, desk.key.end(), LOWEST);
     if (form.groups != 0) close_groups(desk, experts, form.groups, form.group_topk, form.best, form.coarse, nan);
-    if (!nan && choose_if_clear(desk, form.topk, form.order)) return;
+    if (!nan && choose_if_clear(desk, form.topk)) return;
     choose_as_torch(key, experts, form.topk, desk.queue, desk.chosen.data());
 }
 
@@ -282,7 +280,7 @@ inline float slope(int kind, float s) {
 
 template <class In, class Out>
 void forward(int kind, const In* scores, int64_t stride, const float* bias, Out* probs, bool* map, int64_t* indices,
-             float* kept, int64_t rows, Form form, int dense, float scale, int threads, Guard& guard) {
+             float* kept, int64_t rows, Form form, float scale, int threads, Guard& guard) {
     const int64_t experts = form.experts, topk = form.topk;
 #pragma omp parallel num_threads(threads)
     {
@@ -301,11 +299,9 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
 #pragma omp simd
             for (int64_t i = 0; i < experts; ++i) raw[i] = load(in + i);
             choose(desk, bias, form);
-            if (map != nullptr) {
-                bool* out = map + row * experts;
-                std::memset(out, 0, experts);
-                for (int64_t j = 0; j < topk; ++j) out[desk.chosen[j]] = true;
-            }
+            bool* routed = map + row * experts;
+            std::memset(routed, 0, experts);
+            for (int64_t j = 0; j < topk; ++j) routed[desk.chosen[j]] = true;
             for (int64_t j = 0; j < topk; ++j) {
                 indices[row * topk + j] = desk.chosen[j];
                 chosen[j] = desk.raw[desk.chosen[j]];
@@ -317,13 +313,9 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
                 const float sum = sum_of(chosen.data(), wide) + EPS;
                 for (float& each : chosen) each /= sum;
             }
-            if (dense) {
-                for (int64_t j = 0; j < topk; ++j) store(probs + row * topk + j, chosen[j] * scale);
-            } else {
-                Out* out = probs + row * experts;
-                std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
-                for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
-            }
+            Out* out = probs + row * experts;
+            std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
+            for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
         };
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) guard([&] { run(row); });
@@ -335,7 +327,7 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
 // Backward through the chosen scores; `kind` is the scores', normalised or not.
 template <class T>
 void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out, int64_t rows,
-              int64_t experts, int64_t topk, int normalised, int dense, float scale, int threads, Guard& guard) {
+              int64_t experts, int64_t topk, int normalised, float scale, int threads, Guard& guard) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> g;
@@ -348,7 +340,7 @@ void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, c
             T* dx = out + row * experts;
             float dot = 0.0f, sum = 0.0f;
             for (int64_t j = 0; j < topk; ++j) {
-                g[j] = load(grad + row * stride + (dense ? j : at[j])) * scale;
+                g[j] = load(grad + row * stride + at[j]) * scale;
                 dot += g[j] * s[j];
                 sum += s[j];
             }
@@ -369,7 +361,7 @@ void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, c
 // Backward through the softmax over all experts, recomputed.
 template <class T>
 void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t stride, const int64_t* indices,
-                  T* out, int64_t rows, int64_t experts, int64_t topk, int dense, float scale, int threads,
+                  T* out, int64_t rows, int64_t experts, int64_t topk, float scale, int threads,
                   Guard& guard) {
 #pragma omp parallel num_threads(threads)
     {
@@ -389,7 +381,7 @@ void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t
             std::fill(g.begin(), g.end(), 0.0f);
             float dot = 0.0f;
             for (int64_t j = 0; j < topk; ++j) {
-                g[at[j]] = load(grad + row * stride + (dense ? j : at[j])) * scale;
+                g[at[j]] = load(grad + row * stride + at[j]) * scale;
                 dot += g[at[j]] * p[at[j]];
             }
             T* dx = out + row * experts;
@@ -405,11 +397,10 @@ void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t
     extern "C" int32_t moe_router_forward_##NAME(int kind, const IN* scores, int64_t stride, const float* bias,        \
                                                  OUT* probs, bool* map, int64_t* indices, float* kept, int64_t rows,   \
                                                  int64_t experts, int64_t topk, int64_t groups, int64_t group_topk,    \
-                                                 int64_t best, int order, int dense, float scale, int threads) {       \
-        const Form form{experts, topk, groups, group_topk, best, order != 0, sizeof(IN) == 2};                         \
+                                                 int64_t best, float scale, int threads) {                             \
+        const Form form{experts, topk, groups, group_topk, best, sizeof(IN) == 2};                                     \
         return guarded([&](Guard& guard) {                                                                             \
-            forward<IN, OUT>(kind, scores, stride, bias, probs, map, indices, kept, rows, form, dense, scale, threads, \
-                             guard);                                                                                   \
+            forward<IN, OUT>(kind, scores, stride, bias, probs, map, indices, kept, rows, form, scale, threads, guard);\
         });                                                                                                            \
     }
 
@@ -420,19 +411,17 @@ FORWARD(fp32_fp32, float, float)
 #define BACKWARD(NAME, T)                                                                                              \
     extern "C" int32_t moe_router_backward_##NAME(int kind, const T* grad, int64_t stride, const int64_t* indices,     \
                                                   const float* kept, T* out, int64_t rows, int64_t experts,            \
-                                                  int64_t topk, int normalised, int dense, float scale, int threads) { \
+                                                  int64_t topk, int normalised, float scale, int threads) {            \
         return guarded([&](Guard& guard) {                                                                             \
-            backward<T>(kind, grad, stride, indices, kept, out, rows, experts, topk, normalised, dense, scale, threads, \
-                        guard);                                                                                        \
+            backward<T>(kind, grad, stride, indices, kept, out, rows, experts, topk, normalised, scale, threads, guard);\
         });                                                                                                            \
     }                                                                                                                  \
     extern "C" int32_t moe_router_backward_all_##NAME(const T* logits, int64_t logits_stride, const T* grad,           \
                                                       int64_t stride, const int64_t* indices, T* out, int64_t rows,    \
-                                                      int64_t experts, int64_t topk, int dense, float scale,           \
-                                                      int threads) {                                                   \
+                                                      int64_t experts, int64_t topk, float scale, int threads) {       \
         return guarded([&](Guard& guard) {                                                                             \
-            backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, dense, scale,      \
-                            threads, guard);                                                                           \
+            backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, scale, threads,    \
+                            guard);                                                                                    \
         });                                                                                                            \
     }
 

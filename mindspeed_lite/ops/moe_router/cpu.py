@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_lite.ops import autograd, native
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {f"moe_router_forward_{name}": "iplppppp" + "llllll" + "iifi" for name in ("bf16_bf16", "fp32_bf16", "fp32_fp32")}
-    | {f"moe_router_backward_{name}": "iplppp" + "lll" + "iifi" for name in _NAMES.values()}
-    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "ifi" for name in _NAMES.values()},
+    {f"moe_router_forward_{name}": "iplppppp" + "llllll" + "fi" for name in ("bf16_bf16", "fp32_bf16", "fp32_fp32")}
+    | {f"moe_router_backward_{name}": "iplppp" + "lll" + "ifi" for name in _NAMES.values()}
+    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "fi" for name in _NAMES.values()},
     returns_status=True,
 )
 
@@ -49,18 +50,18 @@ def supported(case: Case) -> list[str]:
     return reasons if unusable is None else [unusable]
 
 
-def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
     return probs, chosen
 
 
-def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...], autograd.Inputs]:
     (logits, expert_bias), (form, experts) = inputs, options
     tokens, topk, dtype = logits.shape[0], form.topk, logits.dtype
     scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
     bias = None if expert_bias is None else expert_bias.to(torch.float32).contiguous()
-    probs = torch.empty(tokens, topk if form.dense else experts, dtype=dtype)
-    chosen = None if form.dense else torch.empty(tokens, experts, dtype=torch.bool)
+    probs = torch.empty(tokens, experts, dtype=dtype)
+    chosen = torch.empty(tokens, experts, dtype=torch.bool)
     indices = torch.empty(tokens, topk, dtype=torch.int64)
     kept = None if form.scores == PRE_SOFTMAX else torch.empty(tokens, topk, dtype=torch.float32)
     kind = _KINDS[form.scores]
@@ -69,13 +70,12 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor
     rows, stride = as_rows(scores)
     getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[dtype]}")(
         kind, rows, stride, bias, probs, chosen, indices, kept, tokens, experts, topk, *(form.groups or (0, 0, 0)),
-        form.dense,  # exposes the order of the chosen
-        form.dense, form.scale, native.threads(_WORK * scores.numel()),
+        form.scale, native.threads(_WORK * scores.numel()),
     )  # fmt: skip
-    return (probs, indices if chosen is None else chosen), (indices, logits if kept is None else kept)
+    return (probs, chosen), (indices, logits if kept is None else kept)
 
 
-def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
     (indices, kept), (form, experts) = saved, options
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
@@ -85,12 +85,12 @@ def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wante
         logits, logits_stride = as_rows(kept)
         getattr(_lib, f"moe_router_backward_all_{name}")(
             logits, logits_stride, grad, stride, indices, dlogits,
-            tokens, experts, topk, form.dense, form.scale, threads,
+            tokens, experts, topk, form.scale, threads,
         )  # fmt: skip
     else:
         getattr(_lib, f"moe_router_backward_{name}")(
             _KINDS[form.scores], grad, stride, indices, kept, dlogits,
-            tokens, experts, topk, form.normalised, form.dense, form.scale, threads,
+            tokens, experts, topk, form.normalised, form.scale, threads,
         )  # fmt: skip
     return dlogits, None
 
@@ -119,7 +119,7 @@ def _chooses_as_torch() -> bool:
     for experts, topk in ((4, 2), (16, 4), (64, 6), (256, 8), (256, 1), (512, 8)):
         for highest in (1, 3, 40):
             scores = torch.randint(0, highest + 1, (16, experts), generator=generator).float()
-            (_, indices), _ = _forward((scores, None), (Form(SOFTMAX, topk, dense=True), experts))
-            if not torch.equal(indices, torch.topk(scores, topk, dim=1).indices):
+            (_, chosen), _ = _forward((scores, None), (Form(SOFTMAX, topk), experts))
+            if not torch.equal(chosen, reference.routing_map(scores, torch.topk(scores, topk, dim=1).indices)):
                 return False
     return True

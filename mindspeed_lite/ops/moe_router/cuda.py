@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.moe_router import kernels, reference
@@ -29,19 +30,19 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
     return probs, chosen
 
 
-def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...], autograd.Inputs]:
     (logits, expert_bias), (form, experts) = inputs, options
     tokens, topk = logits.shape[0], form.topk
     scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
     by = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     indices = reference.choose(by, form)[1].contiguous()
-    probs = logits.new_empty(tokens, topk if form.dense else experts)
-    chosen = None if form.dense else logits.new_empty((tokens, experts), dtype=torch.bool)
+    probs = logits.new_empty(tokens, experts)
+    chosen = logits.new_empty((tokens, experts), dtype=torch.bool)
     # The chosen scores, for SOFTMAX their softmax; the softmax over all experts is recomputed from the logits.
     kept = None if form.scores == PRE_SOFTMAX else logits.new_empty((tokens, topk), dtype=torch.float32)
     rows, stride = as_rows(scores)
@@ -50,14 +51,14 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor
         with on(logits):
             kernels.forward_kernel[(triton.cdiv(tokens, tile.rows),)](
                 rows, indices, probs, chosen, kept, tokens, stride, form.scale,
-                SCORES=form.scores, NORMALISED=form.normalised, KEEPS=kept is not None, DENSE=form.dense,
+                SCORES=form.scores, NORMALISED=form.normalised, KEEPS=kept is not None,
                 EXPERTS=experts, TOPK=topk, KBLOCK=triton.next_power_of_2(topk), ROWS=tile.rows, BLOCK=tile.block,
                 num_warps=tile.warps,
             )  # fmt: skip
-    return (probs, indices if chosen is None else chosen), (indices, logits if kept is None else kept)
+    return (probs, chosen), (indices, logits if kept is None else kept)
 
 
-def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
     (indices, kept), (form, experts) = saved, options
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
@@ -67,7 +68,7 @@ def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wante
     tile = launch(experts)
     grid = (triton.cdiv(tokens, tile.rows),)
     shape = {"EXPERTS": experts, "TOPK": topk, "KBLOCK": triton.next_power_of_2(topk), "ROWS": tile.rows}
-    shape |= {"BLOCK": tile.block, "DENSE": form.dense, "num_warps": tile.warps}
+    shape |= {"BLOCK": tile.block, "num_warps": tile.warps}
     with on(dprobs):
         if form.scores == PRE_SOFTMAX:
             logits, logits_stride = as_rows(kept)

@@ -46,7 +46,7 @@ def _slope(s, SCORES: tl.constexpr):
 @triton.jit
 def forward_kernel(
     scores, indices, probs, chosen, kept, rows, stride, scale,
-    SCORES: tl.constexpr, NORMALISED: tl.constexpr, KEEPS: tl.constexpr, DENSE: tl.constexpr,
+    SCORES: tl.constexpr, NORMALISED: tl.constexpr, KEEPS: tl.constexpr,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, KBLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -64,21 +64,18 @@ def forward_kernel(
     if NORMALISED:
         p = p / (tl.sum(p, axis=1) + EPS)[:, None]
     p = p * scale
-    if DENSE:
-        tl.store(probs + flat, p.to(probs.dtype.element_ty), mask=wanted)
-    else:
-        column = tl.arange(0, BLOCK)
-        out = row[:, None] * EXPERTS + column[None, :]
-        inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)
-        tl.store(probs + out, _spread(at, p, column, TOPK, KBLOCK).to(probs.dtype.element_ty), mask=inside)
-        one = tl.full([ROWS, KBLOCK], 1, tl.int32)
-        tl.store(chosen + out, _spread(at, one, column, TOPK, KBLOCK) > 0, mask=inside)
+    column = tl.arange(0, BLOCK)
+    out = row[:, None] * EXPERTS + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)
+    tl.store(probs + out, _spread(at, p, column, TOPK, KBLOCK).to(probs.dtype.element_ty), mask=inside)
+    one = tl.full([ROWS, KBLOCK], 1, tl.int32)
+    tl.store(chosen + out, _spread(at, one, column, TOPK, KBLOCK) > 0, mask=inside)
 
 
 @triton.jit
 def backward_kernel(
     dprobs, indices, kept, dlogits, rows, stride, scale,
-    SCORES: tl.constexpr, NORMALISED: tl.constexpr, DENSE: tl.constexpr,
+    SCORES: tl.constexpr, NORMALISED: tl.constexpr,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, KBLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -87,8 +84,7 @@ def backward_kernel(
     flat = row[:, None] * TOPK + place[None, :]
     at = tl.load(indices + flat, mask=wanted, other=0)
     s = tl.load(kept + flat, mask=wanted, other=0.0)
-    source = place[None, :] if DENSE else at
-    g = tl.load(dprobs + row[:, None] * stride + source, mask=wanted, other=0.0).to(tl.float32) * scale
+    g = tl.load(dprobs + row[:, None] * stride + at, mask=wanted, other=0.0).to(tl.float32) * scale
     dot = tl.sum(g * s, axis=1)[:, None]
     if SCORES == SOFTMAX:
         d = s * (g - dot)
@@ -105,7 +101,7 @@ def backward_kernel(
 
 @triton.jit
 def backward_all_kernel(
-    dprobs, indices, logits, dlogits, rows, stride, logits_stride, scale, DENSE: tl.constexpr,
+    dprobs, indices, logits, dlogits, rows, stride, logits_stride, scale,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, KBLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Backward through the softmax over all experts, recomputed."""
@@ -114,8 +110,7 @@ def backward_all_kernel(
     wanted = (row[:, None] < rows) & (place[None, :] < TOPK)
     inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)
     at = tl.load(indices + row[:, None] * TOPK + place[None, :], mask=wanted, other=0)
-    source = place[None, :] if DENSE else at
-    g = tl.load(dprobs + row[:, None] * stride + source, mask=wanted, other=0.0).to(tl.float32) * scale
+    g = tl.load(dprobs + row[:, None] * stride + at, mask=wanted, other=0.0).to(tl.float32) * scale
     x = tl.load(logits + row[:, None] * logits_stride + column[None, :], mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
     p = tl.exp(x - tl.max(x, axis=1)[:, None])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.moe_router import reference
@@ -62,14 +63,14 @@ def _sigmoid(form: Form, experts: int) -> list[str]:
     return reasons
 
 
-def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling() or logits.shape[0] == 0:
         return reference.moe_router(logits, expert_bias, form)
     probs, chosen = autograd.apply(_KERNEL, (logits, expert_bias), (form, logits.shape[1]))
     return probs, chosen
 
 
-def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor, ...], autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...], autograd.Inputs]:
     (logits, expert_bias), (form, _) = inputs, options
     x = logits.to(torch.float32)  # [T, E]
     if form.scores == PRE_SOFTMAX:
@@ -92,15 +93,13 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[torch.Tensor
         )
     probs, indices = probs.to(logits.dtype), experts.to(torch.int64)  # [T, topk]
     saved = (indices, logits if form.scores == PRE_SOFTMAX else torch.sigmoid(x.gather(1, indices)))
-    if form.dense:
-        return (probs, indices), saved
     wide = logits.new_zeros(logits.shape).scatter_(1, indices, probs)
     return (wide, reference.routing_map(logits, indices)), saved
 
 
-def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Sequence[bool]) -> autograd.Inputs:
     (indices, kept), (form, experts) = saved, options
-    g = (dprobs if form.dense else dprobs.gather(1, indices)).to(torch.float32) * form.scale  # [T, topk]
+    g = dprobs.gather(1, indices).to(torch.float32) * form.scale  # [T, topk]
     if form.scores == PRE_SOFTMAX:
         p = torch.softmax(kept, dim=-1, dtype=torch.float32)  # [T, E]
         g = g * p.gather(1, indices)

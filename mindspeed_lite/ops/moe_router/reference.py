@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
@@ -30,22 +31,12 @@ class Groups(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Options of a routing call.
-
-    Args:
-        scores: PRE_SOFTMAX or a score function.
-        scale: factor of the probabilities.
-        dense: return [T, topk] instead of [T, E].
-        ordered: sort torch.topk; Megatron, without groups, sorts only with gradients enabled. Not read inside
-            autograd.Function.
-    """
+    """scores: PRE_SOFTMAX or a score function. scale: 1.0 for none."""
 
     scores: str
     topk: int
     groups: Groups | None = None
     scale: float = 1.0
-    dense: bool = False
-    ordered: bool = True
 
     @property
     def normalised(self) -> bool:
@@ -58,7 +49,7 @@ def precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def scores_of(logits: torch.Tensor, function: str) -> torch.Tensor:
+def scores_of(logits: Tensor, function: str) -> Tensor:
     """Scores [T, E] in fp32 or float64."""
     dtype = precision(logits.dtype)
     if function in (SOFTMAX, PRE_SOFTMAX):
@@ -68,11 +59,11 @@ def scores_of(logits: torch.Tensor, function: str) -> torch.Tensor:
     return F.softplus(logits.to(dtype)).sqrt()
 
 
-def choose(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(scores: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """The topk highest scores and their experts, [T, topk] each; ties as in torch.topk."""
     topk, groups = form.topk, form.groups
     if groups is None:
-        return torch.topk(scores, topk, dim=1, sorted=form.ordered)
+        return torch.topk(scores, topk, dim=1)
     tokens, experts = scores.shape
     grouped = scores.reshape(tokens, groups.number, experts // groups.number)  # [T, G, E / G]
     worth = grouped.topk(groups.best, dim=-1).values.sum(-1)  # [T, G]
@@ -81,7 +72,7 @@ def choose(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor
     return torch.topk(grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1), topk, dim=-1)
 
 
-def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     dtype = precision(logits.dtype)
     if form.scores == SOFTMAX:
         chosen, indices = choose(logits, form)
@@ -96,17 +87,15 @@ def moe_router(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: For
         if form.normalised:
             probs = probs / (probs.sum(dim=-1, keepdim=True) + EPS)
     probs = (probs * form.scale).to(logits.dtype)
-    if form.dense:
-        return probs, indices
     return torch.zeros_like(logits).scatter(1, indices, probs), routing_map(logits, indices)
 
 
-def routing_map(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def routing_map(logits: Tensor, indices: Tensor) -> Tensor:
     """[T, E] bool, True at `indices` [T, topk]."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
 
 
-def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
+def aux_loss_scores(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
     """Top-k of logits [T, E] without groups and bias, and scores that sum to 1 per token.
 
     Returns (routing_map, scores): [T, E] bool; [T, E] fp32 (float64 for float64): softmax(x), or s / (sum of all s +
@@ -122,13 +111,8 @@ def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tup
 
 
 def load_balancing_loss(
-    probs: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
-    total_num_tokens: int | torch.Tensor,
-    topk: int,
-    num_experts: int,
-    coeff: float,
-) -> torch.Tensor:
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float
+) -> Tensor:
     """coeff E / (topk N^2) sum_e f_e sum_t p_te, where f_e of N = total_num_tokens tokens went to e.
 
     probs: [T, E], this rank's scores; tokens_per_expert: [E], any dtype, without gradient, counted over N >= T tokens;
@@ -142,11 +126,11 @@ def load_balancing_loss(
         )
     per_expert = probs.sum(dim=0, dtype=precision(probs.dtype))  # [E]
     factor = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)
-    loss: torch.Tensor = (per_expert * tokens_per_expert.to(per_expert.dtype)).sum() * factor
+    loss: Tensor = (per_expert * tokens_per_expert.to(per_expert.dtype)).sum() * factor
     return loss.to(per_expert.dtype)
 
 
-def check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+def check(logits: Tensor, topk: int, score_function: str) -> None:
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"moe_router: score_function is one of {', '.join(SCORE_FUNCTIONS)}, not {score_function!r}")
     if logits.dim() != 2 or not logits.is_floating_point():

@@ -22,9 +22,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.traced import address
 from mindspeed_lite.platform import cache
@@ -38,6 +40,8 @@ _TYPES: Mapping[str, Any] = {
     "i": ctypes.c_int32,
     "f": ctypes.c_float,
 }
+# Suffixes of kernels that exist per dtype.
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Results keep their meaning: only `omp simd reduction` reorders sums.
 _FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 _TIMEOUT = 300.0
@@ -52,6 +56,7 @@ class Library:
 
     Args:
         functions: name -> one letter per argument: p pointer (tensors pass as addresses), l int64, i int32, f float.
+        kernels: the same of functions that exist per dtype, `name_bf16` and `name_fp32`; see `kernel`.
         uses_torch: the source calls functions exported by libtorch_cpu.
         flags: additional compiler flags.
         returns_status: functions return a `guard.h` status; errors raise MemoryError or RuntimeError.
@@ -60,7 +65,8 @@ class Library:
     def __init__(
         self,
         source: Path,
-        functions: Mapping[str, str],
+        functions: Mapping[str, str] = MappingProxyType({}),
+        kernels: Mapping[str, str] = MappingProxyType({}),
         uses_torch: bool = False,
         flags: Sequence[str] = (),
         returns_status: bool = False,
@@ -69,7 +75,8 @@ class Library:
         self.returns_status = returns_status
         self.uses_torch = uses_torch
         self.flags = tuple(flags)
-        self.functions = dict(functions)
+        each_dtype = {f"{name}_{end}": letters for name, letters in kernels.items() for end in _SUFFIXES.values()}
+        self.functions = {**functions, **each_dtype}
         self._state: str | None = "not asked yet"
         self._loaded: ctypes.CDLL | None = None
 
@@ -78,6 +85,17 @@ class Library:
         if self._state == "not asked yet":
             self._state = self._load()
         return self._state
+
+    def why_not(self, dtype: torch.dtype, *reasons: str) -> list[str]:
+        """Reasons why kernels of `dtype` cannot run, added to the caller's."""
+        if dtype not in _SUFFIXES:
+            return [f"dtype {dtype}: the kernel takes bfloat16 and float32", *reasons]
+        unusable = None if reasons else self.unusable()
+        return [*reasons] if unusable is None else [unusable]
+
+    def kernel(self, name: str, dtype: torch.dtype) -> Callable[..., None]:
+        found: Callable[..., None] = getattr(self, f"{name}_{_SUFFIXES[dtype]}")
+        return found
 
     def __getattr__(self, name: str) -> Any:
         # Only before the library is loaded.
@@ -109,7 +127,7 @@ class Library:
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    function(*(address(each) if isinstance(each, torch.Tensor) else each for each in given))
+    function(*(address(each) if isinstance(each, Tensor) else each for each in given))
 
 
 class _Unusable(Exception):

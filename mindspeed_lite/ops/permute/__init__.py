@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.permute import reference, rows
@@ -33,14 +34,14 @@ OPERATOR = Operator("permute", reference.permute)  # type: ignore[arg-type]  # t
 
 
 def permute(
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    num_out_tokens: int | torch.Tensor | None = None,
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | Tensor | None = None,
     drop_and_pad: bool = False,
     *,
     topk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """(permuted, permuted_probs, row_ids): one token copy per routed pair, sorted by expert.
 
     tokens: [T, H] floating point; routing_map: [T, E] bool; probs: [T, E], any dtype. permuted: [P, H], tokens
@@ -73,19 +74,19 @@ def permute(
         raise ValueError(f"permute: {count} tokens with {topk} experts each do not make {size} rows")
     case = _case(tokens, probs, max(size, count, experts), drop_and_pad or topk is not None, topk)
     implementation = reference.permute if size == 0 or tokens.numel() == 0 else OPERATOR.choose(case, tokens)
-    result: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    result: tuple[Tensor, Tensor | None, Tensor]
     result = implementation(tokens, routing_map, probs, size, capacity)  # type: ignore[assignment]
     return result
 
 
 def unpermute(
-    permuted: torch.Tensor,
-    row_ids: torch.Tensor,
+    permuted: Tensor,
+    row_ids: Tensor,
     restore_shape: Sequence[int],
-    probs: torch.Tensor | None = None,
-    routing_map: torch.Tensor | None = None,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """[T, H]: sum of each token's rows, weighted by its pairs' probs if given.
 
     permuted: [P, H], any H; row_ids, routing_map, drop_and_pad: from `permute`; restore_shape: (T, H); probs: [T, E],
@@ -114,13 +115,11 @@ def unpermute(
     module: Any = OPERATOR.module(_case(permuted, probs, max(size, tokens), own, None), permuted)
     if own and not getattr(module, "OWN_ROW_IDS", False):
         raise ValueError("unpermute: row_ids are those of another backend")
-    out: torch.Tensor = module.unpermute(*arguments)
+    out: Tensor = module.unpermute(*arguments)
     return out
 
 
-def _size(
-    routing_map: torch.Tensor, num_out_tokens: int | torch.Tensor | None, drop_and_pad: bool
-) -> tuple[int, int | None]:
+def _size(routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad: bool) -> tuple[int, int | None]:
     tokens, experts = routing_map.shape
     if not drop_and_pad:
         size = int(routing_map.sum() if num_out_tokens is None else num_out_tokens)
@@ -135,10 +134,10 @@ def _size(
     return capacity * experts, capacity
 
 
-def _case(x: torch.Tensor, probs: torch.Tensor | None, largest: int, uniform: bool, topk: int | None) -> Case:
+def _case(x: Tensor, probs: Tensor | None, largest: int, uniform: bool, topk: int | None) -> Case:
     large = largest >= _MOST_SORTED or (topk or 0) >= _MOST_OF_A_TOKEN
     return Case(x.device.type, x.dtype, None if probs is None else probs.dtype, uniform, large)
 
 
-def _shape(t: torch.Tensor) -> str:
+def _shape(t: Tensor) -> str:
     return str(tuple(t.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.permute import permute, unpermute
@@ -23,43 +24,35 @@ class Shape:
         if self.topk > self.experts:
             raise ValueError(f"topk={self.topk} of {self.experts} experts")
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        chosen = torch.rand(self.tokens, self.experts, **draw.options).topk(self.topk, 1).indices
+        routing_map = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=chosen.device)
+        routing_map.scatter_(1, chosen, True)
+        probs = torch.rand(self.tokens, self.experts, **draw.options).mul_(routing_map)
+        return draw(self.tokens, self.hidden), draw.of(probs, wide=True), routing_map.to(draw.device)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    chosen = torch.rand(shape.tokens, shape.experts, **draw.options).topk(shape.topk, 1).indices
-    routing_map = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool, device=chosen.device)
-    routing_map.scatter_(1, chosen, True)
-    probs = torch.rand(shape.tokens, shape.experts, **draw.options).mul_(routing_map)
-    return draw(shape.tokens, shape.hidden), draw.of(probs, wide=True), routing_map.to(draw.device)
+    def ours(self, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        rows, _, row_ids = permute(x, routing_map, None, self.tokens * self.topk, topk=self.topk)
+        return unpermute(rows, row_ids, (self.tokens, self.hidden), probs, routing_map)
 
+    def reference(self, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        by_expert = routing_map.t().contiguous()
+        order = by_expert.reshape(-1).argsort(descending=True, stable=True)[: self.tokens * self.topk]
+        token = order % self.tokens
+        rows = x.index_select(0, token) * probs.t().contiguous().masked_select(by_expert).unsqueeze(-1)
+        sums = torch.zeros(self.tokens, self.hidden, dtype=rows.dtype, device=x.device)
+        return sums.scatter_add(0, token.unsqueeze(1).expand(-1, self.hidden), rows).to(x.dtype)
 
-def ours(shape: Shape, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-    rows, _, row_ids = permute(x, routing_map, None, shape.tokens * shape.topk, topk=shape.topk)
-    return unpermute(rows, row_ids, (shape.tokens, shape.hidden), probs, routing_map)
-
-
-def reference(shape: Shape, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-    by_expert = routing_map.t().contiguous()
-    order = by_expert.reshape(-1).argsort(descending=True, stable=True)[: shape.tokens * shape.topk]
-    token = order % shape.tokens
-    rows = x.index_select(0, token) * probs.t().contiguous().masked_select(by_expert).unsqueeze(-1)
-    sums = torch.zeros(shape.tokens, shape.hidden, dtype=rows.dtype, device=x.device)
-    return sums.scatter_add(0, token.unsqueeze(1).expand(-1, shape.hidden), rows).to(x.dtype)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    once, rows = shape.tokens * shape.hidden, shape.tokens * shape.topk * shape.hidden
-    return Work(2 * (once + rows) * size, 2 * rows), Work((2 * once + 3 * rows) * size, 4 * rows)
+    def work(self, size: int) -> tuple[Work, Work]:
+        once, rows = self.tokens * self.hidden, self.tokens * self.topk * self.hidden
+        return Work(2 * (once + rows) * size, 2 * rows), Work((2 * once + 3 * rows) * size, 4 * rows)
 
 
 _TIMED = ("4096x512x64x6", "2048x1024x8x2")
 
 CASES = OperatorCases(
-    operator="permute",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "permute",
+    Shape,
     correctness=("64x1024x8x2", "37x1000x12x1", "300x64x64x6"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "8192x7168x256x8"),

@@ -6,15 +6,16 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.autograd import Map, linear_map
 
-Numbers = torch.Tensor | Sequence[int]
+Numbers = Tensor | Sequence[int]
 
 
 def sort_chunks(
-    x: torch.Tensor, split_sizes: Numbers, order: Numbers, probs: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, split_sizes: Numbers, order: Numbers, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(sorted, sorted_probs): chunks of `split_sizes` rows of x and probs, joined in `order`.
 
     x, probs: [P, ...]; split_sizes: [C] with sum P; order: permutation [C]; tensors or sequences. Device sizes are not
@@ -33,13 +34,13 @@ def sort_chunks(
 def _maps(rows: int, split_sizes: Numbers, order: Numbers) -> tuple[Map, Map] | None:
     """The reordering and its inverse, or None for the identity."""
     given = (split_sizes, order)
-    on_device = [each for each in given if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
+    on_device = [each for each in given if isinstance(each, Tensor) and each.device.type != "cpu"]
     if on_device:
         sizes, places = (torch.as_tensor(each, device=on_device[0].device).reshape(-1).long() for each in given)
         if sizes.shape != places.shape:
             raise ValueError(f"sort_chunks: {sizes.numel()} sizes and an order of {places.numel()}")
         return functools.partial(_look_up, sizes, places), lambda y: _look_up(sizes[places], places.argsort(), y)
-    counts, chunks = (each.flatten().tolist() if isinstance(each, torch.Tensor) else list(each) for each in given)
+    counts, chunks = (each.flatten().tolist() if isinstance(each, Tensor) else list(each) for each in given)
     if sorted(chunks) != list(range(len(counts))):
         raise ValueError(f"sort_chunks: {chunks} is no order of {len(counts)} chunks")
     if sum(counts) != rows or min(counts, default=0) < 0:
@@ -50,12 +51,12 @@ def _maps(rows: int, split_sizes: Numbers, order: Numbers) -> tuple[Map, Map] | 
     return functools.partial(_join, counts, chunks), functools.partial(_join, moved, inverse)
 
 
-def _join(sizes: list[int], order: list[int], x: torch.Tensor) -> torch.Tensor:
+def _join(sizes: list[int], order: list[int], x: Tensor) -> Tensor:
     pieces = torch.split_with_sizes(x, sizes)
     return torch.cat([pieces[chunk] for chunk in order])
 
 
-def _look_up(sizes: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _look_up(sizes: Tensor, order: Tensor, x: Tensor) -> Tensor:
     start = sizes.cumsum(0) - sizes  # [C]
     end = sizes[order].cumsum(0)  # [C], of the result
     row = torch.arange(x.shape[0], device=sizes.device)

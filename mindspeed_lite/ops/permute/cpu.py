@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.permute import autograd, reference, rows
@@ -14,25 +15,19 @@ from mindspeed_lite.ops.rows import as_rows
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {"permute_index": "ppllli", "permute_spread": "ppplllli"}
-    | {f"permute_gather_{name}": "pppplllli" for name in _NAMES.values()}
-    | {f"permute_backward_{name}": "ppppppllllli" for name in _NAMES.values()},
+    {"permute_index": "ppllli", "permute_spread": "ppplllli"},
+    kernels={"permute_gather": "pppplllli", "permute_backward": "ppppppllllli"},
     returns_status=True,
 )
 
 
 def supported(case: Case) -> list[str]:
-    if case.dtype not in _NAMES:
-        return [f"dtype {case.dtype}: the kernels take bfloat16 and float32"]
-    reason = _lib.unusable()
-    return [] if reason is None else [reason]
+    return _lib.why_not(case.dtype)
 
 
-def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
+def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     flags = routing_map.contiguous()
     row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
@@ -44,7 +39,7 @@ def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> tor
     return rows.of_pairs(reference.pairs(routing_map, count, capacity), tokens, experts)
 
 
-def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Tensor:
+def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     x, stride = as_rows(tokens)
     size = x.element_size()
     out = x.new_empty(count, x.shape[1])
@@ -53,25 +48,23 @@ def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Te
     return out
 
 
-def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> torch.Tensor:
+def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
     x, stride = as_rows(permuted)
     weights = None if probs is None else _weights(probs)
     out = x.new_empty(tokens, x.shape[1])
-    kernel = getattr(_lib, f"permute_gather_{_NAMES[x.dtype]}")
+    kernel = _lib.kernel("permute_gather", x.dtype)
     kernel(x, row_ids, weights, out, tokens, *x.shape, stride, native.threads(x.numel()))
     return out
 
 
-def _backward(
-    dy: torch.Tensor, permuted: torch.Tensor | None, row_ids: torch.Tensor, probs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
     weights = _weights(probs)
     count = (row_ids.numel() - g.shape[0] - 1) // 2
     dpermuted = g.new_empty(count, g.shape[1])
     dprobs = None if x is None else torch.zeros_like(weights)
-    getattr(_lib, f"permute_backward_{_NAMES[g.dtype]}")(
+    _lib.kernel("permute_backward", g.dtype)(
         g,
         x,
         row_ids,
@@ -88,7 +81,7 @@ def _backward(
     return dpermuted, None if dprobs is None else dprobs.to(probs.dtype)
 
 
-def _weights(probs: torch.Tensor) -> torch.Tensor:
+def _weights(probs: Tensor) -> Tensor:
     return probs.detach().to(torch.float32).contiguous()
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from torch import Tensor
 
 from mindspeed_lite.ops.permute import autograd, kernels, rows
 from mindspeed_lite.ops.row_kernels import on
@@ -24,7 +25,7 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
+def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     device = routing_map.device
     flags = routing_map.contiguous().view(torch.uint8)
@@ -55,7 +56,7 @@ def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> tor
     return row_ids
 
 
-def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Tensor:
+def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     x, stride = as_rows(tokens)
     width = x.shape[1]
     out = x.new_empty(count, width)
@@ -66,7 +67,7 @@ def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Te
     return out
 
 
-def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> torch.Tensor:
+def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
     x, stride = as_rows(permuted)
     count, width = x.shape
     out = x.new_empty(tokens, width)
@@ -78,9 +79,7 @@ def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: t
     return out
 
 
-def _backward(
-    dy: torch.Tensor, permuted: torch.Tensor | None, row_ids: torch.Tensor, probs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
     tokens, width = g.shape

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
@@ -39,12 +40,8 @@ def supported(case: Case) -> list[str]:
 
 
 def permute(
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None,
-    count: int,
-    capacity: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, count: int, capacity: int | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     x, weights = _matched(tokens, probs)
     permuted, permuted_probs, row_ids = torch_npu.npu_moe_token_permute_with_routing_map(
         x, routing_map, probs=weights, num_out_tokens=count, drop_and_pad=capacity is not None
@@ -53,16 +50,11 @@ def permute(
 
 
 def unpermute(
-    permuted: torch.Tensor,
-    row_ids: torch.Tensor,
-    tokens: int,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor | None,
-    drop_and_pad: bool,
-) -> torch.Tensor:
+    permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None, drop_and_pad: bool
+) -> Tensor:
     x, weights = _matched(permuted, probs)
     # The public operator returns only the first result of this one.
-    out: torch.Tensor = torch_npu._npu_moe_token_unpermute_with_routing_map(
+    out: Tensor = torch_npu._npu_moe_token_unpermute_with_routing_map(
         x,
         row_ids,
         [tokens, permuted.shape[1]],
@@ -73,7 +65,7 @@ def unpermute(
     return out.to(permuted.dtype)
 
 
-def _matched(x: torch.Tensor, probs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _matched(x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Casts both to one dtype, or keeps bfloat16 with float32 probs, as the operators need."""
     if probs is None or probs.dtype == x.dtype or (x.dtype, probs.dtype) == (torch.bfloat16, torch.float32):
         return x, probs

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.permute import rows
 
 
 def permute(
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None,
-    count: int,
-    capacity: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, count: int, capacity: int | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     pair = pairs(routing_map, count, capacity)  # [P]
     experts = routing_map.shape[1]
     row_ids = rows.of_pairs(pair, tokens.shape[0], experts)
@@ -23,13 +20,8 @@ def permute(
 
 
 def unpermute(
-    permuted: torch.Tensor,
-    row_ids: torch.Tensor,
-    tokens: int,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor | None,
-    drop_and_pad: bool,
-) -> torch.Tensor:
+    permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None, drop_and_pad: bool
+) -> Tensor:
     count, hidden = permuted.shape
     pair, order, offsets = rows.split(row_ids.long(), count)
     wide = permuted.to(_wide(permuted.dtype))
@@ -41,8 +33,8 @@ def unpermute(
     return out.to(permuted.dtype)
 
 
-def pairs(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
-    """Return token * E + expert for each permuted row, [P]."""
+def pairs(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
+    """token * E + expert of each row [P]."""
     tokens, experts = routing_map.shape
     by_expert = routing_map.t().to(torch.int8)  # [E, T]
     if capacity is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Rows(NamedTuple):
@@ -15,12 +16,12 @@ class Rows(NamedTuple):
     offsets: [T + 1], start of each token in `order`, and P.
     """
 
-    pair: torch.Tensor
-    order: torch.Tensor
-    offsets: torch.Tensor
+    pair: Tensor
+    order: Tensor
+    offsets: Tensor
 
 
-def of_pairs(pair: torch.Tensor, tokens: int, experts: int) -> torch.Tensor:
+def of_pairs(pair: Tensor, tokens: int, experts: int) -> Tensor:
     order = pair.argsort(stable=True)
     first = torch.arange(tokens + 1, dtype=pair.dtype, device=pair.device) * experts
     offsets = torch.searchsorted(pair[order], first)
@@ -31,5 +32,5 @@ def size(rows: int, tokens: int) -> int:
     return 2 * rows + tokens + 1
 
 
-def split(row_ids: torch.Tensor, rows: int) -> Rows:
+def split(row_ids: Tensor, rows: int) -> Rows:
     return Rows(row_ids[:rows], row_ids[rows : 2 * rows], row_ids[2 * rows :])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.rms_norm import reference
@@ -22,7 +23,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("rms_norm", reference.rms_norm)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
     """y = x / sqrt(mean(x^2, -1) + eps) * w, where w is `weight`, or 1 + `weight` if `zero_centered`.
 
     x, y: [..., H] in one dtype; weight: [H], any dtype. Computed in fp32 (float64 for float64) and rounded once. Saves
@@ -32,5 +33,5 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_cent
     if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"rms_norm: want x [..., H] and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}")
     case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
-    out: torch.Tensor = OPERATOR.choose(case)(x, weight, eps, zero_centered)
+    out: Tensor = OPERATOR.choose(case)(x, weight, eps, zero_centered)
     return out

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.rms_norm import rms_norm
@@ -24,68 +24,37 @@ class Shape:
     hidden: int
     zero_centered: bool = False
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        """x, and a weight for which 1 + weight is exact."""
+        x, weight = draw(self.rows, self.hidden), draw(self.hidden, scale=0.1, offset=1.0)
+        return x, (weight.detach() - 1).requires_grad_() if self.zero_centered else weight
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """x, and a weight for which 1 + weight is exact."""
-    x, weight = draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0)
-    return x, (weight.detach() - 1).requires_grad_() if shape.zero_centered else weight
+    def ours(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, eps=EPS, zero_centered=self.zero_centered)
 
+    def reference(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (self.hidden,), 1 + weight if self.zero_centered else weight, EPS)
 
-def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, weight, eps=EPS, zero_centered=shape.zero_centered)
-
-
-def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, (shape.hidden,), 1 + weight if shape.zero_centered else weight, EPS)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    rows, hidden = shape.rows, shape.hidden
-    forward = Work((2 * rows * hidden + hidden) * size, 4 * rows * hidden)
-    return forward, Work((3 * rows * hidden + 2 * hidden) * size, 9 * rows * hidden)
+    def work(self, size: int) -> tuple[Work, Work]:
+        rows, hidden = self.rows, self.hidden
+        forward = Work((2 * rows * hidden + hidden) * size, 4 * rows * hidden)
+        return forward, Work((3 * rows * hidden + 2 * hidden) * size, 9 * rows * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel with Gemma's fp32 rounding, not overwriting dy."""
     function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
-
-
-def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
-    module: Any = importlib.import_module("transformer_engine.pytorch")
-
-    @functools.lru_cache(1)
-    def made(device: torch.device, dtype: torch.dtype) -> Any:
-        norm = module.RMSNorm(shape.hidden, eps=EPS, device=device, dtype=dtype)
-        del norm.weight
-        return norm
-
-    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        norm = made(x.device, x.dtype)
-        norm.weight = weight
-        out: torch.Tensor = norm(x)
-        return out
-
-    return run
 
 
 # Llama 8B and 70B, and heads (QK norm).
 _TIMED = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
 
 CASES = OperatorCases(
-    operator="rms_norm",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "rms_norm",
+    Shape,
     correctness=("64x1024", "64x1024,zero_centered=1", "37x1000", "512x4096", "300x64"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "16384x8192"),
-    peers={
-        "liger": Peer(liger, "liger_kernel"),
-        "transformer_engine": Peer(
-            transformer_engine, "transformer_engine", takes=lambda shape: not shape.zero_centered
-        ),
-    },
+    peers={"liger": Peer(liger, "liger_kernel")},
 )

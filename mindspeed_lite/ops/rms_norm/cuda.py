@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import norm_cuda
 from mindspeed_lite.ops.rms_norm import reference
@@ -22,11 +23,11 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
-    def by_torch(factor: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
+    def by_torch(factor: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, weight.shape, factor, eps)
 
-    def by_reference() -> torch.Tensor:
+    def by_reference() -> Tensor:
         return reference.rms_norm(x, weight, eps, zero_centered)
 
     return norm_cuda.norm(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rms_norm import Case
@@ -23,8 +24,8 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
     # Documented for 2 to 8 dimensions.
     rows = x if 2 <= x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., H]
-    y: torch.Tensor = torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, epsilon=eps)[0]
+    y: Tensor = torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, epsilon=eps)[0]
     return y.view(x.shape)

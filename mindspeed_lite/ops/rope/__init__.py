@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.dispatch import Operator
@@ -35,15 +36,15 @@ OPERATOR = Operator("rope", reference.rope)
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     pairs: Pairs = "half",
     start: int = 0,
     scale: float = 1.0,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
+    positions: Tensor | None = None,
+) -> Tensor:
     """y1 = x1 * cos1 - x2 * sin1, y2 = x2 * cos2 + x1 * sin2 for the pairs of x[start : start + R].
 
     x: [s, b, n, d], or [t, n, d] packed. y: contiguous; other elements are copied. cos, sin: [rows, 1 or b, 1, R], R
@@ -65,16 +66,16 @@ def rope(
     given = (x if x.dim() == 4 else x.unsqueeze(1), cos, sin, positions)
     spec = RotationSpec(pairs, start, scale)
     differentiable = rotate is reference.rope
-    y: torch.Tensor = rotate(*given, spec) if differentiable else autograd.apply(_ROTATION, given, (rotate, spec))
+    y: Tensor = rotate(*given, spec) if differentiable else autograd.apply(_ROTATION, given, (rotate, spec))
     return y if x.dim() == 4 else y.squeeze(1)
 
 
-def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
+def _forward(inputs: Any, options: Any) -> tuple[Tensor, autograd.Inputs]:
     rotate, spec = options
     return rotate(*inputs, spec), inputs[1:]
 
 
-def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
+def _backward(dy: Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
     rotate, spec = options
     return rotate(dy, *saved, spec._replace(transposed=True)), None, None, None
 
@@ -82,9 +83,7 @@ def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]
 _ROTATION = autograd.Kernel(_forward, _backward)
 
 
-def _case(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: Pairs, start: int, positions: torch.Tensor | None
-) -> Case:
+def _case(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, start: int, positions: Tensor | None) -> Case:
     shape = x.shape if x.dim() != 3 else (x.shape[0], 1, *x.shape[1:])
     if len(shape) != 4 or cos.dim() != 4 or cos.shape != sin.shape:
         raise ValueError(

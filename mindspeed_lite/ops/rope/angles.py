@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
@@ -11,19 +12,17 @@ __all__ = ["cos_sin", "packed_positions"]
 _kept = StorageVersionCache()
 
 
-def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin in fp32 (float64 for float64), contiguous; cached until `angles` change."""
 
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
+    def make() -> tuple[Tensor, Tensor]:
         wide = angles if angles.dtype == torch.float64 else angles.float()
         return wide.cos().contiguous(), wide.sin().contiguous()
 
     return make() if angles.requires_grad else _kept.get(angles, "cos and sin", make)
 
 
-def packed_positions(
-    cu_seqlens: torch.Tensor, tokens: int, rows: int = -1, *, cp_size: int = 1, cp_rank: int = 0
-) -> torch.Tensor:
+def packed_positions(cu_seqlens: Tensor, tokens: int, rows: int = -1, *, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
     """Position of each local token in its sequence, int64 [tokens]; no device synchronisation.
 
     cu_seqlens: [sequences + 1], cumulative lengths over all ranks. Context-parallel rank r holds pieces r and 2 *
@@ -31,7 +30,7 @@ def packed_positions(
     sequence raise ValueError on CPU and get -1 elsewhere.
     """
 
-    def make() -> torch.Tensor:
+    def make() -> Tensor:
         edges = cu_seqlens.long()
         lengths = (edges[1:] - edges[:-1]) // cp_size  # [sequences], of this rank's parts
         ends = lengths.cumsum(0)

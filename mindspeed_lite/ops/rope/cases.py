@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
 from mindspeed_lite.ops.rope import Pairs, rope
@@ -36,53 +37,49 @@ class Shape:
     def width(self) -> int:
         return self.r or self.d
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        """x [s, b, n, d] and angles [s, 1, 1, r]."""
+        x = draw(self.s, self.b, self.n, 3, self.d, gradient=False)[..., 1, :].requires_grad_()
+        step = 1e4 ** -(torch.arange(0, self.width, 2).float() / self.width)
+        angles = torch.arange(self.s).float()[:, None] * step
+        both = (angles, angles)
+        repeated = torch.stack(both, -1).flatten(-2) if self.pairs == "interleaved" else torch.cat(both, -1)
+        return x, draw.of(repeated[:, None, None], wide=True, gradient=False)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    """x [s, b, n, d] and angles [s, 1, 1, r]."""
-    x = draw(shape.s, shape.b, shape.n, 3, shape.d, gradient=False)[..., 1, :].requires_grad_()
-    step = 1e4 ** -(torch.arange(0, shape.width, 2).float() / shape.width)
-    angles = torch.arange(shape.s).float()[:, None] * step
-    both = (angles, angles)
-    repeated = torch.stack(both, -1).flatten(-2) if shape.pairs == "interleaved" else torch.cat(both, -1)
-    return x, draw.of(repeated[:, None, None], wide=True, gradient=False)
+    def ours(self, x: Tensor, angles: Tensor) -> Tensor:
+        return rope(x, *cos_sin(angles), pairs=self.pairs)
 
+    def reference(self, x: Tensor, angles: Tensor) -> Tensor:
+        rotated, rest = x[..., : self.width], x[..., self.width :]
+        if self.pairs == "regrouped":
+            rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), -1)
+        if self.pairs == "interleaved":
+            other = torch.stack((-rotated[..., 1::2], rotated[..., 0::2]), -1).flatten(-2)
+        else:
+            first, second = rotated.chunk(2, -1)
+            other = torch.cat((-second, first), -1)
+        y = rotated * angles.cos().to(x.dtype) + other * angles.sin().to(x.dtype)
+        return torch.cat((y, rest), -1)
 
-def ours(shape: Shape, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    return rope(x, *cos_sin(angles), pairs=shape.pairs)
-
-
-def reference(shape: Shape, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    rotated, rest = x[..., : shape.width], x[..., shape.width :]
-    if shape.pairs == "regrouped":
-        rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), -1)
-    if shape.pairs == "interleaved":
-        other = torch.stack((-rotated[..., 1::2], rotated[..., 0::2]), -1).flatten(-2)
-    else:
-        first, second = rotated.chunk(2, -1)
-        other = torch.cat((-second, first), -1)
-    y = rotated * angles.cos().to(x.dtype) + other * angles.sin().to(x.dtype)
-    return torch.cat((y, rest), -1)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    heads = shape.s * shape.b * shape.n
-    once = Work(2 * heads * shape.d * size + 2 * shape.s * shape.width * 4, 3 * heads * shape.width)
-    return once, once
+    def work(self, size: int) -> tuple[Work, Work]:
+        heads = self.s * self.b * self.n
+        once = Work(2 * heads * self.d * size + 2 * self.s * self.width * 4, 3 * heads * self.width)
+        return once, once
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     """Liger-Kernel rotates queries and keys: half of the heads each."""
     function: Any = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
     first = shape.n // 2
 
-    def arrange(x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def arrange(x: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
         # [b, s, heads, d] in memory, [b, heads, s, d] by shape.
         parts = (x[:, :, :first], x[:, :, first:])
         q, k = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts)
         angles = angles.detach()[:, 0, 0]
         return q, k, angles.cos(), angles.sin()
 
-    def restore(rotated: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def restore(rotated: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(rotated, 1).permute(2, 0, 1, 3)
 
     return OwnLayout(
@@ -90,22 +87,12 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
     )
 
 
-def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
-    function: Any = importlib.import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
-    options = {"tensor_format": "sbhd", "fused": True, "interleaved": shape.pairs == "interleaved"}
-    return lambda x, angles: function(x, angles, **options)
-
-
 # Llama 8B's queries and keys, multi-latent attention.
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
 
 CASES = OperatorCases(
-    operator="rope",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "rope",
+    Shape,
     correctness=(
         "s=128,n=4,d=64",
         "s=100,b=2,n=3,d=80,r=40",
@@ -114,10 +101,5 @@ CASES = OperatorCases(
     ),
     cpu=_TIMED,
     accelerator=(*_TIMED, "s=8192,b=2,n=64,d=128", "s=4096,n=32,d=128,pairs=interleaved"),
-    peers={
-        "liger": Peer(liger, "liger_kernel", takes=lambda shape: shape.pairs == "half" and shape.n > 1),
-        "transformer_engine": Peer(
-            transformer_engine, "transformer_engine", takes=lambda shape: shape.pairs != "regrouped"
-        ),
-    },
+    peers={"liger": Peer(liger, "liger_kernel", takes=lambda shape: shape.pairs == "half" and shape.n > 1)},
 )

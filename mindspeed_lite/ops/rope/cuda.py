@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 from mindspeed_lite.ops.row_kernels import on
 
@@ -27,9 +28,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
-) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     s, b, n, d = x.shape

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
 
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
@@ -42,9 +43,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
-) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:
     width = cos.shape[-1]
     into, out = spec.sides
     factors = _factors(cos, sin, x.dtype, into and out, spec.transposed)
@@ -52,7 +51,7 @@ def rope(
     before, turned, after = torch.split(x, [spec.start, width, x.shape[-1] - spec.start - width], -1)
     if into and not out:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
-    y: torch.Tensor = torch_npu.npu_rotary_mul(turned, r1, r2, rotary_mode="interleave" if into and out else "half")
+    y: Tensor = torch_npu.npu_rotary_mul(turned, r1, r2, rotary_mode="interleave" if into and out else "half")
     if spec.scale != 1.0:
         y = y * spec.scale
     if out and not into:
@@ -60,7 +59,7 @@ def rope(
     return y if y.shape == x.shape else torch.cat((before, y, after), -1)
 
 
-def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _rows(table: Tensor, positions: Tensor) -> Tensor:
     """`table` [rows, ...] at positions [s], NaN where there is no row; cached."""
     rows = table.shape[0]
     # Out-of-range indices are undefined on a device; they use an extra NaN row.
@@ -70,11 +69,11 @@ def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(
-    cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, interleaved: bool, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
     """cos and sin [rows, 1 or b, 1, R] in `dtype`; transposed: sin negated with halves swapped."""
 
-    def swapped() -> torch.Tensor:
+    def swapped() -> Tensor:
         if interleaved:
             return sin.view(*sin.shape[:-1], -1, 2).flip(-1).view(sin.shape).mul(-1).to(dtype)
         return sin.roll(sin.shape[-1] // 2, -1).mul(-1).to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 Pairs = Literal["half", "interleaved", "regrouped"]
 
@@ -23,13 +24,11 @@ class RotationSpec(NamedTuple):
         return (out, into) if self.transposed else (into, out)
 
 
-def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, spec: RotationSpec
-) -> torch.Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = cos.shape[-1]
 
-    def rows(table: torch.Tensor) -> torch.Tensor:
+    def rows(table: Tensor) -> Tensor:
         chosen = table[: x.shape[0]] if positions is None else table.index_select(0, positions)
         return chosen.to(dtype) * spec.scale  # [s, 1 or b, 1, R]
 
@@ -43,7 +42,7 @@ def rope(
     return torch.cat((before, y.to(x.dtype), after), -1)
 
 
-def _halves(t: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         return t[..., 0::2], t[..., 1::2]
     first, second = t.chunk(2, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.vocab_embedding import reference
@@ -21,9 +22,7 @@ class Case(NamedTuple):
 OPERATOR = Operator("vocab_embedding", reference.vocab_embedding)
 
 
-def vocab_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, *, sparse: bool = False
-) -> torch.Tensor:
+def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, *, sparse: bool = False) -> Tensor:
     """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
 
     ids: [...] of integers; weight: [V, H], the vocabulary shard [vocab_start, vocab_start + V); y: [..., H],
@@ -36,4 +35,4 @@ def vocab_embedding(
         raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"vocab_embedding: ids are {ids.dtype}, and they count tokens")
-    return OPERATOR.choose(Case(weight.device.type, weight.dtype))(ids, weight, vocab_start, sparse)
+    return OPERATOR.choose(Case(weight.device.type, weight.dtype), weight, ids)(ids, weight, vocab_start, sparse)

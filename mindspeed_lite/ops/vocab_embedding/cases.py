@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
@@ -27,54 +28,50 @@ class Shape:
     rows: int
     main: bool = False
 
+    def make(self, draw: Draw) -> tuple[Tensor, ...]:
+        weight = draw(self.rows, self.hidden, gradient=not self.main)
+        ids = draw.integers(self.rows * (1 if self.main else SHARDS), self.ids)
+        if not self.main:
+            return weight, ids
+        main_grad = draw(self.rows, self.hidden, scale=0.0, wide=True, gradient=False)
+        return weight, ids, draw(self.ids, self.hidden, gradient=False), main_grad
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    weight = draw(shape.rows, shape.hidden, gradient=not shape.main)
-    ids = draw.integers(shape.rows * (1 if shape.main else SHARDS), shape.ids)
-    if not shape.main:
-        return weight, ids
-    main_grad = draw(shape.rows, shape.hidden, scale=0.0, wide=True, gradient=False)
-    return weight, ids, draw(shape.ids, shape.hidden, gradient=False), main_grad
+    def ours(self, weight: Tensor, ids: Tensor, *main: Tensor) -> Tensor:
+        if not main:
+            return vocab_embedding(ids, weight, self.rows)
+        dy, main_grad = main
+        leaf = weight.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(vocab_embedding(ids, leaf, sparse=True), dy)
+        assert leaf.grad is not None
+        return main_grad.add_(leaf.grad)
 
+    def reference(self, weight: Tensor, ids: Tensor, *main: Tensor) -> Tensor:
+        rows = self.rows
+        if not main:
+            mask = (ids < rows) | (ids >= 2 * rows)
+            local = ids.clone() - rows
+            local[mask] = 0
+            out = torch.nn.functional.embedding(local, weight)
+            out[mask, :] = 0.0
+            return out
+        dy, main_grad = main
+        # Autograd's computation in a form that torch.compile can trace.
+        out = torch.nn.functional.embedding(ids, weight)
+        gradient: Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
+        return main_grad.add_(gradient)
 
-def ours(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Tensor) -> torch.Tensor:
-    if not main:
-        return vocab_embedding(ids, weight, shape.rows)
-    dy, main_grad = main
-    leaf = weight.detach().requires_grad_()
-    with torch.enable_grad():
-        torch.autograd.backward(vocab_embedding(ids, leaf, sparse=True), dy)
-    assert leaf.grad is not None
-    return main_grad.add_(leaf.grad)
-
-
-def reference(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Tensor) -> torch.Tensor:
-    rows = shape.rows
-    if not main:
-        mask = (ids < rows) | (ids >= 2 * rows)
-        local = ids.clone() - rows
-        local[mask] = 0
-        out = torch.nn.functional.embedding(local, weight)
-        out[mask, :] = 0.0
-        return out
-    dy, main_grad = main
-    # Autograd's computation in a form that torch.compile can trace.
-    out = torch.nn.functional.embedding(ids, weight)
-    gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
-    return main_grad.add_(gradient)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work | None]:
-    ids, hidden, rows = shape.ids, shape.hidden, shape.rows
-    if shape.main:
-        return Work(ids * hidden * (3 * size + 2 * max(4, size)), ids * hidden), None
-    return Work((ids + ids // SHARDS) * hidden * size, 0), Work((ids + rows) * hidden * size, ids * hidden)
+    def work(self, size: int) -> tuple[Work, Work | None]:
+        ids, hidden, rows = self.ids, self.hidden, self.rows
+        if self.main:
+            return Work(ids * hidden * (3 * size + 2 * max(4, size)), ids * hidden), None
+        return Work((ids + ids // SHARDS) * hidden * size, 0), Work((ids + rows) * hidden * size, ids * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+def liger(shape: Shape) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
 
-    def run(weight: torch.Tensor, ids: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    def run(weight: Tensor, ids: Tensor, dy: Tensor, main_grad: Tensor) -> Tensor:
         leaf = weight.detach().requires_grad_()
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(function.apply(leaf, ids), leaf, dy)
@@ -84,12 +81,8 @@ def liger(shape: Shape) -> Callable[..., torch.Tensor]:
 
 
 CASES = OperatorCases(
-    operator="vocab_embedding",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "vocab_embedding",
+    Shape,
     correctness=("24x16x32", "24x16x32,main=1", "256x256x1024"),
     cpu=("1024x1024x8192", "1024x1024x32768,main=1"),
     accelerator=("8192x4096x8192", "8192x4096x32064", "8192x4096x128256,main=1"),

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
-from mindspeed_lite.ops.traced import is_traced
-from mindspeed_lite.ops.vocab_embedding import reference
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.vocab_embedding import Case
@@ -20,11 +18,7 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def vocab_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, sparse: bool = False
-) -> torch.Tensor:
-    if is_traced(weight) or is_traced(ids):
-        return reference.vocab_embedding(ids, weight, vocab_start, sparse)
+def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, sparse: bool = False) -> Tensor:
     local = ids.reshape(-1) - vocab_start
     place = ((local >= 0) & (local < weight.shape[0])).nonzero().squeeze(1)
     rows = torch.nn.functional.embedding(local.index_select(0, place), weight, sparse=sparse)

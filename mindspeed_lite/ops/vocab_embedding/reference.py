@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def vocab_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, sparse: bool = False
-) -> torch.Tensor:
+def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, sparse: bool = False) -> Tensor:
     local = ids.contiguous() - vocab_start
     row = local.remainder(weight.shape[0])  # unchanged for local ids
     out = torch.nn.functional.embedding(row, weight, sparse=sparse)  # [..., H]

@@ -92,16 +92,14 @@ class RankBlocks:
             if self.is_pack:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
                 dropout = self._dropped(owner, q.device)
-                out, lse = packed.forward(
-                    q.squeeze(1), k.squeeze(1), v.squeeze(1), packing, spec, wide=True, dropout=dropout
-                )
+                out, lse = packed.forward(q.squeeze(1), k.squeeze(1), v.squeeze(1), packing, spec, dropout)
                 rows = slice(piece.q[0][0], piece.q[-1][1])
                 partial.merge(out[rows].unsqueeze(1), lse[:, rows].unsqueeze(0), rows)
             else:
                 rows, keys = slice(*piece.q[0]), slice(*piece.k[0])
                 spec = self._spec(q[rows], k[keys], v[keys], piece.band)
                 dropout = self._dropped(owner, q.device, rows, keys)
-                partial.merge(*op.forward(q[rows], k[keys], v[keys], spec, wide=True, dropout=dropout), rows)
+                partial.merge(*op.forward(q[rows], k[keys], v[keys], spec, dropout), rows)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, owner: int, sums: Sums
@@ -112,18 +110,14 @@ class RankBlocks:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
                 dout_, q_, k_, v_, out_ = (t.squeeze(1) for t in (dout, q, k, v, out))
                 dropout = self._dropped(owner, q.device)
-                parts = packed.backward(
-                    dout_, q_, k_, v_, out_, lse.squeeze(0), packing, spec, wide=True, dropout=dropout
-                )
+                parts = packed.backward(dout_, q_, k_, v_, out_, lse.squeeze(0), packing, spec, dropout)
                 for total, part in zip(sums, parts, strict=False):
                     total += part.unsqueeze(1)
             else:
                 rows, keys = slice(*piece.q[0]), slice(*piece.k[0])
                 spec = self._spec(q[rows], k[keys], v[keys], piece.band)
                 dropout = self._dropped(owner, q.device, rows, keys)
-                parts = op.backward(
-                    dout[rows], q[rows], k[keys], v[keys], out[rows], lse[..., rows], spec, wide=True, dropout=dropout
-                )
+                parts = op.backward(dout[rows], q[rows], k[keys], v[keys], out[rows], lse[..., rows], spec, dropout)
                 sums.dq[rows] += parts[0]
                 sums.dk[keys] += parts[1]
                 sums.dv[keys] += parts[2]

@@ -119,11 +119,7 @@ MUTATIONS = {
     "strides handed on": Mutation("x.contiguous()", "x", "is not contiguous"),
     "a count too many": Mutation("(1,), dy.shape[0]", "(1,), dy.shape[0] + 1", "not cumulative to 6"),
     "32-bit group list": Mutation("dtype=torch.int64", "dtype=torch.int32", "want int64[1]"),
-    "counts for ends": Mutation(
-        "group_type=2,", "group_type=2, group_list_type=1,", "group_list_type is 1: want 0"
-    ),
     "groups of rows": Mutation("group_type=2", "group_type=0", "group_type is 0: want 2"),
-    "transposition left to the default": Mutation("        transpose_x=True,\n", "", "transpose_x not passed by name"),
     "rounded sum": Mutation(
         "return main_grad\n", "return main_grad.to(x.dtype)\n", "the output is bfloat16[32, 48]: want float32[32, 48]"
     ),

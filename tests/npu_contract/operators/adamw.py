@@ -142,12 +142,8 @@ MUTATIONS = {
     ),
     "count on the host": Mutation("device=lists.params[0].device", 'device="cpu"', "cpu"),
     "count as a list": Mutation("torch.full(()", "torch.full((2,)", "want one number"),
-    "betas exchanged": Mutation("beta1=rule.betas[0]", "beta1=rule.betas[1]", "beta1 is 0.95: want 0.9"),
     "decay left out": Mutation("weight_decay=rule.weight_decay", "weight_decay=0.0", "weight_decay is 0.0: want 0.1"),
     "gradient in its own dtype": Mutation("grad.to(param.dtype)", "grad", "grads is bfloat16"),
-    "scaled in its own dtype": Mutation("grad.to(param.dtype)", "grad.to(grad.dtype)", "grads is bfloat16"),
-    "moments left out": Mutation("            [exp_avg_sq],\n", "            [],\n", "want one length"),
     "empty tensors too": Mutation("if not param.numel():", "if False:", "forward called"),
     "forms not put together": Mutation("@piecewise\n", "", "exp_avgs is bfloat16"),
-    "operator that runs on the host": Mutation("torch._fused_adamw_(", "torch._fused_adam_(", "forward called"),
 }  # fmt: skip

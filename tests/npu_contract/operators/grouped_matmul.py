@@ -1,4 +1,4 @@
-"""`mindspeed_lite.ops.grouped_matmul` on npu_grouped_matmul and npu_grouped_matmul_add_."""
+"""`mindspeed_lite.ops.grouped_matmul` on npu_grouped_matmul."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class _Experts(ContractCase):
     k: int = 48
     dtype: str = "bfloat16"
     on_device: bool = False
-    stacked: bool = False
 
     operator = "grouped_matmul"
     forward = "npu_grouped_matmul"
@@ -70,29 +69,23 @@ class Product(_Experts):
             "x": self.made(device, self.k, self.rows).t() if self.strided else self.made(device, self.rows, self.k)
         }
         shape = (self.n, self.k) if self.transposed else (self.k, self.n)
-        if self.stacked:
-            leaves["weights"] = self.made(device, self.experts, *shape)
         for expert in range(self.experts):
-            if not self.stacked:
-                leaves[f"weight {expert}"] = self.made(device, *shape)
+            leaves[f"weight {expert}"] = self.made(device, *shape)
             if self.biased:
                 leaves[f"bias {expert}"] = self.made(device, self.n)
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-
-    def _weights(self, leaves: Tensors) -> Any:
-        return leaves["weights"] if self.stacked else _all(leaves, "weight ")
 
     def run(self, leaves: Tensors) -> Any:
         from mindspeed_lite.ops.grouped_matmul import grouped_matmul
 
         x, biases = leaves["x"], _all(leaves, "bias ") if self.biased else None
         counts = self.given(x.device.type)
-        return grouped_matmul(x, self._weights(leaves), counts, biases, transposed=self.transposed)
+        return grouped_matmul(x, _all(leaves, "weight "), counts, biases, transposed=self.transposed)
 
     @property
     def one(self) -> bool:
         """Whether the weights go in one tensor."""
-        return (self.stacked and not self.biased) or self.dtype == "float32" or self.experts > LONGEST_LIST
+        return self.dtype == "float32" or self.experts > LONGEST_LIST
 
     def arguments(self) -> Mapping[str, Any]:
         bias = Tensor("float32" if self.dtype == "bfloat16" else self.dtype, (self.n,), "")
@@ -146,10 +139,8 @@ class WeightGradients(_Experts):
         leaves = {"dy": self.made(device, self.rows, self.n), "x": self.made(device, self.rows, self.k)}
         if self.main_dtype:
             dtype = getattr(torch, self.main_dtype)
-            shape = (self.experts, self.n, self.k)
-            whole = torch.zeros(shape, dtype=dtype, device=device)
-            parts = whole.unbind() if self.stacked else [each.clone() for each in whole]
-            leaves |= {f"main {expert}": each for expert, each in enumerate(parts)}
+            for expert in range(self.experts):
+                leaves[f"main {expert}"] = torch.zeros(self.n, self.k, dtype=dtype, device=device)
         return leaves
 
     def run(self, leaves: Tensors) -> Any:
@@ -176,35 +167,6 @@ class WeightGradients(_Experts):
         return [Tensor(self.main_dtype or self.dtype, (self.n, self.k), "")] * self.experts
 
 
-@dataclass(frozen=True)
-class Accumulate(WeightGradients):
-    """`accumulate_weight_gradients` into views of one fp32 tensor."""
-
-    main_dtype: str = "float32"
-    stacked: bool = True
-
-    forward = "npu_grouped_matmul_add_"
-    kernel = "aclnnGroupedMatmulAdd"
-
-    def arguments(self) -> Mapping[str, Any]:
-        # Tensors in the order in which the kernel takes them.
-        return {
-            "x": Tensor(self.dtype, (self.rows, self.n), ""),
-            "weight": Tensor(self.dtype, (self.rows, self.k), ""),
-            "group_list": Tensor("int64", (self.experts,), ""),
-            "input": Tensor("float32", (self.experts, self.n, self.k), ""),
-            "transpose_x": True,
-            "transpose_weight": False,
-            "group_type": 2,
-            "group_list_type": 0,
-        }
-
-    def effect(self, call: Call) -> list[str]:
-        ends = torch.tensor(self.counts).cumsum(0).tolist()
-        found = call.arguments["group_list"].content
-        return [] if found == ends else [f"the groups end at {found}: want {ends}"]
-
-
 def _all(leaves: Tensors, prefix: str) -> list[torch.Tensor]:
     return [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
 
@@ -213,28 +175,22 @@ CASES = (
     Product("separate weights"),
     Product("float16", dtype="float16"),
     Product("float32", dtype="float32"),
-    Product("one tensor of weights", stacked=True),
     Product("not transposed", transposed=False),
     Product("biases", biased=True),
     Product("float16 biases", biased=True, dtype="float16"),
-    Product("biases beside one tensor", biased=True, stacked=True),
     Product("129 experts", counts=(1, 0, 2) * 43, n=4, k=6),
     Product("strided x", strided=True),
     Product("counts of the device", on_device=True),
     Backward("gradient of x"),
     Backward("gradient of x, not transposed", transposed=False, on_device=True),
-    Backward("gradient of x, one tensor", stacked=True),
     Backward("gradient of x, float32", dtype="float32"),
     Backward("gradient of the weights", of="weight"),
     Backward("gradient of the weights, not transposed", of="weight", transposed=False, on_device=True),
-    Backward("gradient of one tensor", of="weight", stacked=True),
     Backward("gradient of the weights, float32", of="weight", dtype="float32"),
     WeightGradients("weight gradients"),
     WeightGradients("added one by one", main_dtype="float32"),
-    WeightGradients("added in 16 bits", main_dtype="bfloat16", stacked=True),
-    WeightGradients("added in float32", dtype="float32", main_dtype="float32", stacked=True),
-    Accumulate("accumulated"),
-    Accumulate("accumulated, counts of the device", on_device=True, dtype="float16"),
+    WeightGradients("added in 16 bits", main_dtype="bfloat16"),
+    WeightGradients("added in float32", dtype="float32", main_dtype="float32"),
 )
 
 
@@ -326,37 +282,22 @@ def _of_sums(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None
 CONTRACTS = {"npu_grouped_matmul": grouped_matmul}
 
 _FORWARD, _SUMS = "        group_type=0,\n", "        group_type=2,\n        group_list_type=1,\n"
-_STACKS = "(dtype not in _HALF or len(weights) > _LONGEST_LIST)"
+_LISTS = "x.dtype in _HALF and len(weights) <= _LONGEST_LIST"
 
 MUTATIONS = {
     "weights copied": Mutation(
         "each.transpose(-2, -1) if transposed", "each.transpose(-2, -1).contiguous() if transposed", "as they lie in"
     ),
-    "weights as they are": Mutation("each.transpose(-2, -1) if transposed else each", "each", "do not fit"),
     "a weight left out": Mutation("for each in matrices],", "for each in matrices[1:]],", "want int64[2]"),
     "strides handed on": Mutation(
         "        [x.contiguous()],\n        [each", "        [x],\n        [each", "must not be transposed"
     ),
-    "groups of rows for gradients": Mutation(_SUMS, _SUMS.replace("2", "0"), "group_type is 0: want 2"),
-    "groups of sums": Mutation(_FORWARD, _FORWARD.replace("0", "2"), "group_type is 2: want 0"),
     "dy not transposed": Mutation("[dy.contiguous().t()]", "[dy.contiguous()]", "do not fit"),
-    "dy copied": Mutation("[dy.contiguous().t()]", "[dy.t().contiguous()]", "as a transposed view"),
     "counts for ends": Mutation(
         f"{_FORWARD}        group_list_type=1", f"{_FORWARD}        group_list_type=0", "is not cumulative"
     ),
     "kind left to the default": Mutation(_SUMS, "        group_type=2,\n", "group_list_type not passed by name"),
     "a tensor for each weight": Mutation("split_item=2", "split_item=0", "split_item is 0"),
-    "32-bit counts": Mutation("group_list=counts,", "group_list=counts.int(),", "want int64[3]"),
     "bias in 16 bits": Mutation("each.float() if each.dtype == torch.bfloat16 else each", "each", "want float32[32]"),
-    "a list of float32": Mutation(_STACKS, "len(weights) > _LONGEST_LIST", "or one [E, K, N]"),
-    "a long list": Mutation(_STACKS, "dtype not in _HALF", "129 weights"),
-    "a stack beside biases": Mutation(
-        "None if biased else _adjacent(weights)", "_adjacent(weights)", "3 biases beside 1"
-    ),
-    "counts for ends of sums": Mutation(".cumsum(0),", ",", "not cumulative to 6"),
-    "factors exchanged": Mutation(
-        "dy.contiguous(),  # [T, N], transposed by the operator\n        x.contiguous(),",
-        "x.contiguous(),\n        dy.contiguous(),",
-        "do not fit",
-    ),
+    "a list of float32": Mutation(_LISTS, "len(weights) <= _LONGEST_LIST", "or one [E, K, N]"),
 }

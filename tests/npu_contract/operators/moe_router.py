@@ -32,7 +32,6 @@ class _Routing(ContractCase):
     topk: int = 6
     dtype: str = "bfloat16"
     scale: float | None = None
-    dense: bool = False
 
     operator = "moe_router"
 
@@ -49,11 +48,11 @@ class _Routing(ContractCase):
         return topk_routing(leaves["logits"], self.topk, **self._given(leaves))
 
     def result(self) -> list[Tensor]:
-        shape = (self.tokens, self.topk if self.dense else self.experts)
-        return [Tensor(self.dtype, shape, ""), Tensor("int64" if self.dense else "bool", shape, "")]
+        shape = (self.tokens, self.experts)
+        return [Tensor(self.dtype, shape, ""), Tensor("bool", shape, "")]
 
     def _given(self, leaves: Tensors) -> dict[str, Any]:
-        return {"scaling_factor": self.scale, "dense_output": self.dense, **self.options(leaves)}
+        return {"scaling_factor": self.scale, **self.options(leaves)}
 
     def _x(self) -> Tensor:
         # Scores are computed in fp32, of which only fp32 logits are a promise.
@@ -111,14 +110,14 @@ class PreSoftmax(_Routing):
 
 CASES = (
     Sigmoid("sigmoid"),
-    Sigmoid("sigmoid float32, dense", dtype="float32", dense=True),
+    Sigmoid("sigmoid float32", dtype="float32"),
     Sigmoid("sigmoid float16", dtype="float16"),
     Sigmoid("bias", biased=True, scale=2.5),
     Sigmoid("groups by two", experts=256, topk=8, groups=(8, 4), biased=True, scale=2.5),
     Sigmoid("groups by one", topk=4, groups=(8, 4)),
     Sigmoid("one token", tokens=1),
     PreSoftmax("pre-softmax"),
-    PreSoftmax("pre-softmax float32, dense", dtype="float32", dense=True),
+    PreSoftmax("pre-softmax float32", dtype="float32"),
     PreSoftmax("pre-softmax float16, one expert", dtype="float16", topk=1, scale=2.5),
 )
 
@@ -179,9 +178,6 @@ CONTRACTS = {"npu_moe_gating_top_k": gating_top_k, "npu_moe_gating_top_k_softmax
 MUTATIONS = {
     "scores of 16 bits": Mutation("x = logits.to(torch.float32)", "x = logits", "x is bfloat16"),
     "softmax for sigmoid": Mutation("norm_type=1", "norm_type=0", "norm_type is 0: want 1"),
-    "norm left to the default": Mutation(
-        "            norm_type=1,  # sigmoid\n", "", "norm_type not passed by name"
-    ),
     "groups by their best alone": Mutation("groups.best - 1", "0", "group_select_mode is 0: want 1"),
     "groups exchanged": Mutation(
         "k_group=groups.chosen,\n            group_count=groups.number",
@@ -190,9 +186,5 @@ MUTATIONS = {
     ),
     "no bias": Mutation("bias=None if expert_bias is None else expert_bias.to(torch.float32)", "bias=None", "bias is"),
     "bias of 16 bits": Mutation("expert_bias.to(torch.float32)", "expert_bias.to(logits.dtype)", "bias is bfloat16"),
-    "no factor": Mutation("routed_scaling_factor=form.scale", "routed_scaling_factor=1.0", "routed_scaling_factor is"),
-    "another eps": Mutation("eps=EPS", "eps=1e-6", "eps is 1e-06"),
-    "k by position": Mutation("finished=None, k=form.topk", "None, form.topk", "finished, k not passed by name"),
     "probabilities in fp32": Mutation("probs.to(logits.dtype), experts", "probs, experts", "Expected self.dtype"),
-    "32-bit indices": Mutation("experts.to(torch.int64)", "experts", "int64"),
 }  # fmt: skip

@@ -244,26 +244,17 @@ MUTATIONS = {
     "rows for the capacity": Mutation(
         "num_out_tokens=count", "num_out_tokens=count if capacity is None else capacity", "num_out_tokens is 3: want 12"
     ),
-    "rows by another name": Mutation("num_out_tokens=count", "num_tokens=count", "num_tokens"),
     "never dropped": Mutation("drop_and_pad=capacity is not None", "drop_and_pad=False", "drop_and_pad is False"),
-    "always dropped": Mutation("drop_and_pad=capacity is not None", "drop_and_pad=True", "drop_and_pad is True"),
     "probs left out": Mutation("x, routing_map, probs=weights, num", "x, routing_map, num", "probs is None"),
     "map transposed": Mutation("x, routing_map, probs=weights, num", "x, routing_map.t(), probs=weights, num",
                                "routing_map is bool[4, 6]: want bool[6, 4]"),
-    "map in integers": Mutation("x, routing_map, probs=weights, num", "x, routing_map.int(), probs=weights, num",
-                                "want bool or int8"),
     "dtypes as they come": Mutation("return x.float(), probs.float()", "return x, probs", "want one dtype"),
-    "rows in fp32": Mutation("return permuted.to(tokens.dtype)", "return permuted.float()", "want bfloat16[12, 32]"),
     "probs of the rows' dtype": Mutation("permuted_probs.to(probs.dtype)", "permuted_probs.to(tokens.dtype)",
                                          "want float32[12]"),
     "no gradient of probs": Mutation("x, routing_map, probs=weights, num", "x, routing_map, probs=None if weights is "
                                      "None else weights.detach(), num", "the gradient of probs is None"),
     "shape of the rows": Mutation("[tokens, permuted.shape[1]]", "list(permuted.shape)", "restore_shape is [12, 32]"),
-    "ids in 64 bits": Mutation("        row_ids,\n", "        row_ids.long(),\n", "want int32[12]"),
     "map without probs": Mutation("routing_map=None if probs is None else routing_map", "routing_map=routing_map",
                                   "routing_map is bool[6, 4]: want None"),
-    "dropping left to the default": Mutation("        drop_and_pad=drop_and_pad,\n", "",
-                                             "drop_and_pad not passed by name"),
     "the second result": Mutation("    )[0]\n", "    )[1]\n", "want bfloat16[6, 32]"),
-    "unwidened sums": Mutation("return out.to(permuted.dtype)", "return out.float()", "want bfloat16[6, 32]"),
 }  # fmt: skip

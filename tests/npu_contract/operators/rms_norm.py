@@ -144,21 +144,13 @@ _CALL = "torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, e
 MUTATIONS = {
     "epsilon left out": Mutation("else weight, epsilon=eps", "else weight", "epsilon is 1e-06: want 1e-05"),
     "epsilon by position": Mutation("else weight, epsilon=eps", "else weight, eps", "epsilon not passed by name"),
-    "epsilon by another name": Mutation("else weight, epsilon=eps", "else weight, eps=eps", "eps"),
     "weight widened": Mutation(
         "weight + 1 if zero_centered else weight, epsilon",
         "(weight + 1 if zero_centered else weight).float(), epsilon",
         "gamma is float32 and input bfloat16",
     ),
-    "weight as a row": Mutation(
-        "weight + 1 if zero_centered else weight, epsilon", "(weight + 1 if zero_centered else weight)[None], epsilon",
-        "gamma is bfloat16[1, 64]",
-    ),
     "any rank": Mutation("x if 2 <= x.dim() <= 8 else x.reshape(-1, x.shape[-1])", "x", "want 2 to 8"),
     "rstd for the output": Mutation("epsilon=eps)[0]", "epsilon=eps)[1]", "is invalid for input of size"),
-    "torch's own operator": Mutation(
-        _CALL, "torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)", "want ['npu_rms_norm']"
-    ),
     "weight without gradient": Mutation(
         "weight + 1 if zero_centered else weight, epsilon",
         "(weight + 1 if zero_centered else weight).detach(), epsilon",

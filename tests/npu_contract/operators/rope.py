@@ -123,10 +123,7 @@ CONTRACTS = {"npu_rotary_mul": rotary_mul}
 
 MUTATIONS = {
     "mode by position": Mutation("rotary_mode=", "", "rotary_mode not passed by name"),
-    "mode by another name": Mutation("rotary_mode=", "mode=", "mode"),
-    "an unknown mode": Mutation('"interleave"', '"interleaved"', "want half or interleave"),
     "halves for pairs": Mutation('"interleave" if into and out else "half"', '"half"', "rotary_mode is half"),
-    "pairs for halves": Mutation('"interleave" if into and out else "half"', '"interleave"', "mode is interleave"),
     "factors in fp32": Mutation("lambda: cos.to(dtype)", "lambda: cos", "r1 is float32"),
     "factors of every row": Mutation("t[: x.shape[0]] if", "t if", "r1 is bfloat16[9, 1, 1, 64]"),
     "the whole head": Mutation("torch_npu.npu_rotary_mul(turned,", "torch_npu.npu_rotary_mul(x,", "input is"),

@@ -20,31 +20,23 @@ class Shape:
     rows: int
     width: int
 
+    def make(self, draw: Draw) -> tuple[torch.Tensor, ...]:
+        return (draw(self.rows, self.width),)
 
-def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    return (draw(shape.rows, shape.width),)
+    def ours(self, x: torch.Tensor) -> torch.Tensor:
+        return my_op(x)
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
 
-def ours(shape: Shape, x: torch.Tensor) -> torch.Tensor:
-    return my_op(x)
-
-
-def reference(shape: Shape, x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def work(shape: Shape, size: int) -> tuple[Work, Work]:
-    count = shape.rows * shape.width
-    return Work(2 * count * size, 10 * count), Work(3 * count * size, 20 * count)
+    def work(self, size: int) -> tuple[Work, Work]:
+        count = self.rows * self.width
+        return Work(2 * count * size, 10 * count), Work(3 * count * size, 20 * count)
 
 
 CASES = OperatorCases(
-    operator="my_op",
-    shape=Shape,
-    inputs=inputs,
-    ours=ours,
-    reference=reference,
-    work=work,
+    "my_op",
+    Shape,
     correctness=("64x1024", "37x1000"),
     cpu=("1024x1024", "4096x14336"),
     accelerator=("4096x14336", "16384x14336"),
