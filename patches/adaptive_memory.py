@@ -93,10 +93,7 @@ FEATURE = Feature(
     name=NAME,
     summary="what layers keep, compute again and move to the host, chosen within a budget of memory",
     options=(
-        Option(
-            "--adaptive-memory",
-            help="Choose what each layer keeps, computes again and moves to the host, within a budget.",
-        ),
+        Option("--adaptive-memory"),
         Option(
             "--memory-budget",
             help="Memory that the activations of a rank may take, for --adaptive-memory.",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
 
 _GPT = "megatron.core.datasets.gpt_dataset:GPTDataset"
@@ -133,12 +133,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="balance_sequence_lengths",
     summary="micro-batches of equal attention cost on data-parallel ranks, where documents differ in length",
-    options=(
-        Option(
-            "--balance-sequence-lengths",
-            help="Assign the micro-batches of a step to data-parallel ranks so that attention costs each the same.",
-        ),
-    ),
     numerics="ulp",
     theme="communication",
     memory="none: it keeps the order of a few steps",

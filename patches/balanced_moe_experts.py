@@ -255,12 +255,9 @@ def _check(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="the hottest experts are copied to every rank for a micro-batch",
+    summary="the hottest experts are copied to every rank for a micro-batch, where that pays",
     options=(
-        Option(
-            FLAG,
-            help="Copy the hottest experts of each micro-batch to all ranks that share experts, where that pays.",
-        ),
+        Option(FLAG),
         Option(
             "--balanced-moe-hot-expert-num",
             help="Experts of a layer that are copied, at most (default: 3).",

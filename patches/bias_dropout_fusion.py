@@ -55,15 +55,9 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="bias_dropout_fusion",
-    summary="bias, dropout and residual of a transformer layer in one pass",
-    options=(
-        Option(
-            "--bias-dropout-fusion",
-            help="Add bias, dropout and residual in one pass, without torch.compile.",
-            # Megatron's flag of the plain name defaults to on.
-            name="use_bias_dropout_fusion",
-        ),
-    ),
+    summary="bias, dropout and residual of a transformer layer in one pass, without torch.compile",
+    # Megatron's flag of the plain name defaults to on.
+    options=(Option("--bias-dropout-fusion", name="use_bias_dropout_fusion"),),
     numerics="ulp",
     theme="operators",
     condition=every(not_disabled(ARGUMENT, "--no-bias-dropout-fusion"), _why_not),

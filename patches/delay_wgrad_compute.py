@@ -220,13 +220,7 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="delay_wgrad_compute",
     summary="weight gradients computed when the schedule that overlaps expert communication asks for them",
-    options=(
-        Option(
-            "--delay-wgrad-compute",
-            help="Compute weight gradients apart from the rest of the backward pass.",
-            upstream=">=0.13",
-        ),
-    ),
+    options=(Option("--delay-wgrad-compute", upstream=">=0.13"),),
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",

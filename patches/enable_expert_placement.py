@@ -172,7 +172,7 @@ FEATURE = Feature(
     name=NAME,
     summary="experts change places among ranks every few steps, so that ranks have equal load",
     options=(
-        Option(FLAG, help="Let experts change places among the ranks that share them, as their load asks for."),
+        Option(FLAG),
         Option(
             "--expert-placement-freq",
             help="Steps between two placements of experts (default: 50).",

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.proxies import AttributeOverride
@@ -58,12 +58,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="the number of layers that are recomputed counts for a pipeline rank, not for each virtual stage",
-    options=(
-        Option(
-            "--enable-recompute-layers-per-pp-rank",
-            help="The number of recomputed layers counts for a pipeline rank, divided over its virtual stages.",
-        ),
-    ),
     numerics="bitwise",
     theme="memory",
     condition=_why_not,

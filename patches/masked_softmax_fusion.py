@@ -88,14 +88,8 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="masked_softmax_fusion",
     summary="scale, mask and softmax of Megatron's own attention in one pass",
-    options=(
-        Option(
-            "--masked-softmax-fusion",
-            help="Scale, mask and softmax in one pass where attention is not one operator.",
-            # Megatron's flag of the plain name defaults to on, with or without its extension.
-            name="use_masked_softmax_fusion",
-        ),
-    ),
+    # Megatron's flag of the plain name defaults to on, with or without its extension.
+    options=(Option("--masked-softmax-fusion", name="use_masked_softmax_fusion"),),
     numerics="ulp",
     theme="operators",
     condition=every(not_disabled(ARGUMENT, "--no-masked-softmax-fusion"), _why_not),

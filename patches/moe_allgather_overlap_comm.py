@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Override, Session
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
 
 from . import recompute_activation_function
@@ -174,12 +174,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="token all-gather and reduce-scatter overlapped with the shared expert and weight gradients",
-    options=(
-        Option(
-            "--moe-allgather-overlap-comm",
-            help="Overlap the allgather dispatcher's messages with the shared expert and experts' weight gradients.",
-        ),
-    ),
     numerics="bitwise",
     theme="experts",
     unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step after the combine"},

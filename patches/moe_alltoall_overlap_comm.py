@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
 from ._shared import moe
@@ -61,12 +61,6 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 FEATURE = Feature(
     name=NAME,
     summary="expert all-to-alls overlapped with the shared expert and weight gradients",
-    options=(
-        Option(
-            "--moe-alltoall-overlap-comm",
-            help="Overlap the all-to-alls of tokens with the shared expert and experts' weight gradients.",
-        ),
-    ),
     numerics="ulp",
     theme="experts",
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session, matches
 from mindspeed_lite.platform import megatron
 
 from ._shared import moe, pipeline_orders
@@ -158,12 +158,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="moe_fb_overlap",
     summary="expert all-to-alls overlapped with the computation of another micro-batch",
-    options=(
-        Option(
-            "--moe-fb-overlap",
-            help="Overlap the forward pass of one micro-batch with the backward pass of another.",
-        ),
-    ),
     numerics="ulp",
     theme="experts",
     unsupported=_UNSUPPORTED,

@@ -143,10 +143,7 @@ FEATURE = Feature(
     name=NAME,
     summary="experts' tokens cross the network once for each node",
     options=(
-        Option(
-            "--moe-hierarchical-alltoallv",
-            help="Send one copy of a token to each node that has one of its experts, and copy inside the node.",
-        ),
+        Option("--moe-hierarchical-alltoallv"),
         Option(
             "--moe-node-size",
             help="Processes of a node, for --moe-hierarchical-alltoallv (default: the launcher's LOCAL_WORLD_SIZE).",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option
+from mindspeed_lite.engine import Context, Feature
 
 from ._shared import moe
 
@@ -45,7 +45,6 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 FEATURE = Feature(
     name="moe_tp_extend_ep",
     summary="tensor-parallel ranks hold whole experts",
-    options=(Option("--moe-tp-extend-ep", help="Spread whole experts over the tensor-parallel ranks too."),),
     numerics="ulp",
     theme="experts",
     condition=_why_not,

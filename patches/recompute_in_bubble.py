@@ -73,9 +73,7 @@ FEATURE = Feature(
     name=NAME,
     summary="recomputation as steps of the pipeline schedule, which run while a rank waits",
     options=(
-        Option(
-            "--recompute-in-bubble", help="Recompute the micro-batches above a bound, in the bubble of the pipeline."
-        ),
+        Option("--recompute-in-bubble"),
         Option(
             "--recompute-in-advance", help="Recompute a micro-batch before its gradient arrives from the next stage."
         ),

@@ -101,9 +101,9 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="swap_attention",
-    summary="activations in host memory between forward and backward pass",
+    summary="activations of chosen modules in host memory between forward and backward pass",
     options=(
-        Option("--swap-attention", help="Keep activations of chosen modules in host memory until their backward pass."),
+        Option("--swap-attention"),
         Option(
             "--swap-modules",
             help="Which modules of a layer, by name and comma-separated: norms and attention if not given.",

@@ -53,12 +53,9 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="swap_optimizer",
-    summary="Main parameters and Adam's moments in host memory, on the device in groups during the step",
+    summary="main parameters and Adam's moments in host memory, on the device in groups during the step",
     options=(
-        Option(
-            "--swap-optimizer",
-            help="Keep fp32 main parameters and Adam's moments in host memory; bring them to the device for the step.",
-        ),
+        Option("--swap-optimizer"),
         Option(
             "--swap-optimizer-times",
             default=16,

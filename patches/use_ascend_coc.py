@@ -126,9 +126,9 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="tensor-parallel communication overlapped with the GEMMs of its own linear layers",
+    summary="tensor-parallel communication overlapped in chunks with the GEMMs of its own linear layers",
     options=(
-        Option("--use-ascend-coc", help="Overlap tensor-parallel communication with GEMMs, in chunks."),
+        Option("--use-ascend-coc"),
         Option(
             "--coc-parallel-num",
             help="Messages a pass of a layer is cut into: 1, 2, 4, 8, or auto, which tries them at the first step.",

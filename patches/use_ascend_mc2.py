@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_lite.engine import Context, Feature, Option, Relation
+from mindspeed_lite.engine import Context, Feature, Relation
 from mindspeed_lite.parallel.mc2 import MC2
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, fixed_chunks
 
@@ -35,9 +35,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="gather with product and product with scatter in one operator of an NPU",
-    options=(
-        Option("--use-ascend-mc2", help="Let one operator of the NPU gather and multiply, or multiply and scatter."),
-    ),
     numerics="ulp",
     theme="communication",
     memory="not predicted: never measured on a device",

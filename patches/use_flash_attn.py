@@ -125,13 +125,9 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name="use_flash_attn",
-    summary="attention without the matrix of scores, in time and in memory",
+    summary="attention as one operator that never stores the matrix of scores",
     options=(
-        Option(
-            "--use-flash-attn",
-            help="Compute attention with a fused operator that never stores the scores.",
-            upstream=">=0.12",
-        ),
+        Option("--use-flash-attn", upstream=">=0.12"),
         Option(
             "--attention-backend",
             help="flash and fused: as --use-flash-attn, with the local implementation.",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
 from mindspeed_lite.verify import Part
 
@@ -67,12 +67,6 @@ def not_transformer_engines(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="use_fused_cross_entropy",
     summary="the loss in one pass over the logits, its gradient in their memory",
-    options=(
-        Option(
-            "--use-fused-cross-entropy",
-            help="Compute the loss of the vocabulary-parallel logits in one pass, and its gradient in their memory.",
-        ),
-    ),
     numerics="ulp",
     theme="operators",
     condition=not_transformer_engines,

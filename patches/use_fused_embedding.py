@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
 from ._shared.conditions import conflict_reasons, fsdp_args, holding
@@ -90,12 +90,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="use_fused_embedding",
     summary="the embedding without an assignment to masked positions, its gradient in the rows looked up",
-    options=(
-        Option(
-            "--use-fused-embedding",
-            help="Look the embedding up without assigning to masked positions; its gradient is the rows looked up.",
-        ),
-    ),
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves one 16-bit gradient of the vocabulary in each micro-batch",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Provide, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Override, Provide, Session, matches
 from mindspeed_lite.ops.rope import RotationSpec, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
@@ -180,7 +180,6 @@ def _is_there() -> bool:
 FEATURE = Feature(
     name="use_fused_rotary_pos_emb",
     summary="rotary embedding in one pass, also where Megatron's own fusion demands Transformer Engine",
-    options=(Option("--use-fused-rotary-pos-emb", help="Compute rotary embedding with one fused operator."),),
     numerics="ulp",
     theme="operators",
     condition=every(local("uses Transformer Engine's own rotary embedding"), _why_not),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session, matches
+from mindspeed_lite.engine import Around, Context, Feature, Function, Override, Session, matches
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
@@ -129,14 +129,7 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="use_fused_swiglu",
-    summary="the MLP's activation with bias and weights as one operator that keeps only its input",
-    options=(
-        Option(
-            "--use-fused-swiglu",
-            help="Compute SwiGLU, GeGLU, GELU with bias and squared ReLU, with their bias and per-token weights, with "
-            "one fused operator.",
-        ),
-    ),
+    summary="SwiGLU, GeGLU, GELU with bias or squared ReLU, with bias and weights, in one operator that saves inputs",
     numerics="ulp",
     theme="operators",
     condition=_why_not,

@@ -42,7 +42,7 @@ class Option:
     """
 
     flag: str
-    help: str
+    help: str = ""
     default: Any = False
     type: Callable[[str], Any] | None = None
     choices: Sequence[Any] | None = None
@@ -246,7 +246,8 @@ class Feature:
 
     Attributes:
         name: also of module, page and test.
-        options: the first enables it unless `enabled` is given.
+        options: the first enables it unless `enabled` is given; by default a switch of the feature's name. Help that is
+            empty is the summary.
         numerics: compared with the replaced path.
         condition: reasons against this model, device and layout.
         conflicting_args: host argument -> reason.
@@ -259,9 +260,9 @@ class Feature:
 
     name: str
     summary: str
-    options: Sequence[Option]
     numerics: Numerics
     patches: Sequence[Patch]
+    options: Sequence[Option] = ()
     theme: str = ""
     condition: Callable[[Context], Sequence[str]] | None = None
     conflicting_args: Mapping[str, str] = field(default_factory=dict)
@@ -275,10 +276,10 @@ class Feature:
     unsupported: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("options", "patches", "requires", "conflicts", "operators"):
+        for name in ("patches", "requires", "conflicts", "operators"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.options and self.enabled is None:
-            raise ValueError(f"feature `{self.name}`: without options it must say when it is `enabled`.")
+        options = self.options or ([Option(self.flag)] if self.enabled is None else [])
+        object.__setattr__(self, "options", tuple(replace(each, help=each.help or self.summary) for each in options))
         for releases in self.unsupported:
             _check_range(self.label, releases)
 

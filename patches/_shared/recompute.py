@@ -41,7 +41,6 @@ def feature_of_layers(
     name: str,
     *,
     summary: str,
-    help: str,
     numerics: Numerics,
     theme: str,
     prepare: Callable[[Any, Session], None],
@@ -63,7 +62,7 @@ def feature_of_layers(
         name=name,
         summary=summary,
         options=(
-            Option(flag, help=help),
+            Option(flag),
             Option(
                 f"{flag}-num-layers",
                 help=f"{flag} for the first N layers of each pipeline rank.",

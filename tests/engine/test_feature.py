@@ -38,7 +38,6 @@ from tests.harness.plans import feature
         lambda: Around("pkg:1f", len),
         lambda: Around("pkg:f", len, variant_of="pkg"),
         lambda: Provide("pkg..mod", len),
-        lambda: feature("x", options=[]),
     ],
 )
 def test_a_wrong_declaration_is_a_value_error_where_it_is_written(wrong):
@@ -54,6 +53,12 @@ def test_declarations_are_frozen_and_lists_become_tuples():
         made.name = "y"
 
 
+def test_a_feature_without_options_has_a_switch_of_its_name_with_its_summary_as_help():
+    (option,) = Feature("a_b", "what it does", "ulp", []).options
+    assert (option.flag, option.help, option.is_switch) == ("--a-b", "what it does", True)
+    assert Feature("a_b", "s", "ulp", [], enabled=lambda settings: True).options == ()
+
+
 def test_conflicting_arguments_are_those_that_are_set():
     made = feature("x", conflicting_args={"fp8": "no fp8", "cuda_graph_impl": "no graphs", "offload": "no offload"})
     values = {"fp8": "e4m3", "cuda_graph_impl": "none", "offload": False}
@@ -65,7 +70,7 @@ def test_a_feature_is_enabled_by_its_first_option_or_by_what_it_says():
     made = feature("x", options=options)
     assert made.is_enabled(Settings({"level": 2, "other": False}))
     assert not made.is_enabled(Settings({"level": 0, "other": True}))
-    told = Feature("x", "s", options, "ulp", [], enabled=lambda settings: settings.other)
+    told = Feature("x", "s", "ulp", [], options, enabled=lambda settings: settings.other)
     assert told.is_enabled(Settings({"level": 0, "other": True}))
 
 
@@ -139,7 +144,7 @@ def test_context_reads_host_arguments_from_anything():
 
 MODULE = """
     from mindspeed_lite.engine import Feature, Option
-    FEATURE = Feature("{name}", "s", [Option("--{name}", "h")], "bitwise", [])
+    FEATURE = Feature("{name}", "s", "bitwise", [])
 """
 
 

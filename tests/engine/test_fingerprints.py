@@ -81,9 +81,9 @@ def test_what_a_patch_relies_on_is_judged_like_an_override_and_may_be_absent_whe
 
 
 PATCHES = """
-    from mindspeed_lite.engine import Around, Feature, Option, Override, Provide
+    from mindspeed_lite.engine import Around, Feature, Override, Provide
     FEATURE = Feature(
-        "one", "s", [Option("--one", "h")], "bitwise",
+        "one", "s", "bitwise",
         [
             Override("m:f", lambda w, s: w, versions="<1.3"),
             Around("m:g", lambda w, s: w, versions=">=1.3"),

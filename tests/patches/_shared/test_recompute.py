@@ -69,7 +69,7 @@ def test_a_model_built_without_arguments_is_asked_itself():
     settings = Settings({"recompute_norm_num_layers": None})
     session = SimpleNamespace(settings=settings, fallback=lambda *text: said.append(text))
     feature = recompute.feature_of_layers(
-        "recompute_norm", summary="", help="", numerics="ulp", theme="memory", reads=(), patches=(),
+        "recompute_norm", summary="", numerics="ulp", theme="memory", reads=(), patches=(),
         prepare=lambda layer, session: prepared.append(layer),
     )  # fmt: skip
     build = feature.patches[0].make(lambda layer, config: setattr(layer, "config", config), session)
