@@ -7,7 +7,6 @@ alone; falls back for other data sets. An existing loader keeps its order when t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -108,7 +107,7 @@ def _loader(wrapped: Function, session: Session) -> Function:
     return build_pretraining_data_loader
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is None:
         return []
     reasons = []

@@ -7,7 +7,6 @@ dtypes of residual and output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
@@ -49,7 +48,7 @@ def _verify(session: Session, wrapped: Function, x: Any, residual: Any, bias: An
     verify(session, FEATURE, "bias_dropout_add", ours, theirs, given)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     return ["torch.compile fuses it on CUDA, as Megatron has it"] if context.device == "cuda" else []
 
 

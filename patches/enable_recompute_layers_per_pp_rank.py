@@ -8,7 +8,6 @@ virtual stages alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Relation, Session
@@ -47,7 +46,7 @@ def _init(wrapped: Function, session: Session) -> Function:
     return __init__
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is None:
         return []
     if context.arg("recompute_method", None) != "block":

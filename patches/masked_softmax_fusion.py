@@ -8,7 +8,6 @@ offsets and other masking functions.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def _call_reasons(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) ->
     return holding(found)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = []
     if context.device == "npu":
         reasons += conflict_reasons(CUDA_GRAPH_ARGS, lambda name: context.arg(name, None))

@@ -8,7 +8,6 @@ expert); `start_grad_sync` (first reader of main gradients). Falls back for gate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -165,7 +164,7 @@ def _postprocess(wrapped: Function, session: Session) -> Function:
     return postprocess
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is not None and context.arg("num_experts", None) and moe.expert_sizes(context) == (1, 1):
         return ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
     return []

@@ -122,7 +122,7 @@ def _why_not_here(device: str) -> list[str]:
     return [f"this torch_npu has no {' and no '.join(missing)}: install a newer one"] if missing else []
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = _why_not_here(context.device)
     if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")

@@ -9,7 +9,7 @@ weights and under autocast.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -102,9 +102,9 @@ def _enabled(settings: Settings) -> bool:
     return any(settings.get(name, False) for name in ("use_ascend_coc", "tp_comm_overlap", "coc_fused_kernel"))
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     settings = context.settings
-    reasons = [*_is_local(context)]
+    reasons = _is_local(context)
     if settings.get("coc_mode", -1) == 0:
         reasons.append("--coc-mode 0 asks for Megatron's own linear layers")
     if not reasons and settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):

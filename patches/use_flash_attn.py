@@ -10,7 +10,7 @@ what the backend lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
@@ -107,7 +107,7 @@ def _enabled(settings: Settings) -> bool:
     return bool(settings.get("use_flash_attn", False)) or _attention_backend(settings) in ("flash", "fused")
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if _attention_backend(context.settings) != "unfused":
         return []
     if context.settings.get("use_flash_attn", False):

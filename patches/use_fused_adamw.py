@@ -199,7 +199,7 @@ def _verification(session: Session) -> Function:
     return before_update
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     optimizer, reasons = context.arg("optimizer", "adam"), []
     if optimizer != "adam":
         reasons.append(f"--optimizer {optimizer} is not Adam")

@@ -6,7 +6,6 @@ Transformer Engine's loss alone. Falls back for label smoothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def _verify(session: Session, original: Function, logits: Any, target: Any, grou
     verify(session, FEATURE, "cross_entropy", ours, original, {"logits": logits}, against, parts=parts)
 
 
-def not_transformer_engines(context: Context) -> Sequence[str]:
+def not_transformer_engines(context: Context) -> list[str]:
     if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
         return ["--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss"]
     return []

@@ -7,7 +7,6 @@ mode, for sharded weights and inference collectives; the gradient stays dense wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ def _dense_because(weight: Tensor) -> str:
     return ""
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.arg("tensor_model_parallel_size", 2) != 1:
         return []
     reasons = conflict_reasons(fsdp_args("has no main gradient for a gradient in rows"), context.arg)

@@ -8,7 +8,7 @@ scaling, alone. Falls back for shapes that need broadcasting.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> 
     return how
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     position = context.arg("position_embedding_type", "rope")
     if position in ("rope", "yarn", "mrope") or context.arg("multi_latent_attention", False):
         return []

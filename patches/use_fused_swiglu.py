@@ -8,7 +8,6 @@ clamp with a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def _configuration(wrapped: Function, session: Session) -> Function:
     return __post_init__
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = []
     if context.arg("squared_relu", False) and matches("<0.14", context.versions.get(HOST, "1")):
         reasons.append("--squared-relu is a function of the script before Megatron 0.14, which has no name to swap")

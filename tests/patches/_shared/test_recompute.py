@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import Settings
 from mindspeed_lite.patches import recompute_activation_function, recompute_norm
 from mindspeed_lite.patches._shared import recompute
-from tests.harness.swapped import reasons as reasons_of
 
 
 def chosen(number, layers=4, chunks=1, **fields):
@@ -35,23 +34,6 @@ def test_layers_that_are_computed_again_as_a_whole_are_passed_over():
     assert chosen(2, chunks=2, **block) == [(0, 1), (1, 1)]
     assert chosen(None, **{**block, "recompute_method": "uniform"}) == []
     assert len(chosen(None, recompute_granularity="selective")) == 4
-
-
-@pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
-def test_reasons(patch):
-    def reasons(settings=None, **args):
-        return reasons_of(patch.FEATURE, Context(Settings(settings or {}), "cpu", {}, args))
-
-    assert reasons() == reasons(recompute_granularity="full", recompute_method="block") == []
-    assert "every layer again" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
-    for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph",
-                 "external_cuda_graph"):  # fmt: skip
-        assert len(reasons(**{name: True})) == 1
-    assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
-    assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]
-    assert patch.FEATURE.not_auto == recompute.NOT_AUTO
-    with pytest.raises(OptionError, match=f"{patch.FEATURE.flag}-num-layers 0: want how many layers"):
-        reasons({f"{patch.FEATURE.name}_num_layers": 0})
 
 
 @pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
