@@ -140,11 +140,15 @@ def defaults() -> list[str]:
     """The table of Megatron's defaults that are switched."""
     from mindspeed_lite.patches._shared.megatron_arguments import DEFAULTS
 
+    when = (
+        "on CPU, without the compiler that torch.compile looks for (`CXX`, else `g++`)",
+        "not on CUDA, or not installed",
+    )
     rows = {}
     for each in DEFAULTS:
         stand_in = each.stand_in.removeprefix("use_")
         beside = f"; not with [`--{stand_in.replace('_', '-')}`](features/{stand_in}.md)" if stand_in else ""
-        rows[each.flag] = (f"`{each.flag}`", each.needs, each.when + beside)
+        rows[each.flag] = (f"`{each.flag}`", each.needs, when[bool(each.module)] + beside)
     return table(("As if you had written", "Megatron's default needs", "Switched when"), rows.values())
 
 

@@ -63,6 +63,7 @@ VERIFY = Option(
     "--mindspeed-lite-verify",
     help="Compare replaced operators with Megatron's originals in their first N calls per shape and report the errors.",
     default=0,
+    least=0,
     metavar="N",
 )
 GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED, VERIFY)
@@ -172,12 +173,8 @@ def given_flags(args: Any) -> dict[str, Any]:
 
 
 def settings_of(asked: Sequence[FeatureRequest]) -> Settings:
-    settings = Settings.of(
-        (*GENERAL, *catalogue().options()), {name: value for each in asked for name, value in each.flags.items()}
-    )
-    if settings[VERIFY.dest] < 0:
-        raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
-    return settings
+    values = {name: value for each in asked for name, value in each.flags.items()}
+    return Settings.of((*GENERAL, *catalogue().options()), values)
 
 
 def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False) -> tuple[Plan, Context]:

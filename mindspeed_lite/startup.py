@@ -82,9 +82,9 @@ class _CommandLine:
 
     def _translate(self, words: Sequence[str]) -> None:
         device = platform.activate().name
-        missing = next(each.missing for each in megatron_arguments.DEFAULTS if each.dest == "transformer_impl")
+        default = next(each for each in megatron_arguments.DEFAULTS if each.dest == "transformer_impl")
         self.translation = migration.translate(
-            words, self.flags, device=device, transformer_engine=missing(device) is None
+            words, self.flags, device=device, transformer_engine=not default.is_missing(device)
         )
 
     def _refused_words(self) -> list[str]:

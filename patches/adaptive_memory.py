@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import (
@@ -22,7 +21,6 @@ from mindspeed_lite.engine import (
     OptionError,
     Relation,
     Session,
-    Settings,
 )
 from mindspeed_lite.platform.megatron import CONFIG
 
@@ -70,20 +68,12 @@ def _choose(wrapped: Function, session: Session) -> Function:
     return get_forward_backward_func
 
 
-def _enabled(settings: Settings) -> bool:
-    return bool(settings.get(NAME) or settings.get(EXPLAIN) or settings.get(BUDGET) is not None)
-
-
-def _check(context: Context) -> Sequence[str]:
-    if not _enabled(context.settings):
-        return []
-    budget = context.settings.get(BUDGET)
-    if not context.settings.get(NAME) and not context.settings.get(EXPLAIN):
-        raise OptionError(f"{NAME}: --memory-budget {budget} has no effect without --adaptive-memory: add it")
-    if budget is None or not 0 < budget < float("inf"):
-        raise OptionError(f"{NAME}: --memory-budget {budget}: want GiB above 0 that activations of a rank may take")
-    if importlib.util.find_spec("scipy") is None:
-        raise OptionError(f"{NAME} needs scipy, which solves for the choice: pip install mindspeed-lite[adaptive]")
+def _check(context: Context) -> list[str]:
+    if context.settings.get(NAME):
+        if context.settings.get(BUDGET) is None:
+            raise OptionError(f"{NAME}: add --memory-budget GIB, which activations of a rank may take")
+        if importlib.util.find_spec("scipy") is None:
+            raise OptionError(f"{NAME} needs scipy, which solves for the choice: pip install mindspeed-lite[adaptive]")
     return []
 
 
@@ -93,20 +83,17 @@ FEATURE = Feature(
     name=NAME,
     summary="what layers keep, compute again and move to the host, chosen within a budget of memory",
     options=(
-        Option(
-            "--adaptive-memory",
-            help="Choose what each layer keeps, computes again and moves to the host, within a budget.",
-        ),
+        Option("--adaptive-memory"),
         Option(
             "--memory-budget",
             help="Memory that the activations of a rank may take, for --adaptive-memory.",
             default=None,
             type=float,
+            least=0,
             metavar="GIB",
         ),
         Option("--mindspeed-lite-explain-memory", help="Print what --adaptive-memory chooses, and end."),
     ),
-    enabled=_enabled,
     numerics="ulp",
     theme="memory",
     memory="not predicted: it is within the budget, and is measured after the choice",

@@ -7,13 +7,12 @@ alone; falls back for other data sets. An existing loader keeps its order when t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
 
 _GPT = "megatron.core.datasets.gpt_dataset:GPTDataset"
@@ -108,7 +107,7 @@ def _loader(wrapped: Function, session: Session) -> Function:
     return build_pretraining_data_loader
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is None:
         return []
     reasons = []
@@ -133,12 +132,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="balance_sequence_lengths",
     summary="micro-batches of equal attention cost on data-parallel ranks, where documents differ in length",
-    options=(
-        Option(
-            "--balance-sequence-lengths",
-            help="Assign the micro-batches of a step to data-parallel ranks so that attention costs each the same.",
-        ),
-    ),
     numerics="ulp",
     theme="communication",
     memory="none: it keeps the order of a few steps",

@@ -11,22 +11,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from mindspeed_lite.engine import (
     Around,
-    Context,
     Feature,
     Function,
     Option,
-    OptionError,
     Override,
     Relation,
     Session,
-    Settings,
 )
 from mindspeed_lite.parallel.balance import placement
 from mindspeed_lite.parallel.balance.copies import (
@@ -46,10 +43,8 @@ from ._shared.conditions import (
     FSDP_ARGS,
     config_reasons,
     every,
-    given_flags,
     holding,
     local,
-    require_first,
 )
 from ._shared.proxies import AttributeOverride
 from ._shared.wrappers import before
@@ -239,33 +234,16 @@ def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
     return found
 
 
-def _enabled(settings: Settings) -> bool:
-    return bool(given_flags(FEATURE.options, settings))
-
-
-def _check(context: Context) -> Sequence[str]:
-    number, break_even = context.settings.get(NUMBER), context.settings.get(BREAK_EVEN)
-    if number is not None and number < 1:
-        raise OptionError(f"--balanced-moe-hot-expert-num takes a number of experts, at least 1, not {number}.")
-    if break_even is not None and not break_even >= 0:
-        raise OptionError(f"--balanced-moe-break-even takes a number of tokens, at least 0, not {break_even}.")
-    require_first(FEATURE.options, context.settings)
-    return []
-
-
 FEATURE = Feature(
     name=NAME,
-    summary="the hottest experts are copied to every rank for a micro-batch",
+    summary="the hottest experts are copied to every rank for a micro-batch, where that pays",
     options=(
-        Option(
-            FLAG,
-            help="Copy the hottest experts of each micro-batch to all ranks that share experts, where that pays.",
-        ),
+        Option(FLAG),
         Option(
             "--balanced-moe-hot-expert-num",
             help="Experts of a layer that are copied, at most (default: 3).",
             default=3,
-            type=int,
+            least=1,
             metavar="N",
         ),
         Option(
@@ -274,15 +252,14 @@ FEATURE = Feature(
             "micro-batch).",
             default=None,
             type=float,
+            least=0,
             metavar="TOKENS",
         ),
     ),
-    enabled=_enabled,
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=every(
-        _check,
         local("has experts of its own"),
         moe.spread_experts("every rank has all experts"),
         moe.dispatchers("alltoall"),

@@ -7,7 +7,6 @@ dtypes of residual and output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
@@ -49,21 +48,15 @@ def _verify(session: Session, wrapped: Function, x: Any, residual: Any, bias: An
     verify(session, FEATURE, "bias_dropout_add", ours, theirs, given)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     return ["torch.compile fuses it on CUDA, as Megatron has it"] if context.device == "cuda" else []
 
 
 FEATURE = Feature(
     name="bias_dropout_fusion",
-    summary="bias, dropout and residual of a transformer layer in one pass",
-    options=(
-        Option(
-            "--bias-dropout-fusion",
-            help="Add bias, dropout and residual in one pass, without torch.compile.",
-            # Megatron's flag of the plain name defaults to on.
-            name="use_bias_dropout_fusion",
-        ),
-    ),
+    summary="bias, dropout and residual of a transformer layer in one pass, without torch.compile",
+    # Megatron's flag of the plain name defaults to on.
+    options=(Option("--bias-dropout-fusion", name="use_bias_dropout_fusion"),),
     numerics="ulp",
     theme="operators",
     condition=every(not_disabled(ARGUMENT, "--no-bias-dropout-fusion"), _why_not),

@@ -11,11 +11,22 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Provide, Session, Settings
+from mindspeed_lite.engine import (
+    Context,
+    Feature,
+    Function,
+    Option,
+    OptionError,
+    Override,
+    Provide,
+    Session,
+    Settings,
+    given_flags,
+)
 from mindspeed_lite.parallel import context as cp
 from mindspeed_lite.parallel.context import layout as layouts
 from mindspeed_lite.platform.megatron import CONFIG
@@ -31,7 +42,7 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
 )
-from ._shared.conditions import given_flags, local
+from ._shared.conditions import local
 from ._shared.context_parallel import (
     ALGORITHMS,
     NAME,
@@ -223,12 +234,6 @@ def _algorithm(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("a whole number of at least 0")
-    return int(text)
-
-
 def _is_split(settings: Settings) -> bool:
     return (settings.get("context_parallel_size") or 1) > 1
 
@@ -241,7 +246,7 @@ def _enabled(settings: Settings) -> bool:
     return _is_split(settings) or bool(_given_options(settings))
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if not _is_split(context.settings):
         given = _given_options(context.settings)
         return [f"{', '.join(given)} with --context-parallel-size 1: no sequence is split"] if given else []
@@ -298,6 +303,7 @@ FEATURE = Feature(
             "--cp-window-size",
             help="Double ring: ranks of an inner ring; the outer hop has the time of that many blocks.",
             default=1,
+            least=1,
             metavar="N",
         ),
         Option(
@@ -314,7 +320,7 @@ FEATURE = Feature(
             "--context-parallel-cache-interval",
             help="Keep them in every N+1-th layer only.",
             default=0,
-            type=_count,
+            least=0,
             metavar="N",
         ),
         Option(

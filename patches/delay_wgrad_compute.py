@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ def _end_step(session: Session, ddp: Any) -> None:
         session.fallback(FEATURE.name, "no schedule has asked for some weight gradients before they are reduced")
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = []
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
@@ -220,13 +220,7 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="delay_wgrad_compute",
     summary="weight gradients computed when the schedule that overlaps expert communication asks for them",
-    options=(
-        Option(
-            "--delay-wgrad-compute",
-            help="Compute weight gradients apart from the rest of the backward pass.",
-            upstream=">=0.13",
-        ),
-    ),
+    options=(Option("--delay-wgrad-compute", upstream=">=0.13"),),
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",

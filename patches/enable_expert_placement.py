@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Relation, Session
 from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer, StateOf
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, every, given_flags, local, require_first
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, every, local
 from ._shared.optimizer_state import finish_gathers, leaves, main_params, training_state
 from ._shared.wrappers import after, before
 
@@ -146,17 +146,7 @@ def _refuse_elsewhere(session: Session, _: Any) -> None:
         _refuse()
 
 
-def _enabled(settings: Settings) -> bool:
-    return bool(given_flags(FEATURE.options, settings))
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    interval, break_even = context.settings.get(INTERVAL), context.settings.get(BREAK_EVEN)
-    if interval is not None and interval < 1:
-        raise OptionError(f"--expert-placement-freq takes a number of steps, at least 1, not {interval}.")
-    if break_even is not None and not break_even >= 0:
-        raise OptionError(f"--expert-placement-break-even takes a number of tokens, at least 0, not {break_even}.")
-    require_first(FEATURE.options, context.settings)
+def _why_not(context: Context) -> list[str]:
     reasons = []
     ranks, experts = moe.expert_sizes(context)[1], context.arg("num_experts", None)
     if ranks > 1 and experts and experts // ranks == 1:
@@ -172,12 +162,12 @@ FEATURE = Feature(
     name=NAME,
     summary="experts change places among ranks every few steps, so that ranks have equal load",
     options=(
-        Option(FLAG, help="Let experts change places among the ranks that share them, as their load asks for."),
+        Option(FLAG),
         Option(
             "--expert-placement-freq",
             help="Steps between two placements of experts (default: 50).",
             default=50,
-            type=int,
+            least=1,
             metavar="N",
         ),
         Option(
@@ -186,10 +176,10 @@ FEATURE = Feature(
             "measured at the first placement).",
             default=None,
             type=float,
+            least=0,
             metavar="TOKENS",
         ),
     ),
-    enabled=_enabled,
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},

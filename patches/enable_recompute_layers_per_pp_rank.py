@@ -8,10 +8,9 @@ virtual stages alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.proxies import AttributeOverride
@@ -47,7 +46,7 @@ def _init(wrapped: Function, session: Session) -> Function:
     return __init__
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is None:
         return []
     if context.arg("recompute_method", None) != "block":
@@ -58,12 +57,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="the number of layers that are recomputed counts for a pipeline rank, not for each virtual stage",
-    options=(
-        Option(
-            "--enable-recompute-layers-per-pp-rank",
-            help="The number of recomputed layers counts for a pipeline rank, divided over its virtual stages.",
-        ),
-    ),
     numerics="bitwise",
     theme="memory",
     condition=_why_not,

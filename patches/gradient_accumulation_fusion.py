@@ -90,15 +90,9 @@ def _on_copies(operator: Function) -> Function:
 
 FEATURE = Feature(
     name="gradient_accumulation_fusion",
-    summary="weight gradients added to the main gradient by the product that computes them",
-    options=(
-        Option(
-            "--gradient-accumulation-fusion",
-            help="Accumulate weight gradients in the product that computes them, without Apex.",
-            # Megatron's flag of the plain name defaults to on, with or without Apex.
-            name="use_gradient_accumulation_fusion",
-        ),
-    ),
+    summary="weight gradients added to the main gradient by the product that computes them, without Apex",
+    # Megatron's flag of the plain name defaults to on, with or without Apex.
+    options=(Option("--gradient-accumulation-fusion", name="use_gradient_accumulation_fusion"),),
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves the 16-bit weight gradient of one layer at a time",

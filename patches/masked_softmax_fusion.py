@@ -8,7 +8,6 @@ offsets and other masking functions.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def _call_reasons(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) ->
     return holding(found)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = []
     if context.device == "npu":
         reasons += conflict_reasons(CUDA_GRAPH_ARGS, lambda name: context.arg(name, None))
@@ -88,14 +87,8 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="masked_softmax_fusion",
     summary="scale, mask and softmax of Megatron's own attention in one pass",
-    options=(
-        Option(
-            "--masked-softmax-fusion",
-            help="Scale, mask and softmax in one pass where attention is not one operator.",
-            # Megatron's flag of the plain name defaults to on, with or without its extension.
-            name="use_masked_softmax_fusion",
-        ),
-    ),
+    # Megatron's flag of the plain name defaults to on, with or without its extension.
+    options=(Option("--masked-softmax-fusion", name="use_masked_softmax_fusion"),),
     numerics="ulp",
     theme="operators",
     condition=every(not_disabled(ARGUMENT, "--no-masked-softmax-fusion"), _why_not),

@@ -8,13 +8,12 @@ expert); `start_grad_sync` (first reader of main gradients). Falls back for gate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Override, Session
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
 
 from . import recompute_activation_function
@@ -165,7 +164,7 @@ def _postprocess(wrapped: Function, session: Session) -> Function:
     return postprocess
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is not None and context.arg("num_experts", None) and moe.expert_sizes(context) == (1, 1):
         return ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
     return []
@@ -174,12 +173,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="token all-gather and reduce-scatter overlapped with the shared expert and weight gradients",
-    options=(
-        Option(
-            "--moe-allgather-overlap-comm",
-            help="Overlap the allgather dispatcher's messages with the shared expert and experts' weight gradients.",
-        ),
-    ),
     numerics="bitwise",
     theme="experts",
     unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step after the combine"},

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, OptionError, Override, Relation, Session
 from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
 from ._shared import moe
@@ -122,7 +122,7 @@ def _why_not_here(device: str) -> list[str]:
     return [f"this torch_npu has no {' and no '.join(missing)}: install a newer one"] if missing else []
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = _why_not_here(context.device)
     if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
@@ -132,12 +132,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="experts' exchange and their products in one operator of an NPU",
-    options=(
-        Option(
-            "--moe-alltoall-mc2",
-            help="Let one operator of the NPU exchange experts' tokens and multiply, and multiply and exchange.",
-        ),
-    ),
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},

@@ -8,10 +8,10 @@ wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before both p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
 from ._shared import moe
@@ -46,7 +46,7 @@ def _wait_without_shared(session: Session, dispatcher: Any) -> None:
         _wait(session, dispatcher)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     has_shared = context.arg("moe_shared_expert_intermediate_size", None)
     if has_shared and "shared_experts" in (context.arg("recompute_modules", None) or ()):
         return ["--recompute-modules shared_experts runs the shared expert whole, which is taken apart here"]
@@ -61,12 +61,6 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 FEATURE = Feature(
     name=NAME,
     summary="expert all-to-alls overlapped with the shared expert and weight gradients",
-    options=(
-        Option(
-            "--moe-alltoall-overlap-comm",
-            help="Overlap the all-to-alls of tokens with the shared expert and experts' weight gradients.",
-        ),
-    ),
     numerics="ulp",
     theme="experts",
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",

@@ -8,10 +8,10 @@ computations alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session, matches
 from mindspeed_lite.platform import megatron
 
 from ._shared import moe, pipeline_orders
@@ -122,7 +122,7 @@ def layout_reasons(context: Context) -> list[str]:
     Megatron only asserts them in `TransformerConfig.__post_init__`.
     """
     arg = context.arg
-    found = [*moe.exchanges(context)]
+    found = moe.exchanges(context)
     if not found:
         each = arg("num_experts", 0) // arg("expert_model_parallel_size", 1)
         if each == 1 and matches("<0.17", context.versions.get(megatron.HOST, "1")):
@@ -150,7 +150,7 @@ def layout_reasons(context: Context) -> list[str]:
     return found
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     # In Python the configuration is checked when the model is built.
     return [] if context.host_args is None else layout_reasons(context)
 
@@ -158,12 +158,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="moe_fb_overlap",
     summary="expert all-to-alls overlapped with the computation of another micro-batch",
-    options=(
-        Option(
-            "--moe-fb-overlap",
-            help="Overlap the forward pass of one micro-batch with the backward pass of another.",
-        ),
-    ),
     numerics="ulp",
     theme="experts",
     unsupported=_UNSUPPORTED,

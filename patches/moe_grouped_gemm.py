@@ -272,13 +272,7 @@ def _spec(wrapped: Function, session: Session) -> Function:
 FEATURE = Feature(
     name="moe_grouped_gemm",
     summary="all experts of a rank in one grouped product per layer",
-    options=(
-        Option(
-            "--moe-grouped-gemm",
-            help="Compute the experts of a rank with grouped matrix products.",
-            upstream=">=0.12",
-        ),
-    ),
+    options=(Option("--moe-grouped-gemm", upstream=">=0.12"),),
     numerics="ulp",
     theme="experts",
     condition=moe.local_experts("grouped experts"),

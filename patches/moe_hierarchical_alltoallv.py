@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_lite.engine import (
@@ -18,7 +18,6 @@ from mindspeed_lite.engine import (
     Feature,
     Function,
     Option,
-    OptionError,
     Override,
     Relation,
     Session,
@@ -50,12 +49,7 @@ def _state(session: Session) -> _State:
 
 
 def _node_size(settings: Settings) -> int | None:
-    size: int | None = settings[NODE_SIZE]
-    if size is None:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-    if size < 1:
-        raise OptionError(f"--moe-node-size takes a number of processes, at least 1, not {size}.")
-    return size
+    return settings[NODE_SIZE] or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
 
 
 def _nodes_of(group: Any, session: Session) -> NodeGroups | None:
@@ -124,7 +118,7 @@ def _unpermute(wrapped: Function, session: Session) -> Function:
     return unpermute
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     size = _node_size(context.settings)
     if size is None:
         return [_NO_SIZE]
@@ -143,15 +137,13 @@ FEATURE = Feature(
     name=NAME,
     summary="experts' tokens cross the network once for each node",
     options=(
-        Option(
-            "--moe-hierarchical-alltoallv",
-            help="Send one copy of a token to each node that has one of its experts, and copy inside the node.",
-        ),
+        Option("--moe-hierarchical-alltoallv"),
         Option(
             "--moe-node-size",
             help="Processes of a node, for --moe-hierarchical-alltoallv (default: the launcher's LOCAL_WORLD_SIZE).",
             default=None,
             type=int,
+            least=1,
             metavar="N",
         ),
     ),

@@ -127,13 +127,7 @@ def _is_there() -> bool:
 FEATURE = Feature(
     name="moe_permute_fusion",
     summary="tokens moved to their experts and back by one operator",
-    options=(
-        Option(
-            "--moe-permute-fusion",
-            help="Permute tokens for their experts with one fused operator.",
-            upstream=">=0.12",
-        ),
-    ),
+    options=(Option("--moe-permute-fusion", upstream=">=0.12"),),
     numerics="ulp",
     theme="experts",
     condition=moe.local_experts("a permutation"),

@@ -163,10 +163,8 @@ def _finalize(wrapped: Function, session: Session) -> Function:
     return finalize_model_grads
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    file, interval = context.settings[NAME], context.settings[INTERVAL]
-    if interval < 1:
-        raise OptionError(f"--moe-record-load-interval takes a number of steps, at least 1, not {interval}.")
+def _why_not(context: Context) -> list[str]:
+    file = context.settings[NAME]
     if file and os.environ.get("RANK", "0") == "0" and (reason := record.why_not_writable(file)):
         raise OptionError(f"--moe-record-load {file}: {reason}.")
     return moe.has_experts(context)
@@ -187,7 +185,7 @@ FEATURE = Feature(
             "--moe-record-load-interval",
             help="Steps between two messages in which ranks add up what they counted; each step has its own line.",
             default=10,
-            type=int,
+            least=1,
             metavar="N",
         ),
     ),

@@ -131,13 +131,7 @@ def _is_there() -> bool:
 FEATURE = Feature(
     name="moe_router_fusion",
     summary="the router's scores, choice and probabilities by one operator",
-    options=(
-        Option(
-            "--moe-router-fusion",
-            help="Compute the router's scores, choice, probabilities and auxiliary loss with fused operators.",
-            upstream=">=0.14",
-        ),
-    ),
+    options=(Option("--moe-router-fusion", upstream=">=0.14"),),
     numerics="ulp",
     theme="experts",
     condition=moe.local_experts("a fused router"),

@@ -6,10 +6,10 @@ Expert parallelism becomes EP x TP: larger GEMMs and no gather inside an expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option
+from mindspeed_lite.engine import Context, Feature
 
 from ._shared import moe
 
@@ -18,10 +18,10 @@ def _sizes(context: Context) -> tuple[int, int]:
     return context.arg("tensor_model_parallel_size", 1) or 1, context.arg("expert_model_parallel_size", 1) or 1
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.host_args is None:
         return ["in Python, set expert_tensor_parallel_size=1 and the larger expert_model_parallel_size yourself"]
-    reasons = [*moe.has_experts(context)]
+    reasons = moe.has_experts(context)
     experts = context.arg("num_experts", None)
     tensor, expert = _sizes(context)
     if not reasons and experts % (tensor * expert):
@@ -45,7 +45,6 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 FEATURE = Feature(
     name="moe_tp_extend_ep",
     summary="tensor-parallel ranks hold whole experts",
-    options=(Option("--moe-tp-extend-ep", help="Spread whole experts over the tensor-parallel ranks too."),),
     numerics="ulp",
     theme="experts",
     condition=_why_not,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -293,11 +293,10 @@ def _enabled(settings: Settings) -> bool:
     return settings.get(NAME) not in (None, OFF) or settings.get(NUMBER) is not None
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     level, number = context.settings.get(NAME), context.settings.get(NUMBER)
     if number is not None and level in (None, OFF):
         raise OptionError(f"{FLAG}-num-layers {number} says how many layers, and nothing what they do: add {FLAG}")
-    recompute.check_count(f"{FLAG}-num-layers", number)
     if context.host_args is None:
         return []
     return _layer_reasons(lambda name: context.arg(name, None))
@@ -321,6 +320,7 @@ FEATURE = Feature(
             "with level0, the first N alone.",
             default=None,
             type=int,
+            least=1,
             metavar="N",
         ),
     ),

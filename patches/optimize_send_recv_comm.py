@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Around, Feature, Function, Override, Session
 
 from ._shared.conditions import several_stages
 from ._shared.wrappers import after
@@ -73,12 +73,6 @@ def _in_two_groups(wrapped: Function, session: Session) -> Function:
 FEATURE = Feature(
     name=NAME,
     summary="a process group for each direction of a pipeline's messages",
-    options=(
-        Option(
-            "--optimize-send-recv-comm",
-            help="Send gradients up the pipeline over a second process group, not after activations.",
-        ),
-    ),
     numerics="bitwise",
     theme="communication",
     memory="not predicted: the buffers of a second communicator, on devices where one has buffers",

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Around, Feature, Function, Override, Session
 
 from ._shared.conditions import every, fsdp_args, needs
 from ._shared.wrappers import within
@@ -46,9 +46,6 @@ def _gather(wrapped: Function, session: Session) -> Function:
 FEATURE = Feature(
     name="param_gather_once",
     summary="parameters gathered once a step where dense ones and experts have an optimizer each",
-    options=(
-        Option("--param-gather-once", help="Let each distributed optimizer gather the parameters that it updates."),
-    ),
     numerics="bitwise",
     theme="communication",
     memory="none: it moves fewer bytes and keeps the same ones",

@@ -9,7 +9,6 @@ and recorded graphs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
@@ -88,7 +87,7 @@ def _call_reasons(given: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     settings, name = context.settings, pipeline_orders.name_of(context.settings)
     if name is None and not settings.get("pipeline_schedule_trace"):
         return []
@@ -115,12 +114,6 @@ def _why_not(context: Context) -> Sequence[str]:
     return []
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("a whole number of at least 1")
-    return int(text)
-
-
 FEATURE = Feature(
     name=NAME,
     summary="the order of passes in a pipeline as data: Megatron's, zero-bubble, or your own",
@@ -137,7 +130,8 @@ FEATURE = Feature(
             "--pipeline-schedule-max-live",
             help="zb-auto, --recompute-in-bubble: the most chunk activations a rank holds (ranks times chunks).",
             default=None,
-            type=_positive,
+            type=int,
+            least=1,
             metavar="N",
         ),
         Option(

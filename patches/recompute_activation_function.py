@@ -104,7 +104,6 @@ MLP_PATCH = Override(
 FEATURE = recompute.feature_of_layers(
     "recompute_activation_function",
     summary="the MLP's activation released after use and recomputed",
-    help="Release the MLP's activation after use and compute it again in the backward pass.",
     numerics="bitwise",
     theme="memory",
     prepare=prepare,

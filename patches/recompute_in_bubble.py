@@ -7,7 +7,7 @@ selective recomputation, evaluation and calls outside a schedule alone. Bitwise 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
@@ -39,7 +39,7 @@ def _checkpoint(wrapped: Function, session: Session) -> Function:
     return checkpoint
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     settings = context.settings
     if settings[_IN_BUBBLE] and settings[_IN_ADVANCE]:
         raise OptionError(f"{NAME}: --recompute-in-bubble and --recompute-in-advance: leave one out.")
@@ -73,9 +73,7 @@ FEATURE = Feature(
     name=NAME,
     summary="recomputation as steps of the pipeline schedule, which run while a rank waits",
     options=(
-        Option(
-            "--recompute-in-bubble", help="Recompute the micro-batches above a bound, in the bubble of the pipeline."
-        ),
+        Option("--recompute-in-bubble"),
         Option(
             "--recompute-in-advance", help="Recompute a micro-batch before its gradient arrives from the next stage."
         ),

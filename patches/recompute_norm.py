@@ -41,7 +41,6 @@ def _forget(layer: weakref.ref[Any], name: str) -> None:
 FEATURE = recompute.feature_of_layers(
     "recompute_norm",
     summary="a layer's norms released after use and recomputed",
-    help="Release the norms of a layer after use and compute them again in the backward pass.",
     numerics="ulp",
     theme="memory",
     prepare=prepare,

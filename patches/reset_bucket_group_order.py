@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Feature, Option, Session
+from mindspeed_lite.engine import Around, Feature, Session
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from ._shared.conditions import conflict_reasons, fsdp_args, needs
@@ -108,12 +108,6 @@ CONFLICTING_ARGS = {
 FEATURE = Feature(
     name=NAME,
     summary="parameters gathered in the order of the first forward pass, from the end of the step on",
-    options=(
-        Option(
-            "--reset-bucket-group-order",
-            help="Start overlapped parameter all-gathers at the end of the step, in first-forward order.",
-        ),
-    ),
     numerics="bitwise",
     theme="communication",
     memory="none: gathers start in another order",

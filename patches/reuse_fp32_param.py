@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Feature, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
 
@@ -63,7 +63,6 @@ def _without_update(session: Session, optimizer: Any) -> Iterator[None]:
 FEATURE = Feature(
     name="reuse_fp32_param",
     summary="bf16 weights and fp32 main parameters in one storage of 4 bytes",
-    options=(Option("--reuse-fp32-param", help="Store fp32 main parameters as the bf16 weights plus 16 low bits."),),
     numerics="bitwise",
     theme="memory",
     condition=needs("bf16", "only a bf16 weight is half of an fp32 number"),

@@ -8,7 +8,7 @@ and `mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layer numbers, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
@@ -88,16 +88,14 @@ def _needs_all(wrapped: Function, session: Session) -> Function:
     return mtp_on_this_rank
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     arg = context.arg
-    if context.settings["dualpipev_dw_detach"] and not context.settings[NAME]:
-        raise OptionError(f"{NAME}: --dualpipev-dw-detach is about DualPipeV: add --schedules-method dualpipev.")
     if context.settings[pipeline_orders.SCHEDULE]:
         raise OptionError(f"{NAME}: --schedules-method and --pipeline-schedule both name an order: leave one out.")
     if context.host_args is None:
         return []
     size, layers = arg("pipeline_model_parallel_size", 1) or 1, arg("num_layers", 0)
-    reasons = [*several_stages("one rank has nothing to schedule")(context)]
+    reasons = several_stages("one rank has nothing to schedule")(context)
     chunks = pipeline_orders.chunks_of(context)
     if chunks is not None and chunks > 2:
         reasons.append(f"a rank has 2 model chunks, not {chunks}: leave out --num-virtual-stages-per-pipeline-rank")
@@ -131,7 +129,6 @@ FEATURE = Feature(
     theme="communication",
     unsupported={"<0.16": "before Megatron 0.16 stages have no function that says whether they hold further tokens"},
     condition=_why_not,
-    enabled=lambda settings: bool(settings.get(NAME) or settings.get("dualpipev_dw_detach")),
     conflicting_args=_CONFLICTING_ARGS,
     requires=(Relation(pipeline_orders.SCHEDULE, "it executes the order"),),
     not_auto="it places layers in another way: enable it explicitly with its flag",

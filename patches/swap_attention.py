@@ -8,7 +8,6 @@ keeps layer order per pass, and each layer, by saved-tensor hooks. Leaves recomp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,10 +86,7 @@ def _hook_layer(session: Session, layer: Any) -> None:
             session.on_end(handle.remove)
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    budget = context.settings.get("swap_attention_budget")
-    if budget is not None and not 0 < budget < float("inf"):
-        raise OptionError(f"--swap-attention-budget {budget}: `swap_attention` takes GiB above 0")
+def _why_not(context: Context) -> list[str]:
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
     reasons = _why_not_here(context.device)
@@ -101,9 +97,9 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="swap_attention",
-    summary="activations in host memory between forward and backward pass",
+    summary="activations of chosen modules in host memory between forward and backward pass",
     options=(
-        Option("--swap-attention", help="Keep activations of chosen modules in host memory until their backward pass."),
+        Option("--swap-attention"),
         Option(
             "--swap-modules",
             help="Which modules of a layer, by name and comma-separated: norms and attention if not given.",
@@ -116,6 +112,7 @@ FEATURE = Feature(
             help="Host memory that activations may take; what has no room stays on the device.",
             default=None,
             type=float,
+            least=0,
             metavar="GIB",
         ),
     ),

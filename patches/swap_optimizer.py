@@ -8,10 +8,9 @@ that read as NaN. Leaves gradients, clipping and skipped steps alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
+from mindspeed_lite.engine import Feature, Option, Relation, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
@@ -40,36 +39,22 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     placement.register(use_fused_adamw.cast_targets(optimizer))
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    settings = context.settings
-    times = settings.get("swap_optimizer_times", 1)
-    if not isinstance(times, int) or times < 1:
-        raise OptionError(
-            f"--swap-optimizer-times {times}: `swap_optimizer` takes a number of groups from 1 on; MindSpeed's 0, all "
-            "in one order of its own, does not exist here"
-        )
-    return _no_copy_engine(context.device)
-
-
 FEATURE = Feature(
     name="swap_optimizer",
-    summary="Main parameters and Adam's moments in host memory, on the device in groups during the step",
+    summary="main parameters and Adam's moments in host memory, on the device in groups during the step",
     options=(
-        Option(
-            "--swap-optimizer",
-            help="Keep fp32 main parameters and Adam's moments in host memory; bring them to the device for the step.",
-        ),
+        Option("--swap-optimizer"),
         Option(
             "--swap-optimizer-times",
             default=16,
-            type=int,
+            least=1,
             metavar="N",
             help="Number of groups per optimizer step; three are resident at once, so more groups use less memory.",
         ),
     ),
     numerics="bitwise",
     theme="memory",
-    condition=_why_not,
+    condition=lambda context: _no_copy_engine(context.device),
     conflicting_args=MAIN_PARAM_ARGS,
     not_auto="it trades speed for memory: enable it explicitly with its flag",
     requires=(Relation("use_fused_adamw", "its step alone goes over parameters in groups"),),

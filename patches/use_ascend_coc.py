@@ -9,7 +9,7 @@ weights and under autocast.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -102,9 +102,9 @@ def _enabled(settings: Settings) -> bool:
     return any(settings.get(name, False) for name in ("use_ascend_coc", "tp_comm_overlap", "coc_fused_kernel"))
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     settings = context.settings
-    reasons = [*_is_local(context)]
+    reasons = _is_local(context)
     if settings.get("coc_mode", -1) == 0:
         reasons.append("--coc-mode 0 asks for Megatron's own linear layers")
     if not reasons and settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):
@@ -126,9 +126,9 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="tensor-parallel communication overlapped with the GEMMs of its own linear layers",
+    summary="tensor-parallel communication overlapped in chunks with the GEMMs of its own linear layers",
     options=(
-        Option("--use-ascend-coc", help="Overlap tensor-parallel communication with GEMMs, in chunks."),
+        Option("--use-ascend-coc"),
         Option(
             "--coc-parallel-num",
             help="Messages a pass of a layer is cut into: 1, 2, 4, 8, or auto, which tries them at the first step.",

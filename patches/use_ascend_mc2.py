@@ -6,9 +6,7 @@ and input gradient. Leaves other layers and experts alone. Falls back for unsupp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mindspeed_lite.engine import Context, Feature, Option, Relation
+from mindspeed_lite.engine import Context, Feature, Relation
 from mindspeed_lite.parallel.mc2 import MC2
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, fixed_chunks
 
@@ -27,7 +25,7 @@ def _comm_config(call: LayerCall) -> TPCommConfig:
     return TPCommConfig(call.group, call.sequence_parallel, fixed_chunks(1), call.wgrad, fused)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     is_npu = context.device == "npu"
     return [] if is_npu else [f"the operators are CANN's, for an NPU, and the device is {context.device}: {_INSTEAD}"]
 
@@ -35,9 +33,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name=NAME,
     summary="gather with product and product with scatter in one operator of an NPU",
-    options=(
-        Option("--use-ascend-mc2", help="Let one operator of the NPU gather and multiply, or multiply and scatter."),
-    ),
     numerics="ulp",
     theme="communication",
     memory="not predicted: never measured on a device",

@@ -10,7 +10,7 @@ what the backend lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
@@ -107,7 +107,7 @@ def _enabled(settings: Settings) -> bool:
     return bool(settings.get("use_flash_attn", False)) or _attention_backend(settings) in ("flash", "fused")
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if _attention_backend(context.settings) != "unfused":
         return []
     if context.settings.get("use_flash_attn", False):
@@ -125,13 +125,9 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name="use_flash_attn",
-    summary="attention without the matrix of scores, in time and in memory",
+    summary="attention as one operator that never stores the matrix of scores",
     options=(
-        Option(
-            "--use-flash-attn",
-            help="Compute attention with a fused operator that never stores the scores.",
-            upstream=">=0.12",
-        ),
+        Option("--use-flash-attn", upstream=">=0.12"),
         Option(
             "--attention-backend",
             help="flash and fused: as --use-flash-attn, with the local implementation.",

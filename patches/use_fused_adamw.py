@@ -199,7 +199,7 @@ def _verification(session: Session) -> Function:
     return before_update
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     optimizer, reasons = context.arg("optimizer", "adam"), []
     if optimizer != "adam":
         reasons.append(f"--optimizer {optimizer} is not Adam")
@@ -227,7 +227,7 @@ CAST_TARGET_READS = {
 FEATURE = Feature(
     name="use_fused_adamw",
     summary="Adam, clipping and the copy into 16-bit weights in one pass",
-    options=(Option("--use-fused-adamw", help="Update parameters with one fused operator."),),
+    options=(Option("--use-fused-adamw"),),
     # Only this step updates split main parameters and quantized moments.
     enabled=lambda settings: any(
         settings.get(name)

@@ -6,12 +6,11 @@ Transformer Engine's loss alone. Falls back for label smoothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
 
 from ._shared.wrappers import leave_out, verify
@@ -59,7 +58,7 @@ def _verify(session: Session, original: Function, logits: Any, target: Any, grou
     verify(session, FEATURE, "cross_entropy", ours, theirs, {"logits": logits[rows]}, against)
 
 
-def not_transformer_engines(context: Context) -> Sequence[str]:
+def not_transformer_engines(context: Context) -> list[str]:
     if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
         return ["--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss"]
     return []
@@ -68,12 +67,6 @@ def not_transformer_engines(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="use_fused_cross_entropy",
     summary="the loss in one pass over the logits, its gradient in their memory",
-    options=(
-        Option(
-            "--use-fused-cross-entropy",
-            help="Compute the loss of the vocabulary-parallel logits in one pass, and its gradient in their memory.",
-        ),
-    ),
     numerics="ulp",
     theme="operators",
     condition=not_transformer_engines,

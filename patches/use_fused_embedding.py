@@ -7,13 +7,12 @@ mode, for sharded weights and inference collectives; the gradient stays dense wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
 from ._shared.conditions import conflict_reasons, fsdp_args, holding
@@ -77,7 +76,7 @@ def _dense_because(weight: Tensor) -> str:
     return ""
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     if context.arg("tensor_model_parallel_size", 2) != 1:
         return []
     reasons = conflict_reasons(fsdp_args("has no main gradient for a gradient in rows"), context.arg)
@@ -90,12 +89,6 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="use_fused_embedding",
     summary="the embedding without an assignment to masked positions, its gradient in the rows looked up",
-    options=(
-        Option(
-            "--use-fused-embedding",
-            help="Look the embedding up without assigning to masked positions; its gradient is the rows looked up.",
-        ),
-    ),
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves one 16-bit gradient of the vocabulary in each micro-batch",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Override, Session
 from mindspeed_lite.ops.rms_norm import rms_norm
 
 from ._shared.conditions import needs
@@ -36,7 +36,6 @@ def _forward(wrapped: Function, session: Session) -> Function:
 FEATURE = Feature(
     name="use_fused_l2norm",
     summary="the L2 norm of queries and keys as one operator",
-    options=(Option("--use-fused-l2norm", help="Compute the L2 norm of queries and keys with one fused operator."),),
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves two fp32 copies of queries and keys",

@@ -11,7 +11,7 @@ import importlib.util
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option
+from mindspeed_lite.engine import Context, Feature
 from mindspeed_lite.ops.layer_norm import layer_norm, reference
 
 from ._shared.conditions import every
@@ -37,7 +37,6 @@ def _why_not(context: Context) -> list[str]:
 FEATURE = Feature(
     name="use_fused_layernorm",
     summary="LayerNorm as one operator; also under sequence parallelism and with zero-centred gamma",
-    options=(Option("--use-fused-layernorm", help="Compute LayerNorm with one fused operator."),),
     numerics="ulp",
     theme="operators",
     condition=every(local_norm("LayerNorm"), _why_not),

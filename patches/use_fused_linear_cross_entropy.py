@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from mindspeed_lite.platform.megatron import CONFIG
@@ -203,14 +203,7 @@ def _verify(session: Session, original: Callable[[Tensor], Any], labels: Any, de
 
 FEATURE = Feature(
     name="use_fused_linear_cross_entropy",
-    summary="GPT's output layer and loss in one, with few of the logits in memory",
-    options=(
-        Option(
-            "--use-fused-linear-cross-entropy",
-            help="Compute GPT's output layer and loss together, a part of the vocabulary at a time: keeps at most "
-            "64 MiB of logits and computes the others again, which costs up to a fourth matrix product.",
-        ),
-    ),
+    summary="GPT's output layer and loss in one, with at most 64 MiB of logits, for up to a fourth matrix product",
     numerics="ulp",
     theme="memory",
     unsupported={"<0.14": "before Megatron 0.14 the output layer has no method that multiplies, to be replaced"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_lite.engine import Feature, Option
+from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops.rms_norm import reference, rms_norm
 
 from ._shared.local_norms import MEMORY_EFFICIENT, FusedNorm, local_norm, norm_patch
@@ -27,7 +27,6 @@ class FusedRMSNorm(FusedNorm, torch.nn.RMSNorm):
 FEATURE = Feature(
     name="use_fused_rmsnorm",
     summary="RMSNorm as one fused operator; also under sequence parallelism",
-    options=(Option("--use-fused-rmsnorm", help="Compute RMSNorm with one fused operator."),),
     numerics="ulp",
     theme="operators",
     condition=local_norm("RMSNorm"),

@@ -8,12 +8,12 @@ scaling, alone. Falls back for shapes that need broadcasting.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, Override, Provide, Session, matches
+from mindspeed_lite.engine import Context, Feature, Function, Override, Provide, Session, matches
 from mindspeed_lite.ops.rope import RotationSpec, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
@@ -151,7 +151,7 @@ def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> 
     return how
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     position = context.arg("position_embedding_type", "rope")
     if position in ("rope", "yarn", "mrope") or context.arg("multi_latent_attention", False):
         return []
@@ -180,7 +180,6 @@ def _is_there() -> bool:
 FEATURE = Feature(
     name="use_fused_rotary_pos_emb",
     summary="rotary embedding in one pass, also where Megatron's own fusion demands Transformer Engine",
-    options=(Option("--use-fused-rotary-pos-emb", help="Compute rotary embedding with one fused operator."),),
     numerics="ulp",
     theme="operators",
     condition=every(local("uses Transformer Engine's own rotary embedding"), _why_not),

@@ -8,12 +8,11 @@ clamp with a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session, matches
+from mindspeed_lite.engine import Around, Context, Feature, Function, Override, Session, matches
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
@@ -110,7 +109,7 @@ def _configuration(wrapped: Function, session: Session) -> Function:
     return __post_init__
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     reasons = []
     if context.arg("squared_relu", False) and matches("<0.14", context.versions.get(HOST, "1")):
         reasons.append("--squared-relu is a function of the script before Megatron 0.14, which has no name to swap")
@@ -129,14 +128,7 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="use_fused_swiglu",
-    summary="the MLP's activation with bias and weights as one operator that keeps only its input",
-    options=(
-        Option(
-            "--use-fused-swiglu",
-            help="Compute SwiGLU, GeGLU, GELU with bias and squared ReLU, with their bias and per-token weights, with "
-            "one fused operator.",
-        ),
-    ),
+    summary="SwiGLU, GeGLU, GELU with bias or squared ReLU, with bias and weights, in one operator that saves inputs",
     numerics="ulp",
     theme="operators",
     condition=_why_not,

@@ -63,7 +63,7 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     inner.placement = _shared(session)
 
 
-def _why_not(context: Context) -> Sequence[str]:
+def _why_not(context: Context) -> list[str]:
     given = context.settings.get("virtual_optimizer")
     if given:
         # Reports a mistake before anything is built.

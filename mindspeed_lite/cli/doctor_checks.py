@@ -255,11 +255,10 @@ def _torch_npu(machine: Machine) -> Findings:
 def _megatron_arguments(machine: Machine) -> Findings:
     from mindspeed_lite.patches._shared import megatron_arguments
 
-    missing = {each.flag: each.missing(machine.device) for each in megatron_arguments.DEFAULTS}
-    for flag, what in missing.items():
-        if what is not None:
-            yield "note", f"{flag} will be set: the default needs {what}"
-    if not any(missing.values()):
+    missing = {each.flag: each.needs for each in megatron_arguments.DEFAULTS if each.is_missing(machine.device)}
+    for flag, needs in missing.items():
+        yield "note", f"{flag} will be set: the default needs {needs}"
+    if not missing:
         yield "ok", "everything that Megatron's defaults ask for is there"
 
 

@@ -26,6 +26,7 @@ from .feature import Patch as Patch
 from .feature import Provide as Provide
 from .feature import Relation as Relation
 from .feature import Settings as Settings
+from .feature import given_flags as given_flags
 from .feature import matches as matches
 from .options import add_arguments as add_arguments
 from .plan import FeatureOutcome as FeatureOutcome

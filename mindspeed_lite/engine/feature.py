@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,18 +42,20 @@ class Option:
         upstream: PEP 440 range of host releases with this flag.
         name: dest, if the host uses the flag's.
         on: value of True in the Python API.
+        least: smallest number allowed.
     """
 
     flag: str
-    help: str
+    help: str = ""
     default: Any = False
     type: Callable[[str], Any] | None = None
     choices: Sequence[Any] | None = None
-    nargs: int | str | None = None
+    nargs: str | None = None
     metavar: str | None = None
     upstream: str = ""
     name: str = ""
     on: Any = None
+    least: float | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"--[A-Za-z][\w-]*", self.flag):
@@ -83,19 +86,16 @@ class Option:
         if self.on is not None and isinstance(value, bool):
             value = self.on if value else None
         if value is None or (type(value) is type(self.default) and value == self.default):
-            return tuple(self.default) if isinstance(self.default, list) else self.default
+            return self.default
         if self.is_switch:
             if not isinstance(value, bool):
                 raise OptionError(f"{self.flag} is a switch and takes True or False, not {value!r}.")
             return value
-        if self.nargs is None or self.nargs == "?":
+        if self.nargs is None:
             return self._element(value)
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise OptionError(f"{self.flag} takes a list of values, not {value!r}.")
-        values = tuple(map(self._element, value))
-        if isinstance(self.nargs, int) and len(values) != self.nargs:
-            raise OptionError(f"{self.flag} takes {self.nargs} values, not {len(values)}.")
-        return values
+        return tuple(map(self._element, value))
 
     def _element(self, value: Any) -> Any:
         convert = self.convert
@@ -111,7 +111,25 @@ class Option:
             raise OptionError(f"{self.flag} takes {takes}, not {value!r}.") from error
         if self.choices is not None and value not in self.choices:
             raise OptionError(f"{self.flag} takes one of {', '.join(map(str, self.choices))}, not {value!r}.")
+        if self.least is not None and not self.least <= value < math.inf:
+            raise OptionError(f"{self.flag} takes a number of at least {self.least}, not {value!r}.")
         return value
+
+
+def given_flags(options: Iterable[Option], settings: Mapping[str, Any]) -> list[str]:
+    """Flags that differ from their defaults, as on a command line."""
+    found = []
+    for option in options:
+        value = settings.get(option.dest, option.default)
+        if value != option.default and _text(value) != _text(option.default):
+            found.append(option.flag if value is True else f"{option.flag} {_text(value)}")
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_text, value))
+    return str(getattr(value, "name", value))
 
 
 class Settings(Mapping[str, Any]):
@@ -239,7 +257,8 @@ class Feature:
 
     Attributes:
         name: also of module, page and test.
-        options: the first enables it unless `enabled` is given.
+        options: the first enables it unless `enabled` is given; by default a switch of the feature's name. Help that is
+            empty is the summary.
         numerics: compared with the replaced path.
         condition: reasons against this model, device and layout.
         conflicting_args: host argument -> reason.
@@ -252,9 +271,9 @@ class Feature:
 
     name: str
     summary: str
-    options: Sequence[Option]
     numerics: Numerics
     patches: Sequence[Patch]
+    options: Sequence[Option] = ()
     theme: str = ""
     condition: Callable[[Context], Sequence[str]] | None = None
     conflicting_args: Mapping[str, str] = field(default_factory=dict)
@@ -268,10 +287,10 @@ class Feature:
     unsupported: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("options", "patches", "requires", "conflicts", "operators"):
+        for name in ("patches", "requires", "conflicts", "operators"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.options and self.enabled is None:
-            raise ValueError(f"feature `{self.name}`: without options it must say when it is `enabled`.")
+        options = self.options or ([Option(self.flag)] if self.enabled is None else [])
+        object.__setattr__(self, "options", tuple(replace(each, help=each.help or self.summary) for each in options))
         for releases in self.unsupported:
             _check_range(self.label, releases)
 
@@ -293,9 +312,14 @@ class Feature:
         return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]
 
     def is_enabled(self, settings: Settings) -> bool:
+        """Raises OptionError for options given without the first."""
         if self.enabled is not None:
             return bool(self.enabled(settings))
-        return bool(settings.get(self.options[0].dest, self.options[0].default))
+        first, *others = self.options
+        is_on = bool(settings.get(first.dest, first.default))
+        if not is_on and (given := given_flags(others, settings)):
+            raise OptionError(f"{' '.join(given)} has no effect without {first.flag}: add it.")
+        return is_on
 
 
 class Catalogue:

@@ -21,16 +21,16 @@ def add_arguments(
     host_version: str,
 ) -> dict[str, str]:
     """Add a group per feature; return features whose flag the host uses otherwise, with the reason."""
-    groups: list[tuple[str, str, str | None, Iterable[Option]]] = [("", title, None, extra)]
-    groups += [(each.name, f"{title}: {each.name}", each.summary, each.options) for each in features]
+    groups: list[tuple[str, str, Iterable[Option]]] = [("", title, extra)]
+    groups += [(each.name, f"{title}: {each.name}", each.options) for each in features]
     collisions = {}
-    for feature, heading, summary, options in groups:
+    for feature, heading, options in groups:
         group: Any = None
         for option in options:
             flag, dest = option.flag, option.dest
             taken = [each for each in parser._actions if each.dest == dest or flag in each.option_strings]
             if not taken:
-                group = group or parser.add_argument_group(heading, summary)
+                group = group or parser.add_argument_group(heading)
                 setattr(group.add_argument(flag, **_keywords(option)), _MARK, option)
             elif not all(_is_the_same(action, option, host_version) for action in taken):
                 collisions[feature] = f"{flag} means something else in this host"

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .feature import given_flags
+
 if TYPE_CHECKING:
     from .plan import FeatureOutcome, Plan
 
@@ -200,15 +202,5 @@ def _entry(outcome: FeatureOutcome, settings: Mapping[str, Any]) -> Entry:
         list(outcome.reasons),
         [PatchEntry(each.patch.target, each.patch.kind, each.verdict) for each in outcome.steps],
         dict(outcome.arguments),
-        given=[
-            option.flag if value is True else f"{option.flag} {_written(value)}"
-            for option, value in values
-            if value != option.default and _written(value) != _written(option.default)
-        ],
+        given=given_flags(feature.options, settings),
     )
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(_written, value))
-    return str(getattr(value, "name", value))

@@ -8,7 +8,6 @@ saved_tensors               bytes saved by autograd; tensors with freed and refi
 layer_records               saved bytes and time per layer part
 memory_options              parts of a layer kept, recomputed or offloaded
 recompute_choice            fastest options within a budget
-kept_choices                choices of earlier runs
 recompute_ahead             recomputation before the gradient arrives
 host_mapped_moments         optimizer moments in `host` memory
 swapped_optimizer_state     optimizer state on the host between steps

@@ -83,7 +83,6 @@ def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> F
     return Feature(
         name=name,
         summary=summary,
-        options=(),
         enabled=lambda settings: True,
         numerics="bitwise",
         condition=condition,

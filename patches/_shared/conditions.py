@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Context, Option, OptionError, Settings
+from mindspeed_lite.engine import Context
 
-Condition = Callable[[Context], Sequence[str]]
+Condition = Callable[[Context], list[str]]
 
 CUDA_GRAPH_ARGS = {
     "enable_cuda_graph": "--enable-cuda-graph records a layer once",
@@ -81,22 +81,6 @@ def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[st
 
 def config_reasons(conflicting_args: Mapping[str, str], config: Any) -> list[str]:
     return conflict_reasons(conflicting_args, lambda name: getattr(config, name, None))
-
-
-def given_flags(options: Iterable[Option], settings: Settings) -> list[str]:
-    found = []
-    for option in options:
-        value = settings.get(option.dest)
-        if value is not None and value != option.default:
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            found.append(option.flag if option.is_switch else f"{option.flag} {shown}")
-    return found
-
-
-def require_first(options: Sequence[Option], settings: Settings) -> None:
-    first, *others = options
-    if not settings.get(first.dest) and (given := given_flags(others, settings)):
-        raise OptionError(f"{' '.join(given)} has no effect without {first.flag}: add it")
 
 
 def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:

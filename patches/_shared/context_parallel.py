@@ -13,6 +13,8 @@ from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, 
 from mindspeed_lite.parallel.groups import new_groups
 from mindspeed_lite.platform.megatron import HOST
 
+from .conditions import flag
+
 NAME = "context_parallel_algo"
 ALGORITHMS = {
     "megatron_cp_algo": "ring",
@@ -113,10 +115,14 @@ def _hierarchical(group: Any) -> Sequence[Any]:
     return groups
 
 
-_RING_FLAGS = {
-    "cp_window_size": 1,
-    "use_cp_send_recv_overlap": False,
-    "context_parallel_kv_cache_policy": None,
+_RINGS = {"ring", "hybrid"}
+# Option -> its default and the algorithms that it is for.
+_ONLY_FOR: dict[str, tuple[Any, set[str]]] = {
+    "cp_window_size": (1, _RINGS),
+    "use_cp_send_recv_overlap": (False, _RINGS),
+    "context_parallel_kv_cache_policy": (None, _RINGS),
+    "use_ulysses_allgather_kv": (False, {"ulysses", "hybrid"}),
+    "ulysses_degree_in_cp": (None, {"hybrid"}),
 }
 
 
@@ -161,17 +167,11 @@ def check(context: Context) -> None:
             f"{NAME}: --cp-comm-type with a value for each layer: Megatron before 0.17 reads that of the next layer, "
             "and fails at the last one: give one value."
         )
-    given = [name for name, off in _RING_FLAGS.items() if settings[name] != off]
-    if given and kinds and not kinds & {"ring", "hybrid"}:
-        raise OptionError(
-            f"{NAME}: --{given[0].replace('_', '-')} is about a ring, and {named} has none: leave it out, or take "
-            "megatron_cp_algo or hybrid_cp_algo."
-        )
-    if settings["use_ulysses_allgather_kv"] and not kinds & {"ulysses", "hybrid"}:
-        raise OptionError(
-            f"{NAME}: --use-ulysses-allgather-kv is about Ulysses, and {named} has none: leave it out, or take "
-            "ulysses_cp_algo or hybrid_cp_algo."
-        )
+    for name in _given(settings):
+        served = _ONLY_FOR[name][1]
+        if kinds and not kinds & served:
+            others = " or ".join(algorithm for algorithm, kind in ALGORITHMS.items() if kind in served)
+            raise OptionError(f"{NAME}: {flag(name)} has no effect with {named}: leave it out, or take {others}.")
     if settings["context_parallel_cache_interval"] and settings["context_parallel_kv_cache_policy"] is None:
         raise OptionError(
             f"{NAME}: --context-parallel-cache-interval says in which layers --context-parallel-kv-cache-policy holds: "
@@ -193,11 +193,9 @@ def check(context: Context) -> None:
                 f"{NAME}: --ulysses-degree-in-cp {degree} must divide --context-parallel-size {size} and lie between 1 "
                 "and it; for Ulysses alone take --context-parallel-algo ulysses_cp_algo."
             )
-    elif degree is not None:
-        raise OptionError(f"{NAME}: --ulysses-degree-in-cp is about hybrid_cp_algo, not {named}: leave one out.")
     inner, window = degree or (sizes or (1,))[0], settings["cp_window_size"]
     for ring in [size // inner] * ("hybrid" in kinds) + [size] * (kinds != {"hybrid"}):
-        if window < 1 or ring % window:
+        if ring % window:
             raise OptionError(f"{NAME}: --cp-window-size {window} must divide the ring's {ring} ranks.")
     length = context.arg("seq_length", None)
     if length and length % (2 * size):
@@ -251,4 +249,8 @@ def _implied(settings: Mapping[str, Any]) -> str | None:
         return "hybrid"
     if settings["use_ulysses_allgather_kv"]:
         return "ulysses"
-    return "ring" if any(settings[name] != off for name, off in _RING_FLAGS.items()) else None
+    return "ring" if _given(settings) else None
+
+
+def _given(settings: Mapping[str, Any]) -> list[str]:
+    return [name for name, (default, _) in _ONLY_FOR.items() if settings[name] != default]

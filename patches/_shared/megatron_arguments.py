@@ -13,21 +13,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import OptionError
 
 
-@dataclass(frozen=True)
-class Default:
-    """An argument whose value may need a missing package.
+class Default(NamedTuple):
+    """An argument whose value may need something that is missing.
 
     Attributes:
-        demanding, asking: the value that needs it; its flag, empty for a default.
-        instead, flag: the value that does not; its flag.
-        missing: device -> what is missing (a phrase), or None.
-        needs, when: text for the docs.
+        demanding, instead: the value that needs it; the value that does not, which `flag` sets.
+        needs, module: what it needs, in words; its module, which is for CUDA, or empty for a compiler.
         stand_in: dest of the feature's flag that replaces it, or empty.
     """
 
@@ -35,93 +31,35 @@ class Default:
     demanding: Any
     instead: Any
     flag: str
-    asking: str
-    missing: Callable[[str], str | None]
     needs: str
-    when: str = "not on CUDA, or not installed"
+    module: str
     stand_in: str = ""
 
-
-def _cuda_package(module: str, what: str, lacks: str = "") -> Callable[[str], str | None]:
-    """What is missing without a package for CUDA; lacks: what other devices do not have."""
-
-    def missing(device: str) -> str | None:
-        if device != "cuda":
-            return f"{what}, which has no {device} {lacks}" if lacks else what
+    def is_missing(self, device: str) -> bool:
+        if not self.module:
+            return device == "cpu" and not _has_compiler()
         # Modules provided by a session have no loader.
-        found = importlib.util.find_spec(module)
-        return what if getattr(found, "loader", found) is None else None
-
-    return missing
+        found = importlib.util.find_spec(self.module) if device == "cuda" else None
+        return getattr(found, "loader", found) is None
 
 
-_transformer_engine = _cuda_package("transformer_engine", "Transformer Engine", "kernels")
-_wgrad_kernel = _cuda_package("fused_weight_gradient_mlp_cuda", "Apex's fused weight-gradient kernel", "form")
-_apex = _cuda_package("apex", "Apex's persistent layer norm")
-_softmax_kernel = _cuda_package("scaled_masked_softmax_cuda", "Megatron's fused softmax extension")
-
-
-def _compiler(device: str) -> str | None:
-    if device != "cpu":
-        return None
+def _has_compiler() -> bool:
     # Same lookup as torch/_inductor/config.py (cpp.cxx).
-    found = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
-    return None if found else "a C++ compiler for torch.compile"
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is not None
 
 
-DEFAULTS: tuple[Default, ...] = (
-    Default(
-        "transformer_impl",
-        "transformer_engine",
-        "local",
-        "--transformer-impl local",
-        "--transformer-impl transformer_engine",
-        _transformer_engine,
-        "Transformer Engine",
-    ),
-    Default(
-        "apply_rope_fusion",
-        True,
-        False,
-        "--no-rope-fusion",
-        "",
-        _transformer_engine,
-        "Transformer Engine's rotary kernel",
-    ),
-    Default(
-        "gradient_accumulation_fusion",
-        True,
-        False,
-        "--no-gradient-accumulation-fusion",
-        "",
-        _wgrad_kernel,
-        "Apex's fused weight-gradient kernel",
-        stand_in="use_gradient_accumulation_fusion",
-    ),
-    Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "", _apex, "Apex's persistent layer norm"),
-    Default("persist_layer_norm", True, False, "--no-persist-layer-norm", "", _apex, "Apex's persistent layer norm"),
-    Default(
-        "masked_softmax_fusion",
-        True,
-        False,
-        "--no-masked-softmax-fusion",
-        "",
-        _softmax_kernel,
-        "Megatron's fused softmax extension",
-        "not on CUDA, or not built",
-        "use_masked_softmax_fusion",
-    ),
-    Default(
-        "disable_jit_fuser",
-        False,
-        True,
-        "--disable-jit-fuser",
-        "",
-        _compiler,
-        "a C++ compiler for torch.compile",
-        "on CPU, without the compiler that torch.compile looks for (`CXX`, else `g++`)",
-    ),
-)
+_TE, _WGRAD, _SOFTMAX = "transformer_engine", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda"
+DEFAULTS = (
+    Default("transformer_impl", _TE, "local", "--transformer-impl local", "Transformer Engine", _TE),
+    Default("apply_rope_fusion", True, False, "--no-rope-fusion", "Transformer Engine's rotary kernel", _TE),
+    Default("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion",
+            "Apex's fused weight-gradient kernel", _WGRAD, "use_gradient_accumulation_fusion"),
+    Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "Apex's persistent layer norm", "apex"),
+    Default("persist_layer_norm", True, False, "--no-persist-layer-norm", "Apex's persistent layer norm", "apex"),
+    Default("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion",
+            "Megatron's fused softmax extension", _SOFTMAX, "use_masked_softmax_fusion"),
+    Default("disable_jit_fuser", False, True, "--disable-jit-fuser", "a C++ compiler for torch.compile", ""),
+)  # fmt: skip
 
 # Megatron refuses these for the local implementation; features here serve them.
 REFUSED = ("delay_wgrad_compute",)
@@ -141,7 +79,7 @@ def disable_compile(args: Any, device: str) -> Callable[[], None] | None:
 
     Megatron applies torch.compile at import, before it reads the flag.
     """
-    if not getattr(args, "disable_jit_fuser", False) or _compiler(device) is None:
+    if not getattr(args, "disable_jit_fuser", False) or device != "cpu" or _has_compiler():
         return None
     import torch
 
@@ -157,26 +95,23 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
     """
     from mindspeed_lite.platform import megatron
 
-    switches = []
-    for holder, default in itertools.product(megatron.argument_holders(args), DEFAULTS):
-        if getattr(holder, default.dest, default.instead) != default.demanding:
-            continue
-        if default.stand_in and getattr(args, default.stand_in, False):
-            continue
-        missing = default.missing(device)
-        if missing is None:
-            continue
-        if default.asking and default.dest in explicit:
+    switches = [
+        (holder, default)
+        for holder, default in itertools.product(megatron.argument_holders(args), DEFAULTS)
+        if getattr(holder, default.dest, default.instead) == default.demanding
+        and not (default.stand_in and getattr(args, default.stand_in, False))
+        and default.is_missing(device)
+    ]
+    for _, default in switches:
+        # Other values are Megatron's defaults, which no flag asks for.
+        if default.dest == "transformer_impl" and default.dest in explicit:
             raise OptionError(
-                f"{default.asking} needs {missing}. Leave the flag out or write {default.flag}, or install what is "
-                "missing."
+                f"--transformer-impl {_TE} needs {default.needs}. Leave the flag out or write {default.flag}, or "
+                "install what is missing."
             )
-        switches.append((holder, default, missing))
-    notices = {}
-    for holder, default, missing in switches:
+    for holder, default in switches:
         setattr(holder, default.dest, default.instead)
-        notices[f"{default.flag} set: Megatron's default needs {missing}"] = default.dest
-    return notices
+    return {f"{each.flag} set: Megatron's default needs {each.needs}": each.dest for _, each in switches}
 
 
 _LAYOUT = ("tensor_model", "pipeline_model", "context")

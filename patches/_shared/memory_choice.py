@@ -1,4 +1,4 @@
-"""Steps of `--adaptive-memory`: record, solve, run, measure, keep.
+"""Steps of `--adaptive-memory`: record, solve, run, measure.
 
 Ranks of a stage run the same collectives, so rank 0 solves for every stage, from the maxima over its ranks.
 """
@@ -6,10 +6,7 @@ Ranks of a stage run the same collectives, so rank 0 solves for every stage, fro
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite import _version
 from mindspeed_lite.engine import Function, OptionError, Session
-from mindspeed_lite.memory import kept_choices
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
-from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
+from mindspeed_lite.memory.layer_records import LayerRecorder
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.recompute_choice import (
     BudgetError,
@@ -33,7 +28,6 @@ from mindspeed_lite.memory.recompute_choice import (
     merged,
 )
 from mindspeed_lite.memory.saved_tensors import Tracker
-from mindspeed_lite.platform import cache
 
 from .. import swap_attention
 from .recomputed_layers import RecomputedLayer
@@ -49,8 +43,7 @@ class MemoryChoice:
     def __init__(self, session: Session, budget: int, explains: bool) -> None:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
-        self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
-        self._file = ""
+        self._steps, self._checks, self._is_done = 0, 0, False
         self._records: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
@@ -84,8 +77,6 @@ class MemoryChoice:
             name = self._session.feature
             self._session.fallback(name, "no layer was built while it is on: enable it before the model is built")
             return original(**given)
-        if self._steps == 0 and self._reads_kept and self._take_kept(given):
-            self._steps = RECORD_STEPS
         if self._steps < RECORD_STEPS:
             return self._recorded(original, given)
         tracker = Tracker(_excluded(given))
@@ -146,7 +137,8 @@ class MemoryChoice:
         dist.broadcast_object_list(answer, 0)
         if isinstance(answer[0], str):
             raise OptionError(f"{self._session.feature}: {answer[0]}{_what_reaches_it(given)}")
-        self._apply(answer[0])
+        for layer, option in zip(self._layers, answer[0][_stage()].options, strict=True):
+            layer.run_again(option.again, option.swapped)
         for stage, choice in answer[0].items():
             record = self._records[stage]
             why_kept = self._why_kept or NOTHING_MOVES
@@ -165,10 +157,6 @@ class MemoryChoice:
         self._session.log_decision(f"{self._session.feature}: stage {stage} runs with the least possible from here on")
         return leanest(options, record.moments, transfers)
 
-    def _apply(self, choices: dict[int, LayerChoice]) -> None:
-        for layer, option in zip(self._layers, choices[_stage()].options, strict=True):
-            layer.run_again(option.again, option.swapped)
-
     def _check(self, measured: int, given: dict[str, Any]) -> None:
         self._checks += 1
         found = {stage: max(each) for stage, each in _by_stage(measured).items()}
@@ -178,80 +166,10 @@ class MemoryChoice:
         self._session.log_decision(f"{self._session.feature}: measured {shown}; the budget is {gib(self._budget)}")
         above = {stage: size - self._budget for stage, size in found.items() if size > self._budget}
         self._is_done = not above or self._checks == MAX_CHECKS
-        if above and not self._records:
-            # The kept choice no longer fits: record again.
-            self._steps, self._is_done, self._reads_kept, self._checks = 0, False, False, MAX_CHECKS - 1
-            for layer in self._layers:
-                layer.run_again(frozenset({LAYER}))
-        elif above and not self._is_done:
+        if not self._is_done:
             for stage, size in above.items():
                 self._budgets[stage] -= size
             self._solve(given)
-        elif not above:
-            self._keep()
-
-    def _take_kept(self, given: dict[str, Any]) -> bool:
-        # Once: training loops may change the configuration after the first step.
-        name = self._session.feature
-        self._file = f"memory-{self._key(given)}-{self._budget}.json"
-        found: list[Any] = [None]
-        if dist.get_rank() == 0 and not self._explains:
-            found = [kept_choices.read(self._file, lambda text: self._session.log_decision(f"{name}: {text}"))]
-        dist.broadcast_object_list(found, 0)
-        kept = found[0] or {}
-        mine = kept.get(_stage(), [])
-        fits = len(mine) == len(self._layers) and all(
-            again <= layer.can and swapped <= layer.can_swap
-            for (again, swapped), layer in zip(mine, self._layers, strict=False)
-        )
-        if not all(all(each) for each in _by_stage(fits).values()):
-            if kept:
-                self._session.log_decision(f"{name}: {self._file} is of other layers: recorded again")
-            return False
-        for layer, (again, swapped) in zip(self._layers, mine, strict=True):
-            layer.run_again(again, swapped)
-        self._session.log_decision(f"{name}: runs as an earlier run chose ({self._file})")
-        return True
-
-    def _keep(self) -> None:
-        chosen = _by_stage([(layer.again, layer.swapped) for layer in self._layers])
-        if dist.get_rank() == 0 and self._records and self._file:
-            try:
-                kept_choices.write(self._file, {stage: each[0] for stage, each in chosen.items()})
-            except (OSError, cache.NoCache) as error:
-                self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
-
-    def _key(self, given: dict[str, Any]) -> str:
-        """Hash of everything but the budget that affects saved tensors."""
-        from megatron.core import package_info, parallel_state
-        from megatron.core.utils import get_model_config
-
-        config = get_model_config(_models(given)[0])
-        training: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
-        training |= {"device": self._session.context.device}
-        training |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
-        training |= {"world": dist.get_world_size(), "torch": torch.__version__}
-        training |= {"megatron": package_info.__version__, "lite": _version.__version__}
-        training |= {"vocabulary": sum(each.numel() for model in _models(given) for each in model.parameters())}
-        flags = {**self._session.settings, "memory_budget": None, "mindspeed_lite_explain_memory": None}
-        training |= {"flags": flags}
-        training |= {"data": parallel_state.get_data_parallel_world_size()}
-        keys = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            keys, hashlib.sha256(json.dumps(training, sort_keys=True, default=str).encode()).hexdigest()
-        )
-        return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    """JSON form that is the same in every run, or None."""
-    if isinstance(value, (int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, (enum.Enum, torch.dtype)):
-        return str(value)
-    return getattr(value, "__qualname__", None)
 
 
 def _models(given: dict[str, Any]) -> list[Any]:

@@ -130,7 +130,7 @@ def spread_experts(why: str) -> Condition:
         found = has_experts(context)
         if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
             found = [f"--expert-model-parallel-size 1: {why}"]
-        return [*found]
+        return found
 
     return condition
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Patch, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Patch, Session
 from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
@@ -41,7 +41,6 @@ def feature_of_layers(
     name: str,
     *,
     summary: str,
-    help: str,
     numerics: Numerics,
     theme: str,
     prepare: Callable[[Any, Session], None],
@@ -51,10 +50,6 @@ def feature_of_layers(
     """Feature that prepares layers; its flag with `-num-layers` limits it to the first N of a rank."""
     number, flag = f"{name}_num_layers", f"--{name.replace('_', '-')}"
 
-    def check(context: Context) -> list[str]:
-        check_count(f"{flag}-num-layers", context.settings.get(number))
-        return []
-
     def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
         if is_among(index, session.settings[number]) and can_release(name, layer.config, session):
             prepare(layer, session)
@@ -63,28 +58,24 @@ def feature_of_layers(
         name=name,
         summary=summary,
         options=(
-            Option(flag, help=help),
+            Option(flag),
             Option(
                 f"{flag}-num-layers",
                 help=f"{flag} for the first N layers of each pipeline rank.",
                 default=None,
                 type=int,
+                least=1,
                 metavar="N",
             ),
         ),
         enabled=lambda settings: bool(settings.get(name)) or settings.get(number) is not None,
         numerics=numerics,
         theme=theme,
-        condition=every(check, local("has its own --recompute-modules"), not_full_recompute),
+        condition=every(local("has its own --recompute-modules"), not_full_recompute),
         conflicting_args=CONFLICTING_ARGS,
         not_auto=NOT_AUTO,
         patches=(in_layers(prepare_chosen, reads), *patches),
     )
-
-
-def check_count(flag: str, number: int | None) -> None:
-    if number is not None and number < 1:
-        raise OptionError(f"{flag} {number}: want how many layers of a pipeline rank, at least 1")
 
 
 def not_full_recompute(context: Context) -> list[str]:

@@ -12,7 +12,6 @@ import pytest
 
 from mindspeed_lite import cli, json_file
 from mindspeed_lite.bench.operators import earlier
-from mindspeed_lite.memory import kept_choices
 from mindspeed_lite.parallel.balance import record
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
@@ -171,7 +170,6 @@ REPORT = json.dumps(
         ],
     }
 )  # fmt: skip
-CHOICE = json.dumps({"layers": {"0": [[["mlp"], []]], "1": [[[], ["attention"]]]}})
 INDEX = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 8, 9) + struct.pack("<8i", *range(3, 11)) + bytes(136)
 
 
@@ -198,7 +196,6 @@ KINDS = {
         "schedule", "--trace", "{file}", "--json", "{out}", "--", *PIPELINE, *SMALL, "--vocab-size", "512")),
     "calibration": (mutated, CALIBRATION, function(prices)),
     "report": (mutated, REPORT, function(judged)),
-    "choice": (mutated, CHOICE, function(lambda file: str(json_file.read(file, kept_choices.FIELDS)))),
     "index": (mutated_bytes, INDEX, command("balance", "{file}", "--json", "{out}", "--seq-length", "16",
         "--ranks", "2", "--global-batch-size", "4", "--steps", "2")),
 }  # fmt: skip

@@ -27,7 +27,7 @@ def test_flags_appear_in_a_group_per_feature_with_types_and_defaults():
     given = parser.parse_args(["--x", "--x-level", "5", "--x-mode", "b", "--x-sizes", "1", "2"])
     assert (given.x, given.x_level, given.x_mode, given.x_sizes) == (True, 5, "b", [1, 2])
     text = parser.format_help()
-    for part in ("mindspeed_lite: x", "tests x", "100% of it, not 3"):
+    for part in ("mindspeed_lite: x", "turn on", "100% of it, not 3"):
         assert part in text
 
 

@@ -8,34 +8,12 @@ import pytest
 
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches.adaptive_memory import FEATURE
-from tests.harness.swapped import reasons
 
 ON = {"adaptive_memory": True, "memory_budget": 1.0}
 
 
 def context(settings=None, **args):
     return Context(Settings(ON if settings is None else settings), "cpu", {}, args)
-
-
-@pytest.fixture
-def solver(monkeypatch):
-    """What finds modules; scipy is there."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-
-
-@pytest.mark.usefixtures("solver")
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
-        ({"recompute_granularity": "selective"}, "--recompute-granularity"),
-        ({"overlap_moe_expert_parallel_comm": True}, "in pieces"),
-        ({"fp8": "hybrid"}, "--fp8-format"),
-    ],
-)
-def test_what_it_leaves_alone(args, text):
-    (reason,) = reasons(FEATURE, context(**args))
-    assert text in reason
 
 
 def test_without_a_solver_one_line_says_how_to_get_it(monkeypatch):

@@ -297,6 +297,7 @@ def test_it_asks_for_no_mask_and_for_hierarchical_groups():
         FEATURE.arguments(context(host=sizes, ulysses_degree_in_cp=2, context_parallel_size=8))
 
 
+ULYSSES, RING = ({"context_parallel_algo": f"{name}_cp_algo"} for name in ("ulysses", "megatron"))
 HIERARCHY = {"cp_comm_type": ["a2a+p2p"]}
 DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embedding_type": "none"}
 
@@ -304,9 +305,9 @@ DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embeddin
 @pytest.mark.parametrize(
     ("words", "settings", "host"),
     [
-        ("contradict each other", {"context_parallel_algo": "ulysses_cp_algo"}, {"cp_comm_type": ["p2p"]}),
-        ("--cp-window-size is about a ring", {"context_parallel_algo": "ulysses_cp_algo", "cp_window_size": 2}, {}),
-        ("is about Ulysses", {"context_parallel_algo": "megatron_cp_algo", "use_ulysses_allgather_kv": True}, {}),
+        ("contradict each other", ULYSSES, {"cp_comm_type": ["p2p"]}),
+        ("--cp-window-size has no effect with --context-parallel-algo", {**ULYSSES, "cp_window_size": 2}, {}),
+        ("--use-ulysses-allgather-kv has no effect with", {**RING, "use_ulysses_allgather_kv": True}, {}),
         ("give that too", {"context_parallel_cache_interval": 1}, {}),
         ("sizes 3 2 must be two numbers", {}, {**HIERARCHY, "hierarchical_context_parallel_sizes": [3, 2]}),
         ("sizes 4 must be two numbers", {}, {**HIERARCHY, "hierarchical_context_parallel_sizes": [4]}),
@@ -314,17 +315,17 @@ DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embeddin
         ("needs --ulysses-degree-in-cp", {"context_parallel_algo": "hybrid_cp_algo"}, {"num_layers": 2}),
         ("must divide --context-parallel-size 4", {"ulysses_degree_in_cp": 3}, {}),
         ("must divide --context-parallel-size 4", {"ulysses_degree_in_cp": 4}, {}),
-        ("is about hybrid_cp_algo", {"context_parallel_algo": "megatron_cp_algo", "ulysses_degree_in_cp": 2}, {}),
+        ("--ulysses-degree-in-cp has no effect with .*hybrid_cp_algo", {**RING, "ulysses_degree_in_cp": 2}, {}),
         ("--cp-window-size 3 must divide the ring's 4 ranks", {"cp_window_size": 3}, {}),
         ("--cp-window-size 4 must divide the ring's 2 ranks", {"cp_window_size": 4, "ulysses_degree_in_cp": 2}, {}),
-        ("2 query heads in 2 groups", {"context_parallel_algo": "ulysses_cp_algo"}, {"num_attention_heads": 2}),
+        ("2 query heads in 2 groups", ULYSSES, {"num_attention_heads": 2}),
         ("2 query heads in 2 groups", {}, {"num_attention_heads": 2, "cp_comm_type": ["p2p", "a2a"]}),
         ("--cp-comm-type ring: not one of p2p", {}, {"cp_comm_type": ["ring"]}),
         ("has 3 values for 2 layers", {}, {"cp_comm_type": ["p2p", "a2a", "p2p"], "num_layers": 2}),
-        ("--cp-window-size is about a ring, and --cp-comm-type a2a", {"cp_window_size": 2}, {"cp_comm_type": ["a2a"]}),
-        ("not --cp-comm-type p2p", {"ulysses_degree_in_cp": 2}, {"cp_comm_type": ["p2p"]}),
-        ("--cp-comm-type p2p has none", {"use_ulysses_allgather_kv": True}, {"cp_comm_type": ["p2p"]}),
-        ("--use-ulysses-allgather-kv has none", {"use_ulysses_allgather_kv": True, "cp_window_size": 2}, {}),
+        ("--cp-window-size has no effect with --cp-comm-type a2a", {"cp_window_size": 2}, {"cp_comm_type": ["a2a"]}),
+        ("has no effect with --cp-comm-type p2p", {"ulysses_degree_in_cp": 2}, {"cp_comm_type": ["p2p"]}),
+        ("kv has no effect with --cp-comm-type p2p", {"use_ulysses_allgather_kv": True}, {"cp_comm_type": ["p2p"]}),
+        ("has no effect with --use-ulysses-allgather-kv", {"use_ulysses_allgather_kv": True, "cp_window_size": 2}, {}),
         ("--reset-position-ids instead", {}, {**DOCUMENTS_APART, "position_embedding_type": "rope"}),
         ("--reset-position-ids instead", {}, {**DOCUMENTS_APART, "mtp_num_layers": 1}),
     ],

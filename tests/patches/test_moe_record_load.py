@@ -38,11 +38,6 @@ def test_a_file_that_cannot_be_the_record_is_one_line_before_training(tmp_path, 
     assert reasons(name) == []
 
 
-def test_an_interval_has_a_step(tmp_path):
-    with pytest.raises(OptionError, match="at least 1, not 0"):
-        reasons(tmp_path / "load", 0)
-
-
 def router(**fields):
     """A router of 4 experts, 2 for a token, with weights by which every expert is chosen."""
     from megatron.core.process_groups_config import ProcessGroupCollection

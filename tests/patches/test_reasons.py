@@ -85,7 +85,6 @@ BASE = {
 }
 OPTIONS = [*runtime.catalogue().options()]
 TE = {"transformer_impl": "transformer_engine"}
-GRAPH = ({"cuda_graph_impl": "local"}, "records a layer once")
 
 
 def context(feature, args=(), settings=(), device=None, explicit=()):
@@ -97,28 +96,19 @@ def context(feature, args=(), settings=(), device=None, explicit=()):
 
 # Reasons by feature: (arguments, text) or (arguments, text, more of the context).
 REASONS = {
-    "adaptive_memory": [(TE, "has its own --recompute-modules"), ({"fp8": "e4m3"}, "--fp8-format")],
+    "adaptive_memory": [(TE, "has its own --recompute-modules")],
     "balance_sequence_lengths": [
         ({"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}, "global_aux_loss depends on which"),
         ({"dataloader_inter_document_masking": False}, "--dataloader-inter-document-masking"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic"),
         ({"data_parallel_size": 1}, "one data-parallel rank"),
         ({"micro_batch_size": 8}, "one micro-batch in a step"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
-        ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size changes"),
-        ({"step_batch_size_schedule": "0:8 1K:16"}, "--step-batch-size-schedule changes"),
-        ({"decrease_batch_size_if_needed": True}, "--decrease-batch-size-if-needed changes"),
     ],
     "balanced_moe_experts": [
         ({"num_experts": None}, "--num-experts"),
         ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
         (TE, "transformer_engine"),
-        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
-        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
-        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
-        ({"use_megatron_fsdp": True}, "FSDP"),
-        GRAPH,
     ],
     "bias_dropout_fusion": [
         ({}, "torch.compile", {"device": "cuda"}),
@@ -129,8 +119,6 @@ REASONS = {
         ({}, "--gradient-accumulation-fusion is off", {"settings": {"use_gradient_accumulation_fusion": False}}),
         ({"overlap_moe_expert_parallel_comm": False}, "--overlap-moe-expert-parallel-comm"),
         (TE, "--transformer-impl"),
-        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
     ],
     "enable_expert_placement": [
         ({"num_experts": None}, "--num-experts"),
@@ -140,12 +128,6 @@ REASONS = {
         (TE, "transformer_engine"),
         ({"optimizer": "muon"}, "--optimizer muon"),
         ({"ckpt_format": "torch"}, "--ckpt-format torch"),
-        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
-        ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
-        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
-        ({"use_megatron_fsdp": True}, "FSDP"),
-        GRAPH,
     ],
     "enable_recompute_layers_per_pp_rank": [({"recompute_method": "uniform"}, "--recompute-method block")],
     "gradient_accumulation_fusion": [
@@ -155,8 +137,6 @@ REASONS = {
             "--no-gradient-accumulation-fusion",
             {"explicit": ["gradient_accumulation_fusion"]},
         ),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"model_parallel": SimpleNamespace(gradient_accumulation_fusion=False)}, "YAML"),
     ],
     "masked_softmax_fusion": [
@@ -175,7 +155,6 @@ REASONS = {
             "tokens stay where they are",
         ),
         ({"moe_token_dispatcher_type": "alltoall"}, "--moe-token-dispatcher-type alltoall"),
-        GRAPH,
     ],
     "moe_alltoall_overlap_comm": [
         ({"num_experts": None}, "--num-experts"),
@@ -185,8 +164,6 @@ REASONS = {
             {"moe_shared_expert_intermediate_size": 8, "recompute_modules": ["shared_experts"]},
             "--recompute-modules shared_experts",
         ),
-        ({"overlap_moe_expert_parallel_comm": True}, "another micro-batch"),
-        GRAPH,
     ],
     "moe_fb_overlap": [
         ({"num_experts": None}, "--num-experts"),
@@ -212,10 +189,9 @@ REASONS = {
         ),
         ({}, "cannot be divided among nodes of 3", {"settings": {"moe_node_size": 3}}),
         ({}, "cannot be divided among nodes of 12", {"settings": {"moe_node_size": 12}}),
-        GRAPH,
     ],
     "moe_permute_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has a permutation of its own")],
-    "moe_record_load": [({"num_experts": None}, "--num-experts"), GRAPH],
+    "moe_record_load": [({"num_experts": None}, "--num-experts")],
     "moe_router_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has a fused router of its own")],
     "moe_tp_extend_ep": [
         ({"num_experts": 24}, "16 ranks"),
@@ -227,11 +203,7 @@ REASONS = {
             {"explicit": ["expert_tensor_parallel_size"]},
         ),
     ],
-    "moe_wgrad_side_stream": [
-        ({}, "streams", {"device": "cpu"}),
-        ({"overlap_moe_expert_parallel_comm": True}, "streams of its own"),
-        GRAPH,
-    ],
+    "moe_wgrad_side_stream": [({}, "streams", {"device": "cpu"})],
     "moe_zero_memory": [
         ({"num_experts": None}, "--num-experts"),
         (TE, "transformer_engine"),
@@ -239,22 +211,15 @@ REASONS = {
         ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
         ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
-        ({"fp8": "e4m3"}, "--fp8-format"),
     ],
-    "optimize_send_recv_comm": [
-        ({"pipeline_model_parallel_size": 1}, "size 1: no messages"),
-        ({"use_ring_exchange_p2p": True}, "both directions in one call"),
-    ],
+    "optimize_send_recv_comm": [({"pipeline_model_parallel_size": 1}, "size 1: no messages")],
     "param_gather_once": [
         ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
         ({"num_experts": None}, "--num-experts"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather"),
-        ({"use_megatron_fsdp": True}, "gathers by itself"),
     ],
     "pipeline_schedule": [
         ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
         ({"overlap_moe_expert_parallel_comm": True}, "a schedule of its own"),
-        GRAPH,
         (
             {},
             "--gradient-accumulation-fusion is off",
@@ -262,11 +227,9 @@ REASONS = {
         ),
         (TE, "--transformer-impl", {"settings": {"pipeline_schedule": "zb-auto"}}),
     ],
-    "quant_states": [({"rl_offload_optimizer_during_inference": True}, "moments itself")],
     "recompute_activation_function": [
         ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
         (TE, "has its own --recompute-modules"),
-        ({"cpu_offloading": True}, "--cpu-offloading"),
     ],
     "recompute_in_bubble": [
         ({"pipeline_model_parallel_size": 1}, "no bubble"),
@@ -275,45 +238,29 @@ REASONS = {
             "add --recompute-granularity full",
             {"settings": {"recompute_in_bubble": False, "recompute_in_advance": True}},
         ),
-        ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
-        ({"fp8": "e4m3"}, "--fp8-format"),
     ],
-    "recompute_norm": [({"recompute_granularity": "full"}, "computes every layer again as a whole"), GRAPH],
-    "reset_bucket_group_order": [
-        ({"overlap_param_gather": False}, "no gather overlaps"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp gathers by itself"),
-        ({"align_param_gather": True}, "schedule"),
-        ({"overlap_param_gather_with_optimizer_step": True}, "starts them in the step"),
-    ],
+    "recompute_norm": [({"recompute_granularity": "full"}, "computes every layer again as a whole")],
+    "reset_bucket_group_order": [({"overlap_param_gather": False}, "no gather overlaps")],
     "reuse_fp32_param": [
         ({"bf16": False}, "--bf16 is not given"),
-        *(({name: True}, f"--{name.replace('_', '-')}") for name in ("fp8_param_gather", "qk_clip", "log_params_norm")),
     ],
     "schedules_method": [
         ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
         ({"num_layers": 6}, "a multiple of 4"),
         ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings"),
         ({"virtual_pipeline_model_parallel_size": 3}, "not 3"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
-        ({"pipeline_model_parallel_layout": "Et*8L"}, "--pipeline-model-parallel-layout"),
     ],
     "swap_attention": [
         ({}, "cpu has one memory", {"device": "cpu"}),
         (TE, "--cpu-offloading"),
         ({"recompute_granularity": "full"}, "keeps nothing within a layer"),
-        ({"hybrid_layer_pattern": "M*"}, "runs layers in another block"),
-        GRAPH,
     ],
     "swap_optimizer": [
         ({}, "--virtual-optimizer", {"device": "cpu"}),
-        *(({name: True}, f"--{name.replace('_', '-')}") for name in ("fp8_param_gather", "qk_clip", "log_params_norm")),
-        ({"rl_offload_optimizer_during_inference": True}, "--rl-offload-optimizer-during-inference"),
     ],
     "use_ascend_coc": [
         ({"tensor_model_parallel_size": 1}, "nothing travels"),
         (TE, "overlaps by itself"),
-        GRAPH,
-        ({"cpu_offloading_num_layers": 2}, "looks for what"),
         ({}, "asks for Megatron's own", {"settings": {"coc_mode": 0}}),
     ],
     "use_ascend_mc2": [
@@ -325,12 +272,6 @@ REASONS = {
     "use_flash_attn": [(TE, "--transformer-impl transformer_engine")],
     "use_fused_adamw": [
         ({"optimizer": "muon"}, "--optimizer muon"),
-        *(
-            ({name: True}, f"--{name.replace('_', '-')}")
-            for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph")
-        ),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
     ],
     "use_fused_cross_entropy": [
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te")
@@ -338,18 +279,14 @@ REASONS = {
     "use_fused_embedding": [
         ({"tensor_model_parallel_size": 1}, "npu has no gradient in rows", {"device": "npu"}),
         ({"tensor_model_parallel_size": 1, "use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-        ({"deterministic_mode": True}, "--deterministic-mode"),
     ],
     "use_fused_l2norm": [({"qk_l2_norm": False}, "--qk-l2-norm is not given")],
     "use_fused_layernorm": [
         (TE, "--transformer-impl transformer_engine"),
         ({"normalization": "RMSNorm"}, "--normalization RMSNorm"),
-        ({"memory_efficient_layer_norm": True}, "--memory-efficient-layer-norm"),
     ],
     "use_fused_linear_cross_entropy": [
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
-        ({"use_mup": True}, "--use-mup"),
-        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "Transformer Engine"),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "Transformer Engine")
     ],
     "use_fused_rmsnorm": [
         (TE, "--transformer-impl transformer_engine"),
@@ -363,75 +300,30 @@ REASONS = {
         ({"swiglu": False, "add_bias_linear": False}, "GELU without bias"),
         ({"swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": False}, "--no-bias-gelu-fusion"),
         ({"swiglu": False, "quick_geglu": True, "bias_gelu_fusion": False}, "--quick-geglu"),
-        ({"use_te_activation_func": True}, "--use-te-activation-func"),
-        ({"activation_func_fp8_input_store": True}, "fp8"),
     ],
-    "virtual_optimizer": [({"rl_offload_optimizer_during_inference": True}, "moves the moments itself")],
 }
 # Values that are refused by feature: (settings, arguments, text of the one line).
 REFUSED = {
-    "adaptive_memory": [
-        *(({"memory_budget": budget}, {}, "--memory-budget") for budget in (0.0, -1.0, float("inf"), float("nan"))),
-        (
-            {"adaptive_memory": False, "memory_budget": 4.0},
-            {},
-            "--memory-budget 4.0 has no effect without --adaptive-memory: add it",
-        ),
-    ],
-    "balanced_moe_experts": [
-        (
-            {"balanced_moe_hot_expert_num": 0},
-            {},
-            "--balanced-moe-hot-expert-num takes a number of experts, at least 1, not 0",
-        ),
-        (
-            {"balanced_moe_break_even": -1.0},
-            {},
-            "--balanced-moe-break-even takes a number of tokens, at least 0, not -1",
-        ),
-        (
-            {"balanced_moe_experts": False, "balanced_moe_hot_expert_num": 5, "balanced_moe_break_even": 8.0},
-            {},
-            "--balanced-moe-hot-expert-num 5 --balanced-moe-break-even 8 has no effect without --balanced-moe-experts",
-        ),
-    ],
-    "enable_expert_placement": [
-        ({"expert_placement_freq": 0}, {}, "--expert-placement-freq takes a number of steps, at least 1, not 0"),
-        (
-            {"expert_placement_break_even": -1.0},
-            {},
-            "--expert-placement-break-even takes a number of tokens, at least 0, not -1",
-        ),
-        (
-            {"enable_expert_placement": False, "expert_placement_freq": 5},
-            {},
-            "--expert-placement-freq 5 has no effect without --enable-expert-placement: add it",
-        ),
-    ],
+    "adaptive_memory": [({"memory_budget": None}, {}, "add --memory-budget GIB")],
     "moe_zero_memory": [
         ({"moe_zero_memory": None, "moe_zero_memory_num_layers": 2}, {}, "add --moe-zero-memory"),
         ({"moe_zero_memory": "disable", "moe_zero_memory_num_layers": 2}, {}, "add --moe-zero-memory"),
-        ({"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 0}, {}, "at least 1"),
     ],
     "pipeline_schedule": [
         ({"pipeline_schedule": None, "pipeline_schedule_trace": "folder"}, {}, "name it with --pipeline-schedule"),
         ({"pipeline_schedule_max_live": 3}, {}, "bounds zb-auto and --recompute-in-bubble, not 1f1b"),
         ({"pipeline_schedule": "interleaved"}, {}, "add --num-virtual-stages"),
     ],
-    "recompute_activation_function": [({"recompute_activation_function_num_layers": 0}, {}, "at least 1")],
     "recompute_in_bubble": [
         ({"recompute_in_advance": True}, {}, "leave one out"),
         ({"pipeline_schedule": "zb-h1"}, {}, "zb-h1 fills the bubble"),
     ],
     "schedules_method": [
-        ({"schedules_method": None, "dualpipev_dw_detach": True}, {}, "add --schedules-method dualpipev"),
         ({"pipeline_schedule": "1f1b"}, {}, "leave one out"),
     ],
     "swap_attention": [
-        ({"swap_attention_budget": 0.0}, {}, "takes GiB above 0"),
         ({"swap_modules": " , "}, {}, "wants names of a layer's modules"),
     ],
-    "swap_optimizer": [({"swap_optimizer_times": times}, {}, "--swap-optimizer-times") for times in (0, -1)],
     "use_ascend_coc": [
         ({"tp_comm_overlap": True}, {"tp_comm_overlap_cfg": "buffers.yaml"}, "Leave it out; --coc-parallel-num says"),
         ({"coc_fused_kernel": True}, {}, "uses symmetric memory, which is CUDA's, and the device is cpu"),
@@ -453,7 +345,13 @@ BAD_VALUES = [
     ("coc_mode", 7, "--coc-mode takes one of -1, 0, 1, 2, not 7"),
     *(("coc_parallel_num", each, "takes one of 1, 2, 4, 8, auto, not") for each in (3, "3", "many")),
     *(("context_parallel_algo", each, "--context-parallel-algo") for each in ("adaptive_cp_algo", "none_such")),
-    *(("pipeline_schedule_max_live", each, "a whole number of at least 1") for each in ("0", "-2", "x")),
+    ("pipeline_schedule_max_live", "x", "--pipeline-schedule-max-live"),
+    *(
+        (each.dest, value, f"{each.flag} takes a number of at least {each.least}, not {value}")
+        for each in OPTIONS
+        if each.least is not None
+        for value in ([each.least - 1] if each.convert is int else [-0.5, float("inf"), float("nan")])
+    ),
     ("pipeline_schedule", "zb-h3", "one of 1f1b, interleaved"),
     ("moe_zero_memory", "level2", "takes one of disable, level0, level1"),
 ]
@@ -474,8 +372,7 @@ def rows(table):
 
 
 def test_rows_are_of_features():
-    assert BASE.keys() == REASONS.keys() <= {feature.name for feature in runtime.catalogue()}
-    assert REFUSED.keys() <= BASE.keys()
+    assert {*REASONS, *REFUSED} <= BASE.keys() <= {feature.name for feature in runtime.catalogue()}
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -492,6 +389,13 @@ def test_a_reason_names_the_flag(name, row):
     args, text, *more = row
     found = reasons(feature, context(feature, args, **(more[0] if more else {})))
     assert [each for each in found if text in each] == found[:1] or text in found[0], found
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_every_conflicting_argument_is_a_reason(name):
+    feature = runtime.catalogue()[name]
+    for argument, why in feature.conflicting_args.items():
+        assert why in reasons(feature, context(feature, {argument: True})), argument
 
 
 @pytest.mark.parametrize(("name", "row"), rows(REFUSED))

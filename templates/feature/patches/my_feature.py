@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Function, Option, Override, Session
+from mindspeed_lite.engine import Feature, Function, Override, Session
 
 from ._shared.conditions import local
 
@@ -28,7 +28,6 @@ def _divide(wrapped: Function, session: Session) -> Function:
 FEATURE = Feature(
     name="my_feature",
     summary="what it does, in one line",
-    options=(Option("--my-feature", help="What it does, as a command."),),
     numerics="bitwise",
     theme="operators",
     memory="none: it keeps what Megatron keeps",

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
-from mindspeed_lite.engine import Context, Option, OptionError, Settings
+from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches._shared.conditions import (
     _yaml_sections,
     not_disabled,
     reenable_default,
-    require_first,
 )
-
-OPTIONS = (
-    Option("--number", help="A number.", default=3, type=int),
-    Option("--share", help="A share.", default=None, type=float),
-    Option("--switch", help="A switch."),
-)
-
-
-def test_flags_that_do_nothing_alone_are_refused():
-    options = (OPTIONS[2], *OPTIONS[:2])
-    for given in ({}, {"switch": True}, {"switch": True, "number": 4}):
-        require_first(options, Settings.of(options, given))
-    with pytest.raises(OptionError, match=r"^--number 4 --share 0\.5 has no effect without --switch: add it$"):
-        require_first(options, Settings.of(options, {"number": 4, "share": 0.5}))
 
 
 def arguments(explicit=(), **host_args):

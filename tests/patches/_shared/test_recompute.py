@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import Settings
 from mindspeed_lite.patches import recompute_activation_function, recompute_norm
 from mindspeed_lite.patches._shared import recompute
-from tests.harness.swapped import reasons as reasons_of
 
 
 def chosen(number, layers=4, chunks=1, **fields):
@@ -38,23 +37,6 @@ def test_layers_that_are_computed_again_as_a_whole_are_passed_over():
 
 
 @pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
-def test_reasons(patch):
-    def reasons(settings=None, **args):
-        return reasons_of(patch.FEATURE, Context(Settings(settings or {}), "cpu", {}, args))
-
-    assert reasons() == reasons(recompute_granularity="full", recompute_method="block") == []
-    assert "every layer again" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
-    for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph",
-                 "external_cuda_graph"):  # fmt: skip
-        assert len(reasons(**{name: True})) == 1
-    assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
-    assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]
-    assert patch.FEATURE.not_auto == recompute.NOT_AUTO
-    with pytest.raises(OptionError, match=f"{patch.FEATURE.flag}-num-layers 0: want how many layers"):
-        reasons({f"{patch.FEATURE.name}_num_layers": 0})
-
-
-@pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
 def test_a_number_of_layers_turns_it_on(patch):
     def enabled(**given):
         return patch.FEATURE.is_enabled(Settings.of(patch.FEATURE.options, given))
@@ -69,7 +51,7 @@ def test_a_model_built_without_arguments_is_asked_itself():
     settings = Settings({"recompute_norm_num_layers": None})
     session = SimpleNamespace(settings=settings, fallback=lambda *text: said.append(text))
     feature = recompute.feature_of_layers(
-        "recompute_norm", summary="", help="", numerics="ulp", theme="memory", reads=(), patches=(),
+        "recompute_norm", summary="", numerics="ulp", theme="memory", reads=(), patches=(),
         prepare=lambda layer, session: prepared.append(layer),
     )  # fmt: skip
     build = feature.patches[0].make(lambda layer, config: setattr(layer, "config", config), session)
