@@ -15,7 +15,8 @@ import mindspeed_lite
 from benchmarks.harness import Benchmark, Options, Row, ms
 from lab.ranks import Loopback, Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
-from tests.harness import core_loop, live_undo, switching
+from tests.harness import core_loop, switching
+from tests.harness.feature_layouts import host_args
 
 NEVER, STEADY, SWITCHED = "never on", "steady", "switched"
 
@@ -30,7 +31,7 @@ def _medians(arm: str, options: Options, rates: Rates) -> dict[str, float]:
     """Seconds of a step, of a generation, of switching on and of switching off, in this process."""
     core_loop.SEQUENCE = options.sequence
     found: dict[str, list[float]] = {"training step": [], "generation": [], "switch on": [], "switch off": []}
-    flags = {} if arm == NEVER else {"host_args": live_undo.host_args("plain"), **switching.FLAGS}
+    flags = {} if arm == NEVER else {"host_args": host_args("plain"), **switching.FLAGS}
     mindspeed_lite.enable(**flags)
     width = {"hidden_size": options.hidden, "ffn_hidden_size": 3 * options.hidden}
     training = core_loop.Training({"layers": options.layers, "micro_batches": 2, "config": width})

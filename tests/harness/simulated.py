@@ -92,6 +92,13 @@ def moe_wgrad_side_stream(delay: float = 0.01) -> None:
     patch.DeviceStream = executor
 
 
+def streams() -> None:
+    """All of these."""
+    swap_optimizer()
+    swap_attention()
+    moe_wgrad_side_stream()
+
+
 def alltoall_mc2() -> None:
     """Let `--moe-alltoall-mc2` run on CPU, with CANN's operators over gloo and no least sizes."""
     import sys

@@ -66,12 +66,13 @@ def main() -> None:
     """On two ranks: the layers that each virtual stage of a rank recomputes, on and off again."""
     import torch.distributed as dist
 
-    from tests.harness import core_loop, live_undo
+    from tests.harness import core_loop
+    from tests.harness.feature_layouts import LAYOUTS, host_args
+    from tests.harness.rows import options_of
 
     dist.init_process_group("nccl")
-    args = live_undo.host_args("recomputed")
-    mindspeed_lite.enable(host_args=args, strict=True, enable_recompute_layers_per_pp_rank=True)
-    training = core_loop.Training(live_undo.TRAINED_ALONE["recomputed"][1])
+    mindspeed_lite.enable(host_args=host_args("recomputed"), strict=True, enable_recompute_layers_per_pp_rank=True)
+    training = core_loop.Training(options_of(LAYOUTS["recomputed"]))
     blocks = [chunk.module.module.decoder for chunk in training.models]
     # Three of a rank.
     assert [block.config.recompute_num_layers for block in blocks] == [2, 1]
