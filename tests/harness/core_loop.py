@@ -63,7 +63,6 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             pp,
             virtual_pipeline_model_parallel_size=vpp,
             context_parallel_size=options.get("cp", 1),
-            hierarchical_context_parallel_sizes=options.get("cp_hierarchy"),
             expert_model_parallel_size=options.get("ep", 1),
             expert_tensor_parallel_size=options.get("etp"),
         )

@@ -11,8 +11,8 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.attention import attention, cpu
-from tests.harness import attention_reference as reference
 from tests.harness.errors import assert_within, bound
+from tests.ops import attention_reference as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -24,7 +24,7 @@ from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
 from mindspeed_lite.platform import cpu_matmul
-from tests.harness import attention_reference as reference
+from tests.ops import attention_reference as reference
 
 cpu_matmul.has_bf16 = lambda: True
 x, weights = torch.randn(8, 32).bfloat16(), [torch.randn(4, 32).bfloat16() for _ in range(2)]

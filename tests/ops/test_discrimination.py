@@ -19,8 +19,9 @@ from mindspeed_lite.bench.operators.equivalence import outcome, output_gradient
 from mindspeed_lite.bench.selftest.numerics import in_float64
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.discovery import cases
-from tests.harness import cuda_twin, errors
+from tests.harness import errors
 from tests.harness.compare import one_thread
+from tests.ops import cuda_twin
 
 # Floating-point operations of what takes milliseconds.
 MOST_FLOPS = 1 << 27

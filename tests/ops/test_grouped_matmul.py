@@ -15,8 +15,8 @@ from mindspeed_lite.ops.grouped_matmul import (
 )
 from mindspeed_lite.platform import cpu_matmul
 from tests.harness.compare import Sizes, error
-from tests.harness.experts import COUNTS, DTYPES, SLACK, Problem
 from tests.harness.reasons import why_not_of
+from tests.ops.experts import COUNTS, DTYPES, SLACK, Problem
 
 why_not = why_not_of(grouped_matmul)
 

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_lite.ops.grouped_matmul import reference, torch_grouped
 from tests.harness import errors
-from tests.harness.triton_compile import Resources, compile_for
+from tests.ops.triton_compile import Resources, compile_for
 
 cuda = pytest.importorskip("mindspeed_lite.ops.grouped_matmul.cuda")
 
