@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -98,19 +97,14 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         "# Trainings and operators on CPU",
         "",
         f"Measured with `make bench` on {first['environment']['device']}, {days}; {versions}.",
-        "Both arms use the same allocator, threads and data; off is Megatron as it is (on the CPU with the device",
-        "layer alone). A ratio is the mean of pairs measured one after the other, with its 95 % interval. Only ratios",
-        "within a row are comparable: machines differ. Every name leads to the whole report.",
+        "`python -m benchmarks --only NAME` repeats one training; its report, linked from the name, has the command.",
+        "",
+        "Both arms use the same allocator, threads and data; off is Megatron with the device layer. A ratio is the",
+        "mean of consecutive pairs, with its 95 % interval; compare ratios within a row only.",
         "",
         "| Training | Features | Step off | Step on | Speed | Peak memory | Loss |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(row for name, report in reports.items() for row in _rows(name, report, kept.name)),
-        "",
-        "Commands, from the repository's root with the environment that `make install` makes:",
-        "",
-        "```sh",
-        *(f"mindspeed-lite {' '.join(_words(each))} -- \\\n  {shlex.join(each.command())}" for each in measured),
-        "```",
         "",
     ]
     for each in measured:
@@ -134,8 +128,8 @@ def _slower(report: Mapping[str, Any]) -> list[str]:
     if not rows:
         return []
     return [
-        f"Another contender was faster in {len(rows)} comparisons. Training runs both passes; evaluation and",
-        "recomputation run forward alone.",
+        f"Another contender was faster in {len(rows)} comparisons. Evaluation and recomputation run the forward pass",
+        "alone.",
         "",
         "| Operator | Case | Faster | Its time over ours |",
         "| --- | --- | --- | --- |",

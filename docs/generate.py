@@ -35,9 +35,9 @@ THEMES = {
 # What a reader of README wants each group for.
 PURPOSE = {
     "Fused operators": "The same mathematics in fewer passes over memory",
-    "Mixture of experts": "One grouped product for all experts of a rank, fused routing and permutation",
-    "Memory": "Smaller optimizer states, weights and activations, or the same ones elsewhere",
-    "Communication": "Collectives behind products, and started when their data is ready",
+    "Mixture of experts": "Grouped GEMMs, fused routing and permutation, overlapped exchange, balanced load",
+    "Memory": "Smaller, recomputed or offloaded optimizer states and activations",
+    "Communication": "Collectives overlapped with GEMMs, context parallelism, pipeline schedules",
 }
 
 
@@ -111,11 +111,12 @@ def flags() -> list[str]:
     """The page of flags: our general flags, then those of the features, theme by theme."""
     from mindspeed_lite import runtime
 
-    rows = [(_flag(option), "general", option.help) for option in runtime.GENERAL]
-    for features in by_theme().values():
+    lines = ["## General", "", *(f"- {_flag(option)}: {option.help}" for option in runtime.GENERAL)]
+    for heading, features in by_theme().items():
+        lines += ["", f"## {heading}", ""]
         for feature in features:
-            rows += [(_flag(option), page_link(feature, ""), option.help) for option in feature.options]
-    return table(("Flag", "Belongs to", "What it does"), rows)
+            lines += [f"- {_flag(option)} ({page_link(feature, '')}): {option.help}" for option in feature.options]
+    return lines
 
 
 def index() -> list[str]:
@@ -160,17 +161,17 @@ def mindspeed() -> list[str]:
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
-        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]}", "", f"{len(rows)} flags.", ""]
-        # Flags of which the same is to be said share a row.
+        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)} flags)", ""]
+        # Flags with the same outcome share a line.
         groups: dict[tuple[str, str], list[str]] = {}
         for row in rows:
-            outcome = done.get(row.outcome, "depends")
-            text = {"depends": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
+            outcome = done.get(row.outcome, "")
+            text = {"": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
             if row.outcome == "keep" and row.words:
-                text = f"not {row.words[1:].replace('|', ', ')}: {row.note}"
+                outcome, text = f"as it is, but not {row.words[1:].replace('|', ', ')}", row.note
             groups.setdefault((outcome, text), []).append(f"`{row.flag}`")
-        cells = [(", ".join(names), outcome, text) for (outcome, text), names in sorted(groups.items())]
-        lines += table(("Flags", "Outcome", "Instead, or on what it depends"), cells)
+        for (outcome, text), names in sorted(groups.items()):
+            lines.append(f"- {', '.join(names)}: {': '.join(filter(None, (outcome, text)))}")
     return lines
 
 
@@ -253,42 +254,40 @@ def memory_of_contexts() -> list[str]:
     return table(headers, rows)
 
 
-def _names(targets: Sequence[str]) -> str:
-    return ", ".join(f"`{each.rpartition(':')[2]}`" for each in targets)
+def _conflicting_args(feature: Feature) -> list[tuple[str, str]]:
+    """Megatron's arguments that skip a feature; those with the same reason share a line."""
+    found: dict[str, list[str]] = {}
+    for name, why in feature.conflicting_args.items():
+        # Most reasons start with the flag: "--cuda-graph-impl records a layer once".
+        first, _, rest = why.partition(" ")
+        flag, reason = (first.rstrip(":"), rest) if first.startswith("--") else (name, why)
+        found.setdefault(reason, []).append(f"`{flag}`")
+    return [(f"Skipped with {', '.join(dict.fromkeys(flags))}", reason) for reason, flags in found.items()]
 
 
 def declaration(feature: Feature) -> list[str]:
     """What a feature's page says of its flags, targets and relations."""
-    from mindspeed_lite.engine import Provide
-
-    options = [
-        (_flag(option), {False: "off", None: "none"}.get(option.default, f"`{option.default}`"), option.help)
-        for option in feature.options
-    ]
-    targets = [
-        (
-            patch.kind,
-            f"`{patch.target}`",
-            patch.versions or (f"all that have it (not {patch.absent_in})" if patch.absent_in else "all"),
-            ""
-            if isinstance(patch, Provide)
-            else "; relies on ".join(filter(None, map(_names, (patch.reads, patch.relies_on)))),
-        )
-        for patch in feature.patches
-    ]
-    facts = [("Numerics", feature.numerics), ("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
-    facts += [("Requires", f"[{each.feature}]({each.feature}.md): {each.reason}") for each in feature.requires]
-    facts += [("Conflicts with", f"[{each.feature}]({each.feature}.md): {each.reason}") for each in feature.conflicts]
-    facts += [("Skipped with", f"`{name}`: {why}") for name, why in feature.conflicting_args.items()]
+    flags = []
+    for option in feature.options:
+        default = {False: "", None: ""}.get(option.default, f" (`{option.default}` unless given)")
+        flags.append(f"{_flag(option)}{default}: {option.help}")
+    swaps = []
+    for patch in feature.patches:
+        releases = f", Megatron-core {patch.versions}" if patch.versions else ""
+        releases += f", absent in {patch.absent_in}" if patch.absent_in else ""
+        swaps.append(f"{patch.kind} `{patch.target}`{releases}")
+    facts = [("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
+    facts += [(f"Requires [{each.feature}]({each.feature}.md)", each.reason) for each in feature.requires]
+    facts += [(f"Conflicts with [{each.feature}]({each.feature}.md)", each.reason) for each in feature.conflicts]
+    facts += _conflicting_args(feature)
     facts += [(f"Not in {releases}", why) for releases, why in feature.unsupported.items()]
-    facts += [
-        ("Left off by auto", feature.not_auto),
-        ("Memory", feature.memory or "predicted by `mindspeed-lite memory`"),
-    ]
-    lines = ["## Declaration", "", *table(("Flag", "Default", "What it does"), options), ""]
-    if targets:
-        lines += [*table(("Kind", "Target", "Releases", "Reads"), targets), ""]
-    return lines + table(("", ""), [(name, text) for name, text in facts if text])
+    facts += [("Left off by auto", feature.not_auto), ("Memory", feature.memory)]
+    lists = (("Flags", flags), ("Swaps", swaps), ("Notes", [f"{name}: {text}" for name, text in facts if text]))
+    lines = ["## Declaration"]
+    for title, entries in lists:
+        if entries:
+            lines += ["", f"{title}:", "", *(f"- {each}" for each in entries)]
+    return lines
 
 
 def renewed(path: Path, parts: dict[str, list[str]]) -> str:

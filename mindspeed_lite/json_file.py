@@ -30,7 +30,7 @@ class NotJson(JsonFileError):
 
 
 class Mismatch(ValueError):
-    """A value is not as described; `path`: its place."""
+    """Raised when a value does not match its description; `path` is its location in the file."""
 
     path = ""
 

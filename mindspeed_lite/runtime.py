@@ -231,7 +231,13 @@ def applicable(active: ActiveFeatures) -> dict[str, list[str]]:
 def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context] | None = None) -> ActiveFeatures:
     """Activate exactly the requested features; on failure nothing changes.
 
-    Features with unchanged flags keep state. Raises EngineError. planned: the plan of these requests, if made.
+    Features with unchanged flags keep their state.
+
+    Args:
+        planned: the plan of these requests, if already made.
+
+    Raises:
+        EngineError: a feature cannot be applied.
     """
     with _LOCK:
         had_device = platform.current() is not None

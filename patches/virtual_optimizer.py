@@ -1,7 +1,7 @@
 """`--virtual-optimizer`: Adam's moments in host memory that the device addresses.
 
-The fused AdamW (`--use-fused-adamw`, turned on) reads and writes them in place. A budget per pipeline stage says how
-many, first parameters first. Reaches Megatron's optimizers after `__init__`. State keys, shapes and dtypes are
+The fused AdamW (`--use-fused-adamw`, turned on) reads and writes them in place. A budget per pipeline stage limits
+their bytes, first parameters first. Reaches Megatron's optimizers after `__init__`. State keys, shapes and dtypes are
 unchanged, so checkpoints are Megatron's own.
 """
 

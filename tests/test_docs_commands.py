@@ -77,8 +77,6 @@ COVERED = {
     r"mindspeed-lite doctor --selftest": "tests/bench/test_selftest.py",
     r"mindspeed-lite doctor --npu-selftest --out selftest\.json": "tests/cli/test_npu_doctor.py",
     r"mindspeed-lite bench-ops.*": "tests/bench/test_ops.py",
-    r"mindspeed-lite bench --.* python examples/pretrain_gpt\.py .*": "tests/bench/test_benchmarks.py",
-    r"mindspeed-lite bench --.* torchrun .* examples/pretrain_gpt\.py .*": "tests/bench/test_benchmarks.py",
     r"mindspeed-lite bench -- .*": "tests/bench/test_training.py",
     r"mindspeed-lite memory --measure .*":
         "tests/cli/test_memory.py::test_a_command_is_measured_in_processes_of_its_own",

@@ -73,7 +73,7 @@ def measure(device: str, dtype: torch.dtype) -> Ceiling:
 
 
 def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str = "cuda") -> Ceiling:
-    """Ceiling for utilisation: the vendor's dense peak if known, or a higher measured rate."""
+    """Return `measured` with the vendor's dense FLOP/s peak where that is known and higher."""
     kind = _kind(device, dtype)
     for part, peaks, title in _KNOWN:
         if part.lower() in device_name.lower():

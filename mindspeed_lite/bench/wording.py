@@ -75,7 +75,7 @@ def difference(value: float | None) -> str:
 
 
 def interval(value: float | None, low: float | None = None, high: float | None = None) -> str:
-    """`1.24x (1.20 to 1.28)`; three digits near 1."""
+    """Format a ratio and its interval: `1.24x (1.20 to 1.28)`; three decimals near 1."""
     if value is None:
         return UNKNOWN
     known = [each for each in (value, low, high) if each is not None]

@@ -36,7 +36,7 @@ def start(path: str) -> None:
 
 
 def choose_features(args: Any, plan: RunPlan) -> list[str]:
-    """Turn features off and on; return those of the command itself."""
+    """Set the flags of this arm's features in `args`; return the features that the command enables."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings
 

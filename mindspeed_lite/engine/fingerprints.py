@@ -26,7 +26,7 @@ def _live(target: str, source: Source | None) -> Fingerprint:
 
 
 def fingerprinted(patch: Patch) -> Iterator[str]:
-    """The patch's own target, if it has a source, and those it relies on."""
+    """Yield the targets to fingerprint: the patched symbol, unless provided, and `relies_on`."""
     if not isinstance(patch, Provide):
         yield patch.target
     yield from patch.relies_on

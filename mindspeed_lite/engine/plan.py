@@ -110,7 +110,7 @@ def make_plan(
 
 
 def automatic_reasons(features: Iterable[Feature], context: Context) -> dict[str, list[str]]:
-    """By feature, why its flag alone would not enable it."""
+    """Map each feature to the reasons why auto leaves it off, given what it requires."""
     outcomes = {each.name: FeatureOutcome(each) for each in features}
     planner = _Planner(outcomes, context, "0", None, True, {})
     return {

@@ -20,7 +20,7 @@ class Buffer:
 
 
 class CopyEngine:
-    """Copies on a stream for each direction, after compute issued before."""
+    """Asynchronous host copies, one stream per direction, ordered after previously issued compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._d2h, self._h2d = DeviceStream(device), DeviceStream(device)
@@ -30,11 +30,11 @@ class CopyEngine:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
-        """Copies a contiguous uint8 tensor to the buffer's start."""
+        """Copy a contiguous uint8 device tensor into the first bytes of `buffer`."""
         return _copy(self._d2h, source, buffer.tensor[: source.numel()], buffer)
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
-        """Copies the buffer's start to a contiguous uint8 tensor."""
+        """Copy the first bytes of `buffer` to a contiguous uint8 device tensor."""
         return _copy(self._h2d, buffer.tensor[: target.numel()], target, buffer)
 
     def wait(self, event: Event) -> None:

@@ -59,9 +59,11 @@ class LayerChoice:
         rates: tuple[float, float] | None = None,
         why_kept: str = "",
     ) -> str:
-        """Text of a stage's choice, by runs of equal layers; everything: peak if everything is kept.
+        """Format the options of a stage's layers as a table, equal neighbours in one row.
 
-        rates: bytes per second to the host and back; None with the reason `why_kept`.
+        Args:
+            everything: peak bytes if every activation is kept.
+            rates: bytes per second to the host and back; None if nothing moves, for the reason `why_kept`.
         """
         where = f" of pipeline stage {stage}" if stages > 1 else ""
         share = ""
@@ -172,7 +174,7 @@ def choose(
 def leanest(
     options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], transfers: Transfers | None = None
 ) -> LayerChoice:
-    """Least peak; the leanest per layer if the search times out."""
+    """Return the options with the lowest peak memory; each layer's minimum if the solver times out."""
     found = _solve(options, moments, None, transfers)
     chosen = found.options if found else tuple(
         min(each, key=lambda option: option.kept + max(option.back_late, option.back_early)) for each in options

@@ -67,5 +67,5 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def on(t: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launches on the device of `t`."""
+    """Context manager that launches kernels on the device of `t`."""
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()

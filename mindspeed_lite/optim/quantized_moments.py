@@ -35,7 +35,7 @@ class QuantizedMoments:
             self._blocks[parameter] = _exponents(parameter)
 
     def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Quantizes; returns the exponents of both moments if fp8."""
+        """Quantize the moments of `parameter`; return the block exponents of both in fp8, else None."""
         self.narrow([parameter])
         return self._blocks.get(parameter)
 

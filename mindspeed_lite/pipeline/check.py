@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ScheduleError(ValueError):
-    """Holds the first problem of a schedule, in one line."""
+    """Raised for an invalid schedule; the message is its first problem, in one line."""
 
 
 def check(schedule: Schedule) -> Schedule:

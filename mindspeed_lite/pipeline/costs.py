@@ -71,12 +71,13 @@ def uniform(
 
 @dataclass(frozen=True)
 class Held:
-    """Micro-batches a rank holds during an entry, by chunk.
+    """Number of micro-batches that a rank holds in memory during a step, per model chunk.
 
-    activations: from forward, or recomputation, to backward.
-    inputs: only the chunk's input.
-    queued: from input gradient to weight gradients.
-    running: chunk of the running backward.
+    Args:
+        activations: all activations, from forward or recomputation to backward.
+        inputs: only the chunk's input, before recomputation.
+        queued: deferred weight gradients.
+        running: chunk of the running backward.
     """
 
     activations: tuple[int, ...]

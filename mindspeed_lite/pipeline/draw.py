@@ -62,7 +62,7 @@ def text(simulation: Simulation, columns: int, color: bool = False) -> list[str]
 
 
 def png(simulations: Mapping[str, Simulation], file: str | Path, unit: str = "") -> None:
-    """Write simulated and recorded training steps on one time axis in `unit`, by title.
+    """Plot simulated and recorded training steps, one panel per title, on a shared time axis in `unit`.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -117,7 +117,7 @@ def logits(training: TrainingConfig) -> list[MemoryEntry]:
 
 
 def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEntry]:
-    """Entries shared by all layers and micro-batches of a chunk."""
+    """Return the activations that all layers and micro-batches of a chunk share."""
     found = []
     angles = 8 * training.seq_length // training.cp * training.kv_channels
     if training.multi_latent_attention:

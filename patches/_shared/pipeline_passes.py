@@ -79,10 +79,11 @@ class TrainingStep:
 
 
 class MegatronPasses:
-    """Passes by Megatron's functions, bound once for all micro-batches.
+    """Forward and backward passes of a schedule, executed by Megatron's `forward_step` and `backward_step`.
 
-    delayed: weight gradients of each chunk, if they are steps. recomputed: recorder of checkpoints, if recomputations
-    are steps.
+    Args:
+        delayed: deferred weight gradients per chunk, if the schedule has steps for them.
+        recomputed: recorder of checkpoints, if the schedule has recomputation steps.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class CombinedPasses(MegatronPasses):
 
 
 class MegatronTransport:
-    """Blocking messages by Megatron's communicator; `shape`: of every tensor."""
+    """Blocking sends and receives by Megatron's communicator; all tensors have `shape`."""
 
     is_async = False
 

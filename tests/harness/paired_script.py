@@ -43,6 +43,27 @@ def _prepare(model: Any, row: dict[str, Any]) -> Any:
     return model
 
 
+def _divide_by_tokens_of_all_ranks() -> None:
+    """Let context-parallel ranks divide their MTP losses by one count of tokens, as a single rank does.
+
+    Megatron divides each rank's sum by the rank's own count. The last position of the sequence has no label, so the
+    counts differ, and so do gradients: by 1 / sequence length.
+    """
+    import torch.distributed as dist
+    from megatron.core.transformer import multi_token_prediction
+
+    roll_tensor = multi_token_prediction.roll_tensor
+
+    def roll(tensor: Any, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
+        rolled, total = roll_tensor(tensor, *args, cp_group=cp_group, **kwargs)
+        if cp_group is not None and cp_group.size() > 1:
+            total = total.float() / cp_group.size()
+            dist.all_reduce(total, group=cp_group)
+        return rolled, total
+
+    multi_token_prediction.roll_tensor = roll
+
+
 def _keep_arguments(path: Path) -> None:
     """What of Megatron's arguments can be pickled."""
     from megatron.training import get_args
@@ -62,6 +83,7 @@ def main() -> None:
     sys.argv[0] = SCRIPT
     script = runpy.run_path(SCRIPT)["main"].__globals__
     provider = script["model_provider"]
+    _divide_by_tokens_of_all_ranks()
     script["model_provider"] = lambda *args, **kwargs: _prepare(provider(*args, **kwargs), row)
     reversed_order: Any = ReversedReductionOrder
     with reversed_order() if row.get("reversed") else contextlib.nullcontext():

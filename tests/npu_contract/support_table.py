@@ -52,18 +52,17 @@ def verdict(call: Call, operators: Mapping[str, Mapping[str, Any]]) -> str:
 
 def table(data: Mapping[str, Any], ours: Mapping[str, Call]) -> str:
     """The Markdown between the markers."""
-    columns = list(data["wheels"])
-    rows = [["Operator", "Called by", *columns], ["---"] * (len(columns) + 2)]
+    lines = ["| Operator | Called by | Arguments by name | Releases |", "| --- | --- | --- | --- |"]
     for name, call in sorted(ours.items()):
-        cells = [
-            verdict(call, wheel["operators"]) if "operators" in wheel and name in data["asked"] else "not read"
-            for wheel in data["wheels"].values()
-        ]
-        rows.append([f"`{name}`", ", ".join(f"`{path}`" for path in sorted(call.files)), *cells])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", "By name we pass:", ""]
-    for name, call in sorted(ours.items()):
-        lines.append(f"- `{name}`: {', '.join(f'`{each}`' for each in sorted(call.keywords)) or 'nothing'}")
+        columns: dict[str, list[str]] = {}
+        for column, wheel in data["wheels"].items():
+            is_read = "operators" in wheel and name in data["asked"]
+            columns.setdefault(verdict(call, wheel["operators"]) if is_read else "not read", []).append(column)
+        usual = max(columns, key=lambda each: len(columns[each]))
+        exceptions = [f"{', '.join(found)}: {each}" for each, found in columns.items() if each != usual]
+        releases = "; ".join([*exceptions, f"others: {usual}" if exceptions else usual])
+        names = ", ".join(f"`{each}`" for each in sorted(call.keywords))
+        lines.append(f"| `{name}` | {', '.join(f'`{path}`' for path in sorted(call.files))} | {names} | {releases} |")
     lines += ["", "Wheels:", ""]
     for column, wheel in data["wheels"].items():
         if "operators" in wheel:

@@ -144,7 +144,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing,
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
+    """Compute (out, lse) of a call from `prepare`; lse is None without `spec.return_lse`."""
     packing = packing.of_queries()
     out, lse = _contiguous(
         _joined(q, packing.q),

@@ -30,10 +30,14 @@ class Groups(NamedTuple):
 
 
 class Form(NamedTuple):
-    """scores: PRE_SOFTMAX or a score function. scale: 1.0 for none. dense: results [T, topk], not [T, E].
+    """Options of a routing call.
 
-    ordered: sorted torch.topk; Megatron, without groups, sorts only with gradients enabled. Not read inside
-    autograd.Function.
+    Args:
+        scores: PRE_SOFTMAX or a score function.
+        scale: factor of the probabilities.
+        dense: return [T, topk] instead of [T, E].
+        ordered: sort torch.topk; Megatron, without groups, sorts only with gradients enabled. Not read inside
+            autograd.Function.
     """
 
     scores: str

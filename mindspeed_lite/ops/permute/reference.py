@@ -42,7 +42,7 @@ def unpermute(
 
 
 def pairs(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
-    """token * E + expert of each row [P]."""
+    """Return token * E + expert for each permuted row, [P]."""
     tokens, experts = routing_map.shape
     by_expert = routing_map.t().to(torch.int8)  # [E, T]
     if capacity is None:

@@ -119,7 +119,7 @@ def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[
 
 
 def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
-    """[experts]: rank by rank, in slot order."""
+    """Invert a placement: expert indices by rank, then local slot, [experts]."""
     local = len(placement) // ranks
     found = [0] * len(placement)
     for expert, rank in enumerate(placement):

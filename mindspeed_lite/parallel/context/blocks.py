@@ -29,7 +29,7 @@ class Dropout(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients in the accumulation dtype."""
+    """Accumulators of dq, dk and dv, in fp32 or wider."""
 
     dq: Tensor
     dk: Tensor
@@ -106,7 +106,7 @@ class RankBlocks:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, owner: int, sums: Sums
     ) -> None:
-        """Add the block's gradients; lse: [b, n, s]."""
+        """Add the gradients of the block with the keys of rank `owner` to `sums`; lse is [b, n, s]."""
         for piece in self._pieces(owner):
             if self.is_pack:
                 spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)

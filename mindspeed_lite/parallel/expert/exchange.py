@@ -29,7 +29,7 @@ class Collective(Protocol):
 
 
 class AllToAll(NamedTuple):
-    """Rows by rank; None for equal parts."""
+    """All-to-all of rows; `received` and `sent` are rows per rank, None for equal splits."""
 
     received: Splits
     sent: Splits

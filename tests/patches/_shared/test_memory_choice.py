@@ -233,14 +233,14 @@ def moved(table):
 
 
 @forked("megatron")
-def test_on_a_device_what_hides_behind_compute_is_moved(folder):
+def test_on_a_device_what_overlaps_with_compute_is_moved(folder):
     files = kept_in(folder)
     off = losses(training())
     mindspeed_lite.disable()
     simulated.swap_attention(1e12)
     assert losses(on(LOW)) == off
     table = table_of_choice()
-    assert max(moved(table)) > 0 and moved(table)[-1] == 0 and "0.00 ms do not hide" in table
+    assert max(moved(table)) > 0 and moved(table)[-1] == 0 and "0.00 ms do not overlap" in table
     assert "nothing is moved" not in table and measured() and measured()[-1] <= LOW * 1.03
     mindspeed_lite.disable()
     # The next run moves the same.
