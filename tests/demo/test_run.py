@@ -76,6 +76,7 @@ def test_a_small_demo_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "OUTPUT", tmp_path)
+    monkeypatch.setattr(run, "FALL", 0.8)
     monkeypatch.setattr(run, "MODEL", {"layers": 1, "hidden": 64, "heads": 4, "sequence": 256})
     monkeypatch.setattr(data, "NOT_TEXT", ("[a-z]*",))
     assert run.main(["--steps", "20", "--rounds", "1"]) == 0
