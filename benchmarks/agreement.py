@@ -19,7 +19,9 @@ from typing import Any
 from benchmarks.harness import Benchmark, Options, Row
 from mindspeed_lite import runtime
 from tests.harness import checkouts, on_and_off
+from tests.harness.feature_layouts import LAYOUTS
 from tests.harness.on_and_off import Outcome
+from tests.harness.rows import options_of
 from tests.harness.training import Trainer
 
 NUDGES = (1, 2, 3)
@@ -40,14 +42,15 @@ def _of_release(options: Options, release: str, text: str) -> Iterator[Row]:
                 continue
             # Choices of experts flip where two are nearly as good: at the rate of the others, two trainings are soon as
             # far apart as any two.
-            model = {"text": text, "lr": 3e-4 if "experts" in on_and_off.LAYOUTS[layout][1] else 1e-3}
+            model = {"text": text, "lr": 3e-4 if "experts" in options_of(LAYOUTS[layout]) else 1e-3}
             nudged: list[list[float]] = []
-            for name, outcome in on_and_off.trained(trainer, layout, chosen, options.steps, model).items():
+            for name in chosen:
+                outcome = on_and_off.train(trainer, layout, name, steps=options.steps, options=model)
                 if outcome.error:
                     raise SystemExit(f"{release} {layout} {name}: {outcome.error}")
                 if outcome.on != outcome.off and not nudged:
-                    runs = [{**model, "nudge": seed} for seed in NUDGES]
-                    nudged = [_losses(on_and_off.reference(trainer, layout, options.steps, each)) for each in runs]
+                    runs = [{**model, "steps": options.steps, "nudge": seed} for seed in NUDGES]
+                    nudged = [_losses(on_and_off.reference(trainer, layout, each)) for each in runs]
                 yield {"release": release, "layout": layout, "features": name, "steps": options.steps,
                        **_compared(outcome, nudged)}  # fmt: skip
         trainer.close()

@@ -195,6 +195,12 @@ EXAMPLES = {
 }
 
 
+def _command(script: str) -> list[str]:
+    """The words that a launch script of examples/ would run."""
+    command = ["bash", str(ROOT / "examples" / script), "--print"]
+    return shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def memory_of_examples() -> list[str]:
     """What each launch script takes on the rank that takes most, as `mindspeed-lite memory` predicts it."""
     from mindspeed_lite import planner
@@ -202,10 +208,7 @@ def memory_of_examples() -> list[str]:
 
     rows = []
     for name, model in EXAMPLES.items():
-        printed = subprocess.run(
-            ["bash", str(ROOT / "examples" / name), "--print"], capture_output=True, text=True, check=True
-        )
-        words = shlex.split(printed.stdout)
+        words = _command(name)
         devices = int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1])
         first = (f"[{name}]({name})", model, str(devices))
         try:
@@ -226,9 +229,7 @@ def memory_of_stages() -> list[str]:
     from mindspeed_lite import planner
     from mindspeed_lite.bench.wording import size
 
-    script = ["bash", str(ROOT / "examples" / "deepseek_v3.sh"), "--print"]
-    words = shlex.split(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
-    training = planner.read(words, 1024, "npu")
+    training = planner.read(_command("deepseek_v3.sh"), 1024, "npu")
     whole = training.replace(recompute_granularity="", recompute_method="", recompute_num_layers=0)
     rows = []
     for again, kept in zip(planner.ranks(training), planner.ranks(whole), strict=True):
@@ -246,8 +247,7 @@ def memory_of_contexts() -> list[str]:
     from mindspeed_lite import planner
     from mindspeed_lite.bench.wording import size
 
-    script = ["bash", str(ROOT / "examples" / "llama3_8b.sh"), "--print"]
-    words = shlex.split(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    words = _command("llama3_8b.sh")
     words += "--micro-batch-size 1 --context-parallel-algo megatron_cp_algo".split()
     whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     rows = []
@@ -263,31 +263,6 @@ def memory_of_contexts() -> list[str]:
             rows[-1] += (size(again.total),)
     headers = ("Tokens", "CP", "Devices", "States", "Activations", "recomputed", "Total", "recomputed")
     return table(headers, rows)
-
-
-def choices() -> list[str]:
-    """What `parallel/context/cost.py` chooses over 8 ranks, with what each algorithm exposes."""
-    from mindspeed_lite.bench.wording import size
-    from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
-
-    links = {"within a host": FLOPS_PER_BYTE["cuda"], "between hosts": 20 * FLOPS_PER_BYTE["cuda"]}
-    links["NPUs"] = FLOPS_PER_BYTE["npu"]
-    rows = []
-    for length, name in ((1 << 13, "8k"), (1 << 15, "32k"), (1 << 17, "128k")):
-        for heads, groups in ((32, 32), (32, 8), (4, 1)):
-            cells = []
-            for flops in links.values():
-                work = AttentionWork(length // 8, 1, heads, groups, 128, 128, 2, 8, causal=True)
-                chosen, found = choose(work, flops)
-                others = sorted(found.keys() - {chosen}, key=lambda each: found[each].exposed)
-                exposed = [f"{each} {size(found[each].exposed)}" for each in (chosen, *others)]
-                cells.append(f"**{exposed[0]}**, {', '.join(exposed[1:])}")
-            rows.append((name, f"{heads} / {groups}", *cells))
-    return table(("Tokens", "Query / key heads", *links), rows)
-
-
-# Generated parts of features' pages besides the declaration.
-PARTS = {"context_parallel_algo": {"memory": memory_of_contexts, "choice": choices}}
 
 
 def _conflicting_args(feature: Feature) -> list[tuple[str, str]]:
@@ -325,30 +300,18 @@ def declaration(feature: Feature) -> list[str]:
     return lines
 
 
-def with_part(path: Path, name: str, lines: Sequence[str], append: bool = False) -> str:
-    """A page's text with the part between its markers renewed; with `append` the part is made at the end."""
-    text = path.read_text(encoding="utf-8")
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    if append and begin not in text:
-        text = f"{text.rstrip()}\n\n{begin}\n{end}\n"
-    return renewed(text, path, name, lines)
-
-
-def renewed(text: str, path: Path, name: str, lines: Sequence[str]) -> str:
-    """`text` of the page at `path` with the part between its markers renewed."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise SystemExit(f"{path.relative_to(ROOT)} has lost its markers {begin} and {end}")
-    return "\n".join([before + begin, *lines, end + after])
-
-
-def with_parts(path: Path, parts: dict[str, list[str]]) -> str:
-    """A page's text with several parts renewed."""
+def renewed(path: Path, parts: dict[str, list[str]]) -> str:
+    """A page's text with the parts between its markers renewed; a declaration is made at the end."""
     text = path.read_text(encoding="utf-8")
     for name, lines in parts.items():
-        text = renewed(text, path, name, lines)
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if name == "declaration" and begin not in text:
+            text = f"{text.rstrip()}\n\n{begin}\n{end}\n"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"{path.relative_to(ROOT)} has lost its markers {begin} and {end}")
+        text = "\n".join([before + begin, *lines, end + after])
     return text
 
 
@@ -356,26 +319,21 @@ def pages() -> dict[Path, str]:
     """Every page that is generated, whole or in part."""
     from mindspeed_lite import runtime
 
-    front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
-    arriving, launching = DOCS / "from-mindspeed.md", ROOT / "examples" / "README.md"
-    experts = DOCS / "guides" / "experts.md"
-    found = {
-        DOCS / "support.md": support(),
-        front: with_parts(front, {"results": results(), "groups": groups()}),
-        DOCS / "flags.md": with_part(DOCS / "flags.md", "flags", flags()),
-        first: with_parts(first, {"features": index(), "benchmarks": benchmarks()}),
-        switched: with_part(switched, "defaults", defaults()),
-        arriving: with_part(arriving, "mindspeed", mindspeed()),
-        launching: with_part(launching, "memory", memory_of_examples()),
-        experts: with_part(experts, "deepseek", memory_of_stages()),
+    parts = {
+        ROOT / "README.md": {"results": results(), "groups": groups()},
+        ROOT / "examples" / "README.md": {"memory": memory_of_examples()},
+        DOCS / "flags.md": {"flags": flags()},
+        DOCS / "index.md": {"features": index(), "benchmarks": benchmarks()},
+        DOCS / "defaults.md": {"defaults": defaults()},
+        DOCS / "from-mindspeed.md": {"mindspeed": mindspeed()},
+        DOCS / "guides" / "experts.md": {"deepseek": memory_of_stages()},
     }
     for feature in runtime.catalogue():
         page = DOCS / "features" / f"{feature.name}.md"
         if page.is_file():
-            found[page] = with_part(page, "declaration", declaration(feature), append=True)
-            for name, lines in PARTS.get(feature.name, {}).items():
-                found[page] = renewed(found[page], page, name, lines())
-    return found
+            parts[page] = {"declaration": declaration(feature)}
+    parts[DOCS / "features" / "context_parallel_algo.md"]["memory"] = memory_of_contexts()
+    return {DOCS / "support.md": support(), **{page: renewed(page, its) for page, its in parts.items()}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

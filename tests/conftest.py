@@ -23,7 +23,7 @@ if torch.cuda.device_count() == 0:
 # A shell has what it starts in the background ignore interrupts, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest.register_assert_rewrite("tests.harness")
+pytest.register_assert_rewrite(*(f"tests.{room}" for room in ("harness", "bench", "ops", "parallel", "patches")))
 
 from tests.harness import checkouts, seeds  # noqa: E402
 from tests.harness.training import Trainer  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mindspeed_lite import error_exit, platform, runtime
 from mindspeed_lite.cli import COMMANDS
@@ -17,6 +19,9 @@ from mindspeed_lite.patches._shared.megatron_arguments import DEFAULTS
 from mindspeed_lite.platform import allocator, cpu_matmul
 from mindspeed_lite.platform.cache import CACHE_VARIABLE
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
+from tests.harness.plans import applied, context_of, session_of
+from tests.harness.process_groups import start
+from tests.harness.processes import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -184,71 +189,40 @@ def test_every_assumption_of_the_device_layer_is_documented() -> None:
     assert all(f"`{feature.name}`" in page for feature in ASSUMPTIONS)
 
 
-TRY = """
-import sys
-from pathlib import Path
-
-import torch
-
-from mindspeed_lite.engine import Context, Report, Session, Settings, Swap, change, make_plan
-from mindspeed_lite.engine.fingerprints import Table
-
-scratch = Path(sys.argv[1])
-sys.path.insert(0, str(scratch))
-from torch_cross_entropy import FEATURE
-
-import megatron.core.tensor_parallel as held_by_value
-from megatron.core import parallel_state
-from megatron.core.package_info import __version__
-from megatron.core.tensor_parallel import cross_entropy
-
-torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
-parallel_state.initialize_model_parallel()
-# Megatron makes its buffers on this device.
-torch.cuda.current_device = lambda: torch.device("cpu")
-logits, target = torch.randn(5, 2, 11), torch.randint(0, 11, (5, 2))
-
-
-def run(**arguments):
-    leaf = logits.clone().requires_grad_()
-    losses = held_by_value.vocab_parallel_cross_entropy(leaf * 1, target, **arguments)
-    losses.sum().backward()
-    return losses.detach(), leaf.grad
-
-
-original = cross_entropy.vocab_parallel_cross_entropy
-code = original.__code__
-off, smoothed_off = run(), run(label_smoothing=0.1)
-settings = Settings({"torch_cross_entropy": True})
-context = Context(settings, "cpu", {})
-session = Session(settings, context, Report({}, "cpu"))
-plan = make_plan([FEATURE], context, host_version=__version__, fingerprints=Table(), allow_unverified=True)
-swaps = [Swap(FEATURE.name, step.patch, session.of(FEATURE.name)) for step in plan.applied[0].steps]
-change(add=swaps)
-assert held_by_value.vocab_parallel_cross_entropy is original and original.__code__ is not code
-on = run()
-assert not session.report.fallbacks
-smoothed_on = run(label_smoothing=0.1)
-assert [each.feature for each in session.report.fallbacks] == ["torch_cross_entropy"]
-assert change(remove=swaps) == []
-assert held_by_value.vocab_parallel_cross_entropy is original and original.__code__ is code
-for here, there in zip(on, off, strict=True):
-    # A loss of about 3 from fp32 sums of 11 terms: a few units in the last place.
-    torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
-for here, there in zip(smoothed_on, smoothed_off, strict=True):
-    assert torch.equal(here, there)
-two = Context(settings, "cpu", {}, {"tensor_model_parallel_size": 2, "cross_entropy_loss_fusion": True})
-assert len(FEATURE.condition(two)) == 2
-"""
-
-
+@forked("megatron")
 def test_the_example_patch_works_in_megatron(tmp_path: Path) -> None:
+    from megatron.core import tensor_parallel as held_by_value
+
     (example,) = (block for block in blocks(DOCS / "writing-a-patch.md", "python") if "FEATURE = " in block)
     (tmp_path / "torch_cross_entropy.py").write_text(example, encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    sys.path.insert(0, str(tmp_path))
+    feature = importlib.import_module("torch_cross_entropy").FEATURE
+    start()
+    logits, target = torch.randn(5, 2, 11), torch.randint(0, 11, (5, 2))
+
+    def run(**arguments: float) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = logits.clone().requires_grad_()
+        losses = held_by_value.vocab_parallel_cross_entropy(leaf * 1, target, **arguments)
+        losses.sum().backward()
+        assert leaf.grad is not None
+        return losses.detach(), leaf.grad
+
+    original = held_by_value.vocab_parallel_cross_entropy
+    code = original.__code__
+    off, smoothed_off = run(), run(label_smoothing=0.1)
+    session = session_of(context_of([feature]))
+    with applied(feature, session=session):
+        assert held_by_value.vocab_parallel_cross_entropy is original and original.__code__ is not code
+        on = run()
+        assert not session.report.fallbacks
+        smoothed_on = run(label_smoothing=0.1)
+        assert [each.feature for each in session.report.fallbacks] == ["torch_cross_entropy"]
+    assert original.__code__ is code
+    # A loss of about 3 from fp32 sums of 11 terms: a few units in the last place.
+    torch.testing.assert_close(on, off, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(smoothed_on, smoothed_off, rtol=0, atol=0)
+    two = context_of([feature], tensor_model_parallel_size=2, cross_entropy_loss_fusion=True)
+    assert len(feature.condition(two)) == 2
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "features").glob("*.md")), ids=lambda page: page.stem)

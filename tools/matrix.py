@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from packaging.version import Version
 from mindspeed_lite import runtime
 from mindspeed_lite.bench.selftest import FAILED, numerics
 from mindspeed_lite.engine import Feature
-from tests.harness import checkouts, live_undo, on_and_off
+from tests.harness import checkouts, on_and_off
+from tests.harness.feature_layouts import company, why_not
 from tests.harness.training import LAYOUTS, MODEL, NO_DROPOUT, Result, Trainer, fault
 
 FILE = checkouts.ROOT / "docs" / "matrix.json"
@@ -140,14 +141,13 @@ def _trainer(root: Path | None, scratch: Path, training: bool = False) -> Iterat
         trainer.close()
 
 
-def _faults(found: Mapping[str, on_and_off.Outcome]) -> dict[str, str]:
-    """What each feature promises and does not keep, or ""."""
-    catalogue = runtime.catalogue()
-    return {name: each.fault(on_and_off.numerics_of(catalogue[name])) for name, each in found.items()}
+def _fault(name: str, outcome: on_and_off.Outcome) -> str:
+    """What the feature promises and does not keep, or ""."""
+    return outcome.fault(on_and_off.numerics_of(runtime.catalogue()[name]))
 
 
-def _drift(outcomes: Mapping[str, on_and_off.Outcome]) -> float:
-    return float(f"{max((each.drift() for each in outcomes.values()), default=0.0):.2g}")
+def _drift(outcomes: Iterable[on_and_off.Outcome]) -> float:
+    return float(f"{max((each.drift() for each in outcomes), default=0.0):.2g}")
 
 
 def _on_release(version: str, root: Path | None, only: Sequence[str] | None) -> int:
@@ -162,13 +162,14 @@ def _on_release(version: str, root: Path | None, only: Sequence[str] | None) -> 
         try:
             with _trainer(root, Path(scratch)) as trainer:
                 for layout, features in chosen.items():
-                    found = on_and_off.trained(trainer, layout, features) if features else {}
                     rows: Rows = {}
-                    for name, text in _faults(found).items():
-                        drift = {} if text else {"drift": _drift({name: found[name]})}
+                    for name in features:
+                        outcome = on_and_off.train(trainer, layout, name)
+                        text = _fault(name, outcome)
+                        drift = {} if text else {"drift": _drift([outcome])}
                         rows[name] = {"layout": layout, "fault": text, **_stamp(), **drift}
-                        for each in ([text] if text else []) + found[name].fallbacks:
-                            print(f"  {version} {name}: {each}", flush=True)
+                        if text:
+                            print(f"  {version} {name}: {text}", flush=True)
                         faults += bool(text)
                     # After each: what trains for minutes is not lost if the next one fails.
                     record("releases", version, rows)
@@ -183,13 +184,13 @@ def _on_release(version: str, root: Path | None, only: Sequence[str] | None) -> 
 
 def _reason(feature: Feature, version: str) -> str:
     """Why a feature is not trained on a release."""
-    for each in live_undo._company(feature.name):
+    for each in company(feature.name):
         reasons = each.patches_for(version)[1]
         if reasons:
             return "; ".join(reasons) if each is feature else f"requires {each.name}: {'; '.join(reasons)}"
     if not feature.patches:
         return _BY_SCRIPT
-    return _ELSEWHERE.get(feature.name) or "; ".join(live_undo.why_not(feature, "tensor", version))
+    return _ELSEWHERE.get(feature.name) or "; ".join(why_not(feature, "tensor", version))
 
 
 def _in_this_environment(release: str, root: Path | None) -> int:
@@ -198,15 +199,15 @@ def _in_this_environment(release: str, root: Path | None) -> int:
     checks = numerics.checks("cpu", quick=True)
     wrong = [check.name for check in checks if check.run().status == FAILED]
     with tempfile.TemporaryDirectory() as scratch, _trainer(root, Path(scratch)) as trainer:
-        found = on_and_off.trained(trainer, "plain", [*_BASIC])
-    bad = [f"{feature}: {text}" for feature, text in _faults(found).items() if text]
+        found = {name: on_and_off.train(trainer, "plain", name) for name in _BASIC}
+    bad = [f"{name}: {text}" for name, outcome in found.items() if (text := _fault(name, outcome))]
     row = {
         "features": len(found) - len(bad),
         "of": len(found),
         "operators": len(checks) - len(wrong),
         "checks": len(checks),
         "fault": "; ".join([*bad, *wrong]),
-        "drift": _drift(found),
+        "drift": _drift(found.values()),
     }
     record("environments", name, {release: {**row, **_stamp()}})
     print(f"{name}, megatron-core {release}: {row}", flush=True)

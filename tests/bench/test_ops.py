@@ -289,7 +289,7 @@ def test_the_command_end_to_end(tmp_path):
 
 
 def test_nothing_measured_is_a_failure(monkeypatch, capsys):
-    from tests.harness import bench_reports
+    from tests.bench import reports as bench_reports
 
     report = bench_reports.operators()
     for row in report["rows"]:

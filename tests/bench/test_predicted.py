@@ -16,7 +16,7 @@ from tests.harness.checkouts import ROOT
 from tests.harness.processes import clean_environment
 from tests.harness.training import Trainer
 
-SCRIPT = str(ROOT / "tests" / "harness" / "measured_script.py")
+SCRIPT = str(ROOT / "tests" / "bench" / "measured_script.py")
 
 # Large enough that what is kept for every layer is most of it, small enough for seconds.
 RUN = (

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mindspeed_lite.bench import output, plots, report, tables, wording
-from tests.harness import bench_reports
-from tests.harness.bench_reports import EVERY
+from tests.bench import reports as bench_reports
+from tests.bench.reports import EVERY
 
 pytest.importorskip("rich")
 pytest.importorskip("jinja2")

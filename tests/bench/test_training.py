@@ -19,7 +19,7 @@ from tests.harness.checkouts import ROOT
 from tests.harness.commands import command
 from tests.harness.training import MODEL, NO_DROPOUT
 
-FAULTY_SCRIPT = str(ROOT / "tests" / "harness" / "faulty_script.py")
+FAULTY_SCRIPT = str(ROOT / "tests" / "bench" / "faulty_script.py")
 FEATURE = ("use_fused_rmsnorm",)
 
 

@@ -1,7 +1,8 @@
-"""The demo's own steps: which script, which flags, what a failure looks like. Training is `make demo`."""
+"""The demo's own steps: which script, which flags, what a failure looks like. Training it all is `make demo`."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from demo import run
+from demo import data, run
 from tests.harness import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
+FALLING = [5.5 * 0.96**step for step in range(30)]
 
 
 def checkout(folder: Path, version: str) -> Path:
@@ -25,80 +27,41 @@ def checkout(folder: Path, version: str) -> Path:
 
 def test_without_a_checkout_our_script_runs_on_the_installed_megatron() -> None:
     script = run.find_script(None)
-    example = str(ROOT / "examples" / "pretrain_gpt.py")
-    assert script.command == (sys.executable, "-m", "mindspeed_lite", "run", example)
-    assert script.path == (str(ROOT),)
+    assert script.file == ROOT / "examples" / "pretrain_gpt.py" and script.path == (str(ROOT),)
 
 
 def test_a_checkout_runs_its_own_script_with_its_own_megatron(tmp_path: Path) -> None:
     script = run.find_script(str(checkout(tmp_path, "0.17.1")))
-    assert script.command[1:] == ("-m", "mindspeed_lite", "run", str(tmp_path / "pretrain_gpt.py"))
-    assert script.path[0] == str(tmp_path)
-    assert script.version == "0.17.1"
-    flags = run.training_arguments(script, Path("data"), "bf16", 60, 20)
-    assert flags[flags.index("--vocab-size") + 1] == "256"
-    assert "--bf16" in flags
-    assert (flags[flags.index("--train-iters") + 1], flags[flags.index("--lr-decay-iters") + 1]) == ("20", "60")
-    assert "--bf16" not in run.training_arguments(script, Path("data"), "fp32", 60, 60)
+    assert (script.file, script.path[0], script.version) == (tmp_path / "pretrain_gpt.py", str(tmp_path), "0.17.1")
+    flags = run.training_arguments(script, Path("data"), "bf16", 20)
+    assert flags[flags.index("--vocab-size") + 1] == "256" and "--bf16" in flags
+    assert "--bf16" not in run.training_arguments(script, Path("data"), "fp32", 20)
 
 
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(run.DemoError, match=r"is no Megatron-LM checkout: no pretrain_gpt\.py"):
-        run.find_script(str(tmp_path))
+def test_a_folder_that_is_no_checkout_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "OUTPUT", tmp_path)
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    assert run.main([]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "is no Megatron-LM checkout: no pretrain_gpt.py" in error
 
 
 def test_training_has_this_environment_first_and_is_never_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "theirs")
     monkeypatch.setenv("MINDSPEED_LITE_DISABLE", "1")
-    environment = run.environment(run.Script("name", ("python",), ("first", "second"), "0.19.2"))
+    environment = run.environment(run.Script(Path("x.py"), ("first", "second"), "0.19.2"))
     assert environment["PYTHONPATH"].split(os.pathsep) == ["first", "second", "theirs"]
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert "MINDSPEED_LITE_DISABLE" not in environment
 
 
-def script_that(code: str) -> run.Script:
-    return run.Script("a script", (sys.executable, "-c", code), (), "0.19.2")
-
-
-@pytest.fixture
-def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(run, "OUTPUT", tmp_path)
-    return tmp_path
-
-
-def test_a_training_run_gives_its_log_and_its_own_peak_memory(output: Path) -> None:
-    wait = "import time; time.sleep(1)"
-    small = run.train(script_that(f"print('said'); {wait}"), [], output / "small.log", "small")
-    large = run.train(script_that(f"x = b'x' * 300_000_000; {wait}"), [], output / "large.log", "large")
-    assert (output / "small.log").read_text() == "said\n"
-    if sys.platform == "linux":
-        assert small is not None and large is not None
-        assert small < 100 and 290 < large < 400
-
-
-def test_a_failed_training_run_shows_the_end_of_its_log_and_where_it_is(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    code = "import sys; [print('line', n) for n in range(50)]; sys.exit('the reason')"
-    with pytest.raises(run.DemoError) as caught:
-        run.train(script_that(code), [], output / "off-1.log", "round 1")
-    text = str(caught.value)
-    assert "code 1" in text and "off-1.log" in text and text.endswith("the reason")
-    assert "line 31" in text and "line 30" not in text
-
-
-def test_a_training_run_that_hangs_is_ended(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LONGEST_RUN", 0.2)
-    with pytest.raises(run.DemoError, match="No end after"):
-        run.train(script_that("import time; time.sleep(60)"), [], output / "off-1.log", "round 1")
-
-
-def test_an_old_python_gets_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(run, "OLDEST_PYTHON", (99, 0))
-    assert run.main([]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "needs Python 99.0 or later" in error
+def test_a_loss_falls_or_there_is_a_reason() -> None:
+    assert run.why_not_falling(FALLING) is None
+    assert "went from 5.500 to" in str(run.why_not_falling([*FALLING, *[5.4] * 5]))
+    for bad in (math.nan, math.inf):
+        assert run.why_not_falling([*FALLING[:9], bad, *FALLING]) == "the loss of step 10 is not a number"
 
 
 def test_too_few_steps_to_say_anything_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +69,19 @@ def test_too_few_steps_to_say_anything_are_refused(capsys: pytest.CaptureFixture
         run.main(["--steps", "3"])
     assert ended.value.code == 2
     assert "at least 20 steps" in capsys.readouterr().err
+
+
+@matrix.whole
+def test_a_small_demo_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "OUTPUT", tmp_path)
+    monkeypatch.setattr(run, "FALL", 0.8)
+    monkeypatch.setattr(run, "MODEL", {"layers": 1, "hidden": 64, "heads": 4, "sequence": 256})
+    monkeypatch.setattr(data, "NOT_TEXT", ("[a-z]*",))
+    assert run.main(["--steps", "20", "--rounds", "1"]) == 0
+    said = capfd.readouterr().out
+    assert "Compared with off" in said and said.endswith("PASSED: the loss falls, and off and on agree.\n")
 
 
 @matrix.whole

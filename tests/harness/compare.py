@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness.errors import error
+
 
 def forward_backward(
     function: Callable[..., torch.Tensor],
@@ -25,13 +27,6 @@ def forward_backward(
         assert leaf.grad is not None
         gradients.append(leaf.grad)
     return [out.detach(), *gradients]
-
-
-def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error in the 2-norm."""
-    assert got.shape == exact.shape, (got.shape, exact.shape)
-    norm = exact.double().norm().item()
-    return (got.double() - exact.double()).norm().item() / (norm or 1.0)
 
 
 def assert_not_worse(

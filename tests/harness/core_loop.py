@@ -6,6 +6,7 @@ as exact hexadecimal floats.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import zlib
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from mindspeed_lite import runtime
 from tests.harness import frozen
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
@@ -61,7 +63,6 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             pp,
             virtual_pipeline_model_parallel_size=vpp,
             context_parallel_size=options.get("cp", 1),
-            hierarchical_context_parallel_sizes=options.get("cp_hierarchy"),
             expert_model_parallel_size=options.get("ep", 1),
             expert_tensor_parallel_size=options.get("etp"),
         )
@@ -148,6 +149,23 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
     return chunks, config
 
 
+def _requested(feature: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of a configuration that the features in force set for a script, and Megatron's own flags among theirs,
+    which the configuration may refuse for want of what this machine has not.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    active = runtime.current()
+    assert active is not None
+    outcome = active.plan.outcome(feature)
+    assert outcome.status == "applied", outcome.reasons
+    fields = {each.name for each in dataclasses.fields(TransformerConfig)}
+    applied = [each for each in active.plan.applied if each.feature.patches]
+    asked = {name: value for each in applied for name, value in each.arguments.items() if name in fields}
+    options = [option for each in applied for option in each.feature.options if option.upstream and option.is_switch]
+    return asked, {each.dest: True for each in options if each.dest in fields and each.dest not in asked}
+
+
 def _nudge(chunks: list[Any], seed: int) -> None:
     """Move every weight by one rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
@@ -229,6 +247,12 @@ class Training:
 
         if not dist.is_initialized():
             dist.init_process_group("nccl")
+        #: What features in force have asked of the configuration.
+        self.asked: dict[str, Any] = {}
+        if "requested" in options:
+            asked, late = _requested(options["requested"])
+            options = {**options, "config": {**options.get("config", {}), **asked}, "unchecked": late}
+            self.asked = {**asked, **late}
         self.options = options
         chunks, self.config = build(options)
         if options.get("by_name"):

@@ -20,23 +20,26 @@ from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder
 from tests.harness import core_loop, frozen, simulated
 from tests.harness.training import SCRIPT
 
-# What `tools.pairs` calls the kinds of `frozen`.
-FROZEN = {
-    "embedding": "frozen embedding",
-    "first_layer": "frozen first layer",
-    "all_but_norms": "only norms",
-    "all_but_fc2": "only linear_fc2",
-    "all_but_output": "only output layer",
+# The kinds of `tests.harness.frozen` by the options of a row.
+KINDS = {
+    "frozen": {
+        "embedding": "frozen embedding",
+        "first_layer": "frozen first layer",
+        "all_but_norms": "only norms",
+        "all_but_fc2": "only linear_fc2",
+        "all_but_output": "only output layer",
+    },
+    "lora": {"qkv": "LoRA on qkv", "all": "LoRA"},
 }
-LORA = {"qkv": "LoRA on qkv", "all": "LoRA"}
 
 
 def _prepare(model: Any, row: dict[str, Any]) -> Any:
     if row.get("by_name"):
         experts, ranks = model.config.num_moe_experts or 0, model.config.expert_model_parallel_size
         core_loop.weigh_by_name([model], experts // ranks)
-    if kind := LORA.get(row.get("lora")) or FROZEN.get(row.get("frozen")):
-        frozen.freeze(model, kind)
+    for option, kinds in KINDS.items():
+        if row.get(option):
+            frozen.freeze(model, kinds[row[option]])
     return model
 
 
@@ -75,16 +78,15 @@ def _keep_arguments(path: Path) -> None:
 
 def main() -> None:
     row = json.loads(os.environ["PAIRED"])
-    simulated.swap_optimizer()
-    simulated.swap_attention()
-    simulated.moe_wgrad_side_stream()
+    simulated.streams()
     simulated.alltoall_mc2()
     sys.argv[0] = SCRIPT
     script = runpy.run_path(SCRIPT)["main"].__globals__
     provider = script["model_provider"]
     _divide_by_tokens_of_all_ranks()
     script["model_provider"] = lambda *args, **kwargs: _prepare(provider(*args, **kwargs), row)
-    with ReversedReductionOrder() if row.get("reversed") else contextlib.nullcontext():
+    reversed_order: Any = ReversedReductionOrder
+    with reversed_order() if row.get("reversed") else contextlib.nullcontext():
         script["main"]()
     if row.get("arguments") and os.environ["RANK"] == "0":
         _keep_arguments(Path(row["arguments"]))

@@ -42,7 +42,9 @@ def _again(*modules: str) -> dict[str, Any]:
 # Options of `core_loop` by the word that a layout has for them; a word with a number sets the option of that name.
 _SIZES = {"micro": "micro_batches", "bucket": "bucket_size"}
 WORDS: dict[str, dict[str, Any]] = {
-    **{name: {name: True} for name in ("sp", "tied", "bias", "fp32", "no_sync", "by_name", "mask_tensor")},
+    **{
+        name: {name: True} for name in ("sp", "tied", "bias", "fp32", "no_sync", "by_name", "mask_tensor", "qk_l2_norm")
+    },
     "bf16": {"fp32": False},
     "dropout": {"dropout": 0.1},
     "wgrad": {"wgrad_fusion": True},
@@ -57,6 +59,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "slow": {"lr": 1e-3},
     "gqa": {"query_groups": 2},
     "qk_norm": {"qk_layernorm": True},
+    "layernorm": {"config": {"normalization": "LayerNorm"}},
     "grads16": {"grad_reduce_in_fp32": False},
     "documents": {"packed": "documents"},
     "padded_documents": {"packed": "padded"},
@@ -72,6 +75,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "mtp": {"config": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}},
     "full": {"config": _FULL},
     "full_block": {"config": _BLOCK},
+    "full_block3": {"config": {**_BLOCK, "recompute_num_layers": 3}},
     "full_block_some": {"config": {**_BLOCK, "num_microbatches_with_partial_activation_checkpoints": 1}},
     "again_attention": _again("core_attn"),
     "again_experts": _again("moe"),

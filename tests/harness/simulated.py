@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -90,6 +89,13 @@ def moe_wgrad_side_stream(delay: float = 0.01) -> None:
 
     patch._why_not_here = lambda device: []
     patch.DeviceStream = executor
+
+
+def streams() -> None:
+    """All of these."""
+    swap_optimizer()
+    swap_attention()
+    moe_wgrad_side_stream()
 
 
 def alltoall_mc2() -> None:
@@ -233,32 +239,6 @@ def copied_experts() -> None:
     log_first(copies.CopyPlan, "make", "experts were copied")
 
 
-def seen_messages() -> None:
-    """Log after each step how often messages of experts were waited for, and the bytes that were sent."""
-    import torch.distributed as dist
-    from megatron.core.tensor_parallel import mappings
-
-    from lab.timeline import EXPERTS, WAIT, Timeline, is_megatrons_expert_group
-    from tests.harness import core_loop
-
-    seen, own = Timeline(is_megatrons_expert_group), core_loop.Training.step
-    seen.install()
-    # Megatron, which is imported before it here, holds them by value.
-    mappings.dist_all_gather_func = dist.all_gather_into_tensor
-    mappings.dist_reduce_scatter_func = dist.reduce_scatter_tensor
-
-    def step(self: Any) -> Any:
-        with seen:
-            found = own(self)
-        waits = [each.name for each in seen.spans if each.lane == WAIT]
-        told = {"waits": waits.count(EXPERTS), "bytes": sum(seen.sent.values())}
-        assert 0 < seen.waited_for_experts <= seen.waited
-        print(f"messages of experts: {json.dumps(told)}", flush=True)
-        return found
-
-    core_loop.Training.step = step  # type: ignore[method-assign]
-
-
 def drawn(seed: int) -> Any:
     """In the place of `placement.chosen`: places at random, the same on all ranks."""
     chance = random.Random(seed)
@@ -389,37 +369,20 @@ def _at_call(owner: Any, name: str, number: int, act: Callable[[], None]) -> Non
     setattr(owner, name, counted)
 
 
-def _in_third_step(act: Callable[[], None]) -> None:
+def killed() -> None:
+    """Rank 1 is killed in the third step; KILLED="NAME NUMBER": before a call of torch.distributed's in it."""
+    import torch.distributed
     from megatron.training import training
 
+    def in_the_step() -> None:
+        name, _, number = os.environ.get("KILLED", "").partition(" ")
+        if name:
+            _at_call(torch.distributed, name, int(number), _killed)
+        else:
+            _killed()
+
     if os.environ["RANK"] == "1":
-        _at_call(training, "train_step", 3, act)
-
-
-def killed_before_a_step() -> None:
-    """The others are in the forward pass's messages, or in those of the gradients."""
-    _in_third_step(_killed)
-
-
-def killed_in_a_ring() -> None:
-    """Between two hops of a ring."""
-    import torch.distributed
-
-    _in_third_step(lambda: _at_call(torch.distributed, "batch_isend_irecv", 2, _killed))
-
-
-def killed_in_an_exchange() -> None:
-    """Between two exchanges of experts' tokens: of a layer, one has been sent and another has not."""
-    import torch.distributed
-
-    _in_third_step(lambda: _at_call(torch.distributed, "all_to_all_single", 4, _killed))
-
-
-def killed_in_a_gather() -> None:
-    """Between two gatherings of experts' tokens."""
-    import torch.distributed
-
-    _in_third_step(lambda: _at_call(torch.distributed, "all_gather_into_tensor", 4, _killed))
+        _at_call(training, "train_step", 3, in_the_step)
 
 
 def single_samples() -> None:

@@ -16,6 +16,7 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.platform import process_memory
 from tests.harness import core_loop, live_undo
+from tests.harness.feature_layouts import host_args
 from tests.harness.training_server import called
 
 FLAGS: dict[str, Any] = {
@@ -59,13 +60,13 @@ def main() -> None:
     plain = core_loop.Training({})
     faults: list[str] = []
     resident: list[float] = []
-    with mindspeed_lite.enabled(host_args=live_undo.host_args("plain"), **FLAGS):
+    with mindspeed_lite.enabled(host_args=host_args("plain"), **FLAGS):
         steady, switched = core_loop.Training({}), core_loop.Training({})
         kinds = _kinds(switched)
         for each in (steady, switched):
             each.step()
     for cycle in range(CYCLES):
-        with mindspeed_lite.enabled(host_args=live_undo.host_args("plain"), **FLAGS):
+        with mindspeed_lite.enabled(host_args=host_args("plain"), **FLAGS):
             expected = steady.step()
         before = held(switched)
         logits = generate(switched.models[0])
@@ -75,7 +76,7 @@ def main() -> None:
             faults.append(f"{cycle}: generation is not that of a model that never had features")
         if any(not torch.equal(a, b) for a, b in zip(before, held(switched), strict=True)):
             faults.append(f"{cycle}: generation or a switch changed weights or moments")
-        with mindspeed_lite.enabled(host_args=live_undo.host_args("plain"), **FLAGS) as report:
+        with mindspeed_lite.enabled(host_args=host_args("plain"), **FLAGS) as report:
             if any(not torch.equal(a, b) for a, b in zip(before, held(switched), strict=True)):
                 faults.append(f"{cycle}: turning on changed weights or moments")
             if _kinds(switched) != kinds:

@@ -20,6 +20,7 @@ of the last rank, which logs the iterations, holds the text.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import inspect
@@ -30,10 +31,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.harness import ranks
 
 PREPARED = (
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -83,21 +85,8 @@ def _fork_helpers() -> None:
         queue.__defaults__ = ("fork",)
 
 
-def _rank(job: dict[str, Any], rank: int, port: int) -> None:
-    out = Path(job["out"])
-    log = os.open(out / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job["nproc"]),
-        LOCAL_WORLD_SIZE=str(job["nproc"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        **job.get("env", {}),
-    )
+def _rank(job: dict[str, Any]) -> None:
+    out, rank = Path(job["out"]), os.environ["RANK"]
     import torch
 
     torch.set_num_threads(1)
@@ -139,72 +128,30 @@ def called() -> list[str]:
 def _is_time_to_kill(condition: dict[str, str], log: Path) -> bool:
     if "path" in condition:
         return Path(condition["path"]).exists()
-    return log.exists() and condition["log"] in log.read_text(errors="replace")
+    return "log" in condition and log.exists() and condition["log"] in log.read_text(errors="replace")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of `job` and wait; the first failure or the timeout ends them all."""
-    with _held_port() as port:
-        return _run(job, port)
-
-
-def _run(job: dict[str, Any], port: int) -> dict[str, Any]:
-    out = Path(job["out"])
+    out, count = Path(job["out"]), job["nproc"]
     out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    ranks: dict[int, int] = {}
-    for rank in range(job["nproc"]):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            os.setpgid(0, 0)
-            try:
-                try:
-                    _rank(job, rank, port)
-                    code = 0
-                except Exception as error:
-                    # As the interpreter does at its end.
-                    sys.excepthook(type(error), error, error.__traceback__)
-            except SystemExit as ending:
-                code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(code)
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # whoever of the two is first
-        ranks[pid] = rank
-    codes: dict[int, int] = {}
-    deadline = started + job.get("timeout", 600)
-    kill_when = job.get("kill_when")
-    try:
-        while len(codes) < len(ranks):
-            running = [pid for pid in ranks if ranks[pid] not in codes]
-            for pid in running:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
-            if any(codes.values()):
-                # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
-                deadline = min(deadline, time.monotonic() + job.get("grace", 10))
-            if time.monotonic() > deadline or (
-                kill_when and _is_time_to_kill(kill_when, out / f"rank{job['nproc'] - 1}.log")
-            ):
-                for pid in running:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                deadline = float("inf")
-                kill_when = None
-            time.sleep(0.002 if kill_when else 0.02)
-    finally:
-        # Megatron writes checkpoints in processes that outlive a rank which is killed, or ends without a farewell.
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-    return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": round(time.monotonic() - started, 2)}
+    started, logs = time.monotonic(), [out / f"rank{rank}.log" for rank in range(count)]
+    with _held_port() as port:
+        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job.get("env", {})}
+        pids = [
+            ranks.start(functools.partial(_rank, job), log, log, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            is_time = functools.partial(_is_time_to_kill, job.get("kill_when", {}), logs[-1])
+            codes = ranks.wait(pids, job.get("timeout", 600), is_time, grace=job.get("grace", 10))
+        finally:
+            # Megatron writes checkpoints in processes that outlive a rank which is killed, or ends without a farewell.
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+    return {"codes": codes, "seconds": round(time.monotonic() - started, 2)}
 
 
 def main() -> None:

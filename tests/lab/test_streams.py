@@ -108,14 +108,21 @@ QUEUED = ("layer_norm", "unpermute")
 @forked()
 def test_kernels_that_take_addresses_queue(name):
     from mindspeed_lite.ops import dispatch
-    from tests.harness.drawn_calls import PROBLEMS, Draw, output_gradients
+    from mindspeed_lite.ops.layer_norm import layer_norm
+    from mindspeed_lite.ops.permute import permute, unpermute
 
-    operator, draw = PROBLEMS[name]
+    operator = name.removeprefix("un")
     if dispatch.operator(operator).unusable("cpu"):
         pytest.skip(str(dispatch.operator(operator).unusable("cpu")))
     activate()
-    problem = draw(Draw(1, torch.bfloat16))
-    number = len(problem.inputs) if problem.differentiable < 0 else problem.differentiable
+    routing = torch.tensor([[True, False, True], [False, True, True]]).repeat(6, 1)
+    tokens, rows, vector, probs = (torch.randn(*shape) for shape in ((12, 8), (24, 8), (8,), (12, 3)))
+    row_ids = permute(tokens.bfloat16(), routing, topk=2)[2]
+    call, given = {
+        "layer_norm": (lambda *x: [layer_norm(*x)], (tokens, vector, vector)),
+        "unpermute": (lambda x, probs: [unpermute(x, row_ids, (12, 8), probs, routing)], (rows, probs)),
+        "permute": (lambda x, probs: [*permute(x, routing, probs, topk=2)[:2]], (tokens, probs)),
+    }[name]
 
     def run(stream):
         messages = []
@@ -130,12 +137,11 @@ def test_kernels_that_take_addresses_queue(name):
             return out
 
         with torch.cuda.stream(stream), dispatch.force(operator, "cpu"):
-            leaves = [arrives(each).requires_grad_(place < number) for place, each in enumerate(problem.inputs)]
-            found = problem.call(*leaves)
-            outputs = [*found.values()] if isinstance(found, dict) else [found]
+            leaves = [arrives(each.bfloat16()).requires_grad_() for each in given]
+            outputs = call(*leaves)
             if name in QUEUED and stream is not streams.DEFAULT_STREAM:
                 assert not any(each.waits for each in messages)
-            grads = torch.autograd.grad(outputs, leaves[:number], [*map(arrives, output_gradients(outputs))])
+            grads = torch.autograd.grad(outputs, leaves, [arrives(torch.ones_like(each)) for each in outputs])
         stream.synchronize()
         return [*outputs, *grads]
 

@@ -13,7 +13,7 @@ from mindspeed_lite.ops.activation import KINDS, ActivationSpec, activation, ref
 from mindspeed_lite.ops.dispatch import force
 from tests.harness.compare import error, forward_backward
 from tests.harness.reasons import why_not_of
-from tests.harness.triton_compile import compile_sm90
+from tests.ops.triton_compile import compile_sm90
 
 from . import twin
 

@@ -14,11 +14,11 @@ from mindspeed_lite.ops.adamw import Case, adamw, cpu, reference
 from mindspeed_lite.ops.dispatch import force, selected
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
-from tests.harness.triton_compile import compile_sm90
+from tests.ops.triton_compile import compile_sm90
 
 pytest.importorskip("triton")
 from mindspeed_lite.ops.adamw import cuda
-from tests.harness.adamw import RULE, Lists, make, through
+from tests.ops.adamw import RULE, Lists, make, through
 
 why_not = why_not_of(functools.partial(adamw, **RULE))
 

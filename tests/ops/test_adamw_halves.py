@@ -15,8 +15,8 @@ from mindspeed_lite.ops import native
 from mindspeed_lite.ops.adamw import Lists, adamw, cpu, cuda, halves, pieces, reference
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
-from tests.harness.adamw import RULE, make, on_npu, taken_apart, through
 from tests.harness.reasons import why_not_of
+from tests.ops.adamw import RULE, make, on_npu, taken_apart, through
 
 why_not = why_not_of(functools.partial(adamw, **RULE))
 

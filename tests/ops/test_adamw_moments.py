@@ -13,8 +13,8 @@ from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference
 from mindspeed_lite.optim.fused_adam import FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
-from tests.harness.adamw import RULE, on_npu, taken_apart, through
 from tests.harness.reasons import why_not_of
+from tests.ops.adamw import RULE, on_npu, taken_apart, through
 
 why_not = why_not_of(functools.partial(adamw, **RULE))
 

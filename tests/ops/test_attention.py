@@ -9,8 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mindspeed_lite.ops.attention import attention, band, cpu, prepare
-from tests.harness.attention import make
 from tests.harness.compare import Sizes, forward_backward
+from tests.ops.attention import make
 
 
 def megatron_window_mask(sq: int, sk: int, window: tuple[int, int]) -> torch.Tensor:

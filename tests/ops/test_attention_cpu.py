@@ -10,10 +10,10 @@ import torch
 from mindspeed_lite.ops import attention as halves
 from mindspeed_lite.ops.attention import attention, cpu, prepare
 from mindspeed_lite.ops.attention import reference as definition
-from tests.harness import attention_reference as reference
-from tests.harness.attention import slack, term_sizes
 from tests.harness.compare import error
 from tests.harness.errors import assert_within, bound, is_within, mutations
+from tests.ops import attention_reference as reference
+from tests.ops.attention import slack, term_sizes
 
 _without_kernel = pytest.mark.skipif(cpu.unusable() is not None, reason=str(cpu.unusable()))
 

@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed_lite.ops.attention import cuda, cuda_kernels, packed, prepare
 from mindspeed_lite.ops.attention.packed import Packing
-from tests.harness import attention_reference as reference
-from tests.harness.attention import make
 from tests.harness.compare import forward_backward
-from tests.harness.cuda_twin import Aten
 from tests.harness.errors import assert_within, bound
+from tests.ops import attention_reference as reference
+from tests.ops.attention import make
+from tests.ops.cuda_twin import Aten
 
 NAMES = ("out", "dq", "dk", "dv", "dsink")
 FLASH = ["_flash_attention_forward", "_flash_attention_backward"]

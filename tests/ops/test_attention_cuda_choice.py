@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.attention import cuda, cuda_flash, prepare
-from tests.harness.attention import make
 from tests.harness.compare import Sizes
+from tests.ops.attention import make
 
 
 class Switches:

@@ -8,9 +8,9 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_lite.ops.attention import attention, blocked
-from tests.harness.attention import make
 from tests.harness.compare import Sizes, forward_backward, one_thread
 from tests.harness.reasons import why_not_of
+from tests.ops.attention import make
 
 why_not = why_not_of(attention)
 

@@ -11,8 +11,8 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.attention import attention, cpu
-from tests.harness import attention_reference as reference
 from tests.harness.errors import assert_within, bound
+from tests.ops import attention_reference as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -20,7 +20,7 @@ _CHILD = """
 import logging, sys, torch
 logging.basicConfig(level=logging.INFO)
 from mindspeed_lite.ops.attention import attention
-from tests.harness import attention_reference as reference
+from tests.ops import attention_reference as reference
 
 if "off" in sys.argv:
     torch._C._set_mkldnn_enabled(False)

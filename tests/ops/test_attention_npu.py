@@ -11,9 +11,9 @@ import torch
 from mindspeed_lite.ops.attention import attention, packed
 from mindspeed_lite.ops.attention.packed import Packing
 from mindspeed_lite.ops.dispatch import force
-from tests.harness import attention_reference as reference
-from tests.harness.attention import NAMES, make
 from tests.harness.compare import error, forward_backward
+from tests.ops import attention_reference as reference
+from tests.ops.attention import NAMES, make
 
 from . import twin
 

@@ -10,11 +10,11 @@ import torch
 
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.attention.autograd import sink_gradient, with_sink
-from tests.harness import attention_reference as reference
-from tests.harness.attention import NAMES, make
-from tests.harness.attention_reference import backward_half as backward
-from tests.harness.attention_reference import forward_half as forward
 from tests.harness.compare import error, forward_backward
+from tests.ops import attention_reference as reference
+from tests.ops.attention import NAMES, make
+from tests.ops.attention_reference import backward_half as backward
+from tests.ops.attention_reference import forward_half as forward
 
 
 def test_numbers_by_hand() -> None:

@@ -10,7 +10,7 @@ import torch
 from mindspeed_lite.ops.cross_entropy import Case, cpu, cross_entropy, loss, reference
 from mindspeed_lite.ops.dispatch import force
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
-from tests.harness.triton_compile import compile_sm90
+from tests.ops.triton_compile import compile_sm90
 
 cuda = pytest.importorskip("mindspeed_lite.ops.cross_entropy.cuda")
 

@@ -15,7 +15,7 @@ from mindspeed_lite.ops.grouped_matmul import (
     weight_gradients,
 )
 from tests.harness.compare import error
-from tests.harness.experts import COUNTS, DTYPES, SLACK, Problem
+from tests.ops.experts import COUNTS, DTYPES, SLACK, Problem
 
 
 def test_reference_is_the_formula() -> None:

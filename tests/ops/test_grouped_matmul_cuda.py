@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_lite.ops.grouped_matmul import Case
 from tests.harness.compare import error
-from tests.harness.experts import DTYPES, SLACK, Problem
+from tests.ops.experts import DTYPES, SLACK, Problem
 
 cuda = pytest.importorskip("mindspeed_lite.ops.grouped_matmul.cuda")
 

@@ -10,7 +10,7 @@ import torch
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.grouped_matmul import Case, accumulate_weight_gradients, weight_gradients
 from tests.harness.compare import error
-from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, on
+from tests.ops.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, on
 
 from . import twin
 

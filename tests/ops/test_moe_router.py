@@ -26,7 +26,7 @@ from mindspeed_lite.ops.moe_router.reference import Form, routing_map
 from mindspeed_lite.ops.row_kernels import launch
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
-from tests.harness.triton_compile import compile_sm90
+from tests.ops.triton_compile import compile_sm90
 
 from . import twin
 

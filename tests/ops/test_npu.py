@@ -11,9 +11,9 @@ from mindspeed_lite.ops.case import Problem
 from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.dispatch import force, operator
 from mindspeed_lite.ops.rms_norm import rms_norm
-from tests.harness import attention_reference
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
+from tests.ops import attention_reference
 
 from . import twin
 from .twin.attention import UNLIMITED

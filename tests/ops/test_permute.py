@@ -18,7 +18,7 @@ from mindspeed_lite.ops.permute import chunks, cpu, permute, reference, rows, so
 from tests.harness.compare import Sizes, one_thread
 from tests.harness.errors import error
 from tests.harness.reasons import why_not_of
-from tests.harness.triton_compile import compile_sm90
+from tests.ops.triton_compile import compile_sm90
 
 from . import twin
 

@@ -26,7 +26,7 @@ from mindspeed_lite.ops.storage_cache import StorageVersionCache
 from tests.harness.compare import error, forward_backward
 from tests.harness.errors import bound
 from tests.harness.reasons import why_not_of
-from tests.harness.triton_compile import compile_sm90
+from tests.ops.triton_compile import compile_sm90
 
 from . import twin
 

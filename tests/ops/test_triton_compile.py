@@ -7,11 +7,30 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.harness import small_kernels
-from tests.harness.triton_compile import CompileError, compile_sm90
+import triton
+import triton.language as tl
 
-KERNELS = "tests.harness.small_kernels"
+from tests.ops.triton_compile import CompileError, compile_sm90
+
+KERNELS = __name__
 SCALED = {"x": "*fp32", "y": "*fp32", "factor": "fp32", "n": "i32"}
+
+
+@triton.jit
+def scaled(x, y, factor, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
+
+
+@triton.jit
+def total(x, y, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y, tl.sum(tl.load(x + at, mask=at < n, other=0.0)))
+
+
+@triton.jit
+def wrong(x, n, BLOCK: tl.constexpr):
+    tl.store(x, tl.arange(0, BLOCK) + tl.arange(0, 2 * BLOCK))
 
 
 def test_a_small_kernel_needs_little() -> None:
@@ -48,5 +67,5 @@ def test_what_does_not_compile_is_said(kernel: str, signature: dict[str, str], w
 def test_kernels_run_on_cpu_tensors_here() -> None:
     x = torch.arange(10.0)
     y = torch.zeros(10)
-    small_kernels.scaled[(3,)](x, y, 2.0, 10, BLOCK=4)
+    scaled[(3,)](x, y, 2.0, 10, BLOCK=4)
     assert torch.equal(y, 2 * x)

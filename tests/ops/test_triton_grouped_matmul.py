@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness.triton_compile import Resources, compile_for
+from tests.ops.triton_compile import Resources, compile_for
 
 cuda = pytest.importorskip("mindspeed_lite.ops.grouped_matmul.cuda")
 

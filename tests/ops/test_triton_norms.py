@@ -11,7 +11,7 @@ from mindspeed_lite.ops import norm_cuda
 from mindspeed_lite.ops.layer_norm import reference as layer_norm
 from mindspeed_lite.ops.rms_norm import reference as rms_norm
 from tests.harness import errors
-from tests.harness.triton_compile import compile_for
+from tests.ops.triton_compile import compile_for
 
 norm_kernels = pytest.importorskip("mindspeed_lite.ops.norm_kernels")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mindspeed_lite.parallel import mc2, overlapped_gemm
 from tests.harness.fused_collectives import HcclGroup, mc2_operators
 from tests.harness.processes import forked, on_ranks
-from tests.harness.tp_layers import results
+from tests.parallel.tp_layers import results
 
 RANKS, ROWS, HIDDEN, INNER = 2, 5, 264, 256
 

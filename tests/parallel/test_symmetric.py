@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_lite.parallel import overlapped_gemm, symmetric
 from tests.harness.fused_collectives import symmetric_memory_operators
 from tests.harness.processes import forked, on_ranks
-from tests.harness.tp_layers import results
+from tests.parallel.tp_layers import results
 
 RANKS, ROWS, HIDDEN, INNER = 2, 5, 24, 16
 

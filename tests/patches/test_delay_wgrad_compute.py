@@ -10,9 +10,9 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.patches import delay_wgrad_compute as patch
-from tests.harness.linear_layers import HIDDEN, config_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
+from tests.patches.linear_layers import HIDDEN, config_of
 
 FEATURE = patch.FEATURE
 FLAGS = {"use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}

@@ -30,7 +30,7 @@ def test_a_block_recomputes_its_share_with_the_same_bits():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    from tests.harness import gpt_block
+    from tests.patches import gpt_block
 
     calls = []
     own = tensor_parallel.checkpoint
@@ -66,12 +66,13 @@ def main() -> None:
     """On two ranks: the layers that each virtual stage of a rank recomputes, on and off again."""
     import torch.distributed as dist
 
-    from tests.harness import core_loop, live_undo
+    from tests.harness import core_loop
+    from tests.harness.feature_layouts import LAYOUTS, host_args
+    from tests.harness.rows import options_of
 
     dist.init_process_group("nccl")
-    args = live_undo.host_args("recomputed")
-    mindspeed_lite.enable(host_args=args, strict=True, enable_recompute_layers_per_pp_rank=True)
-    training = core_loop.Training(live_undo.TRAINED_ALONE["recomputed"][1])
+    mindspeed_lite.enable(host_args=host_args("recomputed"), strict=True, enable_recompute_layers_per_pp_rank=True)
+    training = core_loop.Training(options_of(LAYOUTS["recomputed"]))
     blocks = [chunk.module.module.decoder for chunk in training.models]
     # Three of a rank.
     assert [block.config.recompute_num_layers for block in blocks] == [2, 1]

@@ -12,9 +12,9 @@ import mindspeed_lite
 from mindspeed_lite.patches import gradient_accumulation_fusion as patch
 from mindspeed_lite.patches._shared import megatron_arguments
 from tests.harness.compare import error
-from tests.harness.linear_layers import HIDDEN, config_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
+from tests.patches.linear_layers import HIDDEN, config_of
 
 FEATURE = patch.FEATURE
 EXTENSION = "fused_weight_gradient_mlp_cuda"

@@ -15,12 +15,12 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import runtime
-from tests.harness import moe_experts
 from tests.harness.attention_modules import document_mask, inputs_of, module_of, pack_of
 from tests.harness.checkouts import ROOT
 from tests.harness.norms import HIDDEN, norm_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
+from tests.patches import moe_experts
 
 
 def draw(*shape, dtype=torch.bfloat16, seed=1):

@@ -9,9 +9,9 @@ import mindspeed_lite
 from mindspeed_lite.patches import moe_grouped_gemm as patch
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from tests.harness.compare import error
-from tests.harness.moe_experts import COUNTS, experts_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
+from tests.patches.moe_experts import COUNTS, experts_of
 
 ON = {"moe_grouped_gemm": True, "strict": True}
 

@@ -13,9 +13,9 @@ from mindspeed_lite.engine import FallbackError, OptionError, RequirementError
 from mindspeed_lite.patches import moe_wgrad_side_stream as patch
 from mindspeed_lite.tuning.ab_test import PAIRS, WARMUP_STEPS
 from tests.harness.lanes import LateLane
-from tests.harness.moe_experts import COUNTS, experts_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
+from tests.patches.moe_experts import COUNTS, experts_of
 
 NEEDED = {"moe_grouped_gemm": True, "use_gradient_accumulation_fusion": True}
 

@@ -14,9 +14,9 @@ from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.parallel import symmetric
 from mindspeed_lite.patches import use_ascend_coc as patch
 from tests.harness.fused_collectives import symmetric_memory_operators
-from tests.harness.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
 from tests.harness.process_groups import start
 from tests.harness.processes import forked, on_ranks
+from tests.patches.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
 
 FEATURE = patch.FEATURE
 

@@ -14,9 +14,9 @@ from mindspeed_lite.engine import PlanError
 from mindspeed_lite.parallel import mc2
 from mindspeed_lite.patches import use_ascend_mc2 as patch
 from tests.harness.fused_collectives import HcclGroup, mc2_operators
-from tests.harness.linear_layers import config_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked, on_ranks
+from tests.patches.linear_layers import config_of
 
 FEATURE = patch.FEATURE
 

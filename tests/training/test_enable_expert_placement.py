@@ -7,11 +7,10 @@ steps after undo. Checkpoints are in `test_checkpoints.py`. As a script of `trai
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ import torch.distributed as dist
 import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.parallel.balance import placement, placer, record
-from mindspeed_lite.patches import enable_expert_placement as patch
-from tests.harness import core_loop, matrix, rows, simulated, skewed_router
+from tests.harness import core_loop, rows, simulated, skewed_router
 from tests.harness.rows import NEW, Near, Rows
 from tests.harness.training import Trainer
 
@@ -84,46 +82,6 @@ def test_experts_that_change_places_change_no_bit(
     trainer: Callable[[str], Trainer], release: str, row: Rows, layout: str, tmp_path: Path
 ) -> None:
     rows.check(trainer(release), row, layout, tmp_path)
-
-
-def _mutate(owner: Any, name: str, mutated: Callable[[Any], Any]) -> Callable[[], None]:
-    return lambda: setattr(owner, name, mutated(getattr(owner, name)))
-
-
-def _without_moments(own: Any) -> Any:
-    @contextlib.contextmanager
-    def training_state(parameters: Any, mains: Any) -> Iterator[list[torch.Tensor]]:
-        states = [
-            each for inner, main in mains.values() for name, each in inner.state.get(main, {}).items() if name != "step"
-        ]
-        with own(parameters, mains) as found:
-            yield [each for each in found if not any(each is state for state in states)]
-
-    return training_state
-
-
-no_states_move = _mutate(
-    patch, "training_state", lambda own: lambda parameters, mains: contextlib.nullcontext([*parameters])
-)
-moments_stay = _mutate(patch, "training_state", _without_moments)
-map_not_applied = _mutate(placer.PlacedExperts, "by_place", lambda own: lambda self, columns: columns)
-probabilities_not_mapped = _mutate(
-    placer.PlacedExperts,
-    "by_place",
-    lambda own: lambda self, columns: own(self, columns) if columns.dtype == torch.bool else columns,
-)
-never_home = _mutate(patch._Placements, "go_home", lambda own: lambda self: None)
-MUTATIONS = ["no_states_move", "moments_stay", "map_not_applied", "probabilities_not_mapped", "never_home"]
-
-
-@pytest.mark.parametrize("mutation", matrix.only(["moments_stay"], MUTATIONS))
-@pytest.mark.parametrize("both", matrix.only([""], ["", BOTH]))
-def test_what_is_broken_on_purpose_is_rejected(
-    trainer: Callable[[str], Trainer], mutation: str, both: str, tmp_path: Path
-) -> None:
-    row = replace(placed, both=both, before=f"drawn_placements {__name__}:{mutation}")
-    with pytest.raises(AssertionError, match=r"step \d: (loss|gradient norm)"):
-        rows.check(trainer(NEW), row, OVERLAPPED if both else "fp32", tmp_path)
 
 
 def test_loads_are_as_predicted_and_states_that_are_elsewhere_are_refused(

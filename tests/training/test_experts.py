@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.harness import matrix, rows
+from tests.harness import rows
 from tests.harness.rows import DRIFT, EXPERTS, NEW, WGRAD, Near, Rows
 from tests.harness.simulated import sent
 from tests.harness.training import Result, Trainer
@@ -197,22 +195,3 @@ def test_experts_train_as_without_the_features(
     trainer: Callable[[str], Trainer], release: str, row: Rows, layout: str, tmp_path: Path
 ) -> None:
     rows.check(trainer(release), row, layout, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "exchange", matrix.only(["allgather", "combined schedule"], ["allgather", "alltoall", "combined schedule"])
-)
-def test_lanes_of_experts_off_and_on(trainer: Callable[[str], Trainer], exchange: str) -> None:
-    """Either arm sends the same messages, however they are waited for."""
-    on, more, base = DELAYED[exchange]
-    logged: list[Any] = []
-    for flags, words in ((BOTH, ""), (f"{BOTH} {on}", more)):
-        options = {**rows.options_of(f"experts4 ep2 wgrad moe_fused {base} {words}"), "steps": 2}
-        given = {"strict": True, **rows.flags_of(flags)}
-        result = trainer(NEW).core("features", 2, options, flags=given, before="seen_messages")
-        lines = [[line for line in result.log(rank).splitlines() if "messages of experts" in line] for rank in (0, 1)]
-        logged.append([[json.loads(line.partition(": ")[2]) for line in each] for each in lines])
-    assert logged[0] == logged[1] and len(logged[0][0]) == 2
-    # Four micro-batches of two layers: tokens and probabilities there, tokens back, and the gradients of all.
-    for step in (step for rank in logged[0] for step in rank):
-        assert step["waits"] >= 3 * 2 * 4 * 2 and step["bytes"] > 0

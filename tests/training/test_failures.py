@@ -17,20 +17,22 @@ EXPERTS = (
     f"{LAYOUTS['ep2'][1]} --moe-grouped-gemm --moe-permute-fusion --gradient-accumulation-fusion "
     "--moe-shared-expert-intermediate-size 64 --moe-token-dispatcher-type"
 )
-# Flags, where rank 1 is lost (`tests.harness.simulated`), and what the line names.
+# Of a ring between two hops; of a layer of experts, one exchange or gathering has been sent and another has not.
+HOP, EXCHANGE, GATHER = "batch_isend_irecv 2", "all_to_all_single 4", "all_gather_into_tensor 4"
+# Flags, the call before which rank 1 is lost, or "" for before a step, and what the line names.
 LOSSES = {
-    "ring": ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "in_a_ring", "context.ring:"),
-    "data parallel": ("--use-distributed-optimizer", "before_a_step", "in megatron."),
-    "tensor parallel": ("--tensor-model-parallel-size 2", "before_a_step", "in megatron."),
-    "pipeline": ("--pipeline-model-parallel-size 2", "before_a_step", "in megatron."),
-    "alltoall": (f"{EXPERTS} alltoall --moe-alltoall-overlap-comm", "in_an_exchange", "in m"),
-    "released": (f"{EXPERTS} alltoall --moe-zero-memory level1", "in_an_exchange", "in m"),
-    "two levels": (f"{EXPERTS} alltoall --moe-hierarchical-alltoallv --moe-node-size 1", "in_an_exchange", "in m"),
-    "combined schedule": (f"{EXPERTS} alltoall --moe-fb-overlap", "in_an_exchange", "in m"),
+    "ring": ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", HOP, "context.ring:"),
+    "data parallel": ("--use-distributed-optimizer", "", "in megatron."),
+    "tensor parallel": ("--tensor-model-parallel-size 2", "", "in megatron."),
+    "pipeline": ("--pipeline-model-parallel-size 2", "", "in megatron."),
+    "alltoall": (f"{EXPERTS} alltoall --moe-alltoall-overlap-comm", EXCHANGE, "in m"),
+    "released": (f"{EXPERTS} alltoall --moe-zero-memory level1", EXCHANGE, "in m"),
+    "two levels": (f"{EXPERTS} alltoall --moe-hierarchical-alltoallv --moe-node-size 1", EXCHANGE, "in m"),
+    "combined schedule": (f"{EXPERTS} alltoall --moe-fb-overlap", EXCHANGE, "in m"),
     "copies": (
-        f"{EXPERTS} alltoall --balanced-moe-experts --balanced-moe-break-even 0", "in_an_exchange", "in m"
+        f"{EXPERTS} alltoall --balanced-moe-experts --balanced-moe-break-even 0", EXCHANGE, "in m"
     ),
-    "allgather": (f"{EXPERTS} allgather --moe-allgather-overlap-comm", "in_a_gather", "in m"),
+    "allgather": (f"{EXPERTS} allgather --moe-allgather-overlap-comm", GATHER, "in m"),
 }  # fmt: skip
 
 
@@ -44,7 +46,8 @@ def test_the_others_end_with_one_line(trainer: Callable[[str], Trainer], release
     flags, where, place = LOSSES[name]
     shared = set(Path("/dev/shm").glob("*"))
     # The others have no message to wait for; a machine that has more to do lets them wait for a processor.
-    result = trainer(release).script(2, [*NO_DROPOUT, *flags.split()], before=f"killed_{where}", grace=120)
+    job = {"before": "killed", "env": {"KILLED": where}, "grace": 120}
+    result = trainer(release).script(2, [*NO_DROPOUT, *flags.split()], **job)
     assert result.codes == [2, -9], result.log()[-2000:]
     log = result.log().splitlines()
     (line,) = [each for each in log if "another rank has ended" in each]

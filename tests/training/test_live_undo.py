@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite import runtime
+from mindspeed_lite.engine import Feature
 from tests.harness import checkouts, live_undo, matrix, on_and_off, switching
+from tests.harness.feature_layouts import UNDONE, why_not
+from tests.harness.rows import options_of, ranks_of
 from tests.harness.training import Trainer
+
+
+def undone_in(feature: Feature) -> str | None:
+    """The first layout in which a feature can be had."""
+    return next((each for each in UNDONE if not why_not(feature, each)), None)
 
 
 def faults(trainer: Trainer, layout: str, features: list[str], out: Path) -> dict[str, list[str]]:
     """What did not hold, by rank and feature."""
-    ranks = live_undo.LAYOUTS[layout][0]
+    ranks = ranks_of(options_of(UNDONE[layout]))
     script = str(Path(live_undo.__file__))
     trainer.run(
         entry="script",
@@ -34,29 +42,27 @@ def faults(trainer: Trainer, layout: str, features: list[str], out: Path) -> dic
     }
 
 
-@pytest.mark.parametrize("layout", live_undo.LAYOUTS)
+@pytest.mark.parametrize("layout", UNDONE)
 def test_a_model_trains_on_as_if_no_feature_had_ever_been(
     trainer: Callable[[str], Trainer], layout: str, tmp_path: Path
 ) -> None:
-    features = [each.name for each in runtime.catalogue() if live_undo.layout_of(each) == layout]
+    features = [each.name for each in runtime.catalogue() if undone_in(each) == layout]
     assert features, "no feature needs this layout"
     assert faults(trainer(checkouts.installed()), layout, features, tmp_path) == {}
 
 
 @matrix.whole
-@pytest.mark.parametrize("layout", live_undo.LAYOUTS)
+@pytest.mark.parametrize("layout", UNDONE)
 @pytest.mark.parametrize("release", checkouts.ALL)
 def test_so_it_does_in_every_layout_and_release(
     trainer: Callable[[str], Trainer], release: str, layout: str, tmp_path: Path
 ) -> None:
-    features = [each.name for each in runtime.catalogue() if not live_undo.why_not(each, layout)]
+    features = [each.name for each in runtime.catalogue() if not why_not(each, layout)]
     assert faults(trainer(release), layout, features, tmp_path) == {}
 
 
 def test_what_cannot_be_trained_here_says_why() -> None:
-    reasons = {
-        each.name: live_undo.why_not(each, "tensor") for each in runtime.catalogue() if not live_undo.layout_of(each)
-    }
+    reasons = {each.name: why_not(each, "tensor") for each in runtime.catalogue() if not undone_in(each)}
     # Some are trained off and on in layouts of their own; each of the others says what it lacks here.
     alone = {name for name in reasons if on_and_off.layout_of(runtime.catalogue()[name])}
     assert {"pipeline_schedule", "schedules_method"} <= alone and all(reasons.values())

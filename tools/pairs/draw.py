@@ -14,7 +14,7 @@ from unittest import mock
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, EngineError, Settings
 from mindspeed_lite.platform.megatron import HOST
-from tests.harness import live_undo
+from tests.harness.feature_layouts import emulated_devices
 from tools.pairs.rows import (
     DELAYS,
     DESTS,
@@ -40,7 +40,7 @@ ROWS = 3
 @contextlib.contextmanager
 def _devices() -> Iterator[None]:
     """As if the device had what the script puts in its place."""
-    with live_undo._devices(), mock.patch("mindspeed_lite.patches.moe_alltoall_mc2._why_not_here", lambda device: []):
+    with emulated_devices(), mock.patch("mindspeed_lite.patches.moe_alltoall_mc2._why_not_here", lambda device: []):
         yield
 
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from mindspeed_lite.parallel.balance import copies, placement
 from mindspeed_lite.parallel.balance.placement import hot_experts, loads_with_copies
-from tests.harness.expert_copies import KINDS, run
-from tests.harness.expert_hierarchy import Problem, definition
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
+from tests.parallel.expert_copies import KINDS, run
+from tests.parallel.expert_hierarchy import Problem, definition
 
 NAMES = ("output", "d tokens", "d probs", "d weight")
 # A problem, and which experts are copied: of several ranks, of one, none, all, and ranks without tokens.

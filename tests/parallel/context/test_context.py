@@ -17,9 +17,9 @@ from mindspeed_lite.parallel.context.layout import stream_rows
 from mindspeed_lite.parallel.context.ring import Ring
 from tests.harness import matrix
 from tests.harness.compare import error
-from tests.harness.context_parallel import FREE, NAMES, Problem, algorithms, definition, rows_of, split
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
+from tests.parallel.context_parallel import FREE, NAMES, Problem, algorithms, definition, rows_of, split
 
 PACK = ((7, 1), (0, 0), (1, 1), (0, 1), (12, 2), (16, 2))
 PROBLEMS = {

@@ -19,9 +19,9 @@ from mindspeed_lite.parallel.context import UnequalLengthsError
 from mindspeed_lite.parallel.context.ring import Ring
 from tests.harness import matrix
 from tests.harness.compare import error
-from tests.harness.context_parallel import NAMES, Problem, algorithms, definition, rows_of, split
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
+from tests.parallel.context_parallel import NAMES, Problem, algorithms, definition, rows_of, split
 
 MESSAGES = ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from mindspeed_lite.parallel.expert import hierarchy
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, padded_map, ranks_per_node
-from tests.harness.expert_hierarchy import HIDDEN, Counted, Problem, definition, rows_expected, run
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
+from tests.parallel.expert_hierarchy import HIDDEN, Counted, Problem, definition, rows_expected, run
 
 # Ranks of a node -> problems: one expert for each token to all of them, ranks without tokens, experts without.
 PROBLEMS = [

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite.patches._shared import linear_layers
-from tests.harness.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
 from tests.harness.process_groups import start
 from tests.harness.processes import forked, on_ranks
+from tests.patches.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

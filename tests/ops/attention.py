@@ -9,7 +9,6 @@ import torch
 
 from mindspeed_lite.ops.attention import prepare
 from mindspeed_lite.ops.attention import reference as definition
-from tests.harness.errors import assert_within, bound
 
 
 def make(
@@ -74,39 +73,4 @@ def term_sizes(inputs: Sequence[torch.Tensor], dout: torch.Tensor, options: dict
     return [factors.get(name, 1.0) * each.sum().sqrt().item() for name, each in squares.items()]
 
 
-def assert_right(
-    got: Sequence[torch.Tensor],
-    exact: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    dout: torch.Tensor,
-    options: dict[str, Any],
-) -> None:
-    """Fail unless out, dq, dk and dv differ from the exact ones by roundings alone."""
-    allowed = bound(inputs[0].dtype, 4 * (len(inputs[0]) + len(inputs[1])), roundings=4)
-    for name, ours, truth, size in zip(NAMES, got, exact, term_sizes(inputs, dout, options), strict=False):
-        assert_within(ours, truth, allowed, size, name)
-
-
 NAMES = ("out", "dq", "dk", "dv", "dsink")
-CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "plain": ((12, 12, 2, 4, 2, 8, 8), dict()),
-    "causal": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True)),
-    "more keys": ((7, 12, 2, 4, 1, 8, 6), dict(causal=True)),
-    "more queries": ((12, 7, 1, 4, 4, 6, 8), dict(causal=True)),
-    "window": ((12, 12, 2, 4, 2, 8, 8), dict(window=(3, 1))),
-    "mask": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 12))),
-    "mask per head": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(4, 12, 12), causal=True)),
-    "mask of keys": ((12, 12, 2, 4, 4, 8, 8), dict(mask=(2, 1, 1, 12))),
-}
-
-
-def call(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, dict[str, Any]]:
-    sizes, options = CALLS[name]
-    options = dict(options)
-    if "mask" in options:
-        mask = torch.rand(options["mask"], generator=torch.Generator().manual_seed(5)) > 0.6
-        if mask.shape[-2] > 1:
-            mask[..., 4, :] = True  # a row without keys
-        options["mask"] = mask
-    inputs, dout = make(*sizes, dtype=dtype)
-    return inputs, dout, options

@@ -93,7 +93,7 @@ def _server() -> subprocess.Popen[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     cache = tempfile.TemporaryDirectory(prefix="triton-compile-")  # what was compiled before tells no register count
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.triton_compile"],
+        [sys.executable, "-m", "tests.ops.triton_compile"],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": path, "TRITON_CACHE_DIR": cache.name},
         stdin=subprocess.PIPE,

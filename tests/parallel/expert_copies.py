@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_lite.parallel.balance.copies import CopyPlan, PendingGradients, Slots, gather_counts
 from mindspeed_lite.parallel.expert.exchange import AllToAll, Messages, issue
-from tests.harness.expert_hierarchy import Problem, expert
+from tests.parallel.expert_hierarchy import Problem, expert
 
 # Where gradients go: to autograd, to main gradients of parameters, and to those of copies too.
 KINDS = ("autograd", "main", "accumulated")
