@@ -59,8 +59,8 @@ def main(options: argparse.Namespace) -> int:
     most = max(ranks, key=_total)
     if limit:
         verdict = "fits" if _total(most) <= limit else "does not fit"
-        say(f"\n{verdict}: rank {most.number} takes {size(_total(most))} of {size(limit)}, before the device's context, "
-            "communicators, temporary tensors and fragmentation")  # fmt: skip
+        taken = f"rank {most.number} takes {size(_total(most))} of {size(limit)}"
+        say(f"\n{verdict}: {taken}, without context, communicators, temporary tensors and fragmentation")
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
     report = {"world_size": found.world_size, "problems": problems, "ranks": [
         {**asdict(each), "names": [[list(group), name] for group, name in each.names.items()]} for each in ranks
@@ -82,7 +82,12 @@ def _show_memory(ranks: Sequence[rank.Rank], world_size: int) -> None:
     table(("rank", *_CATEGORIES, "total"), rows, f"memory of {len(ranks)} of {world_size} ranks{shortened}")
     fullest = max(ranks, key=lambda each: int(each.memory["activations"]))
     kept = [
-        (size(each["bytes"]), str(each["count"]), f"{each['dtype']} {each['shape']}", each["where"][0].rpartition(":")[2])
+        (
+            size(each["bytes"]),
+            str(each["count"]),
+            f"{each['dtype']} {each['shape']}",
+            each["where"][0].rpartition(":")[2],
+        )
         for each in fullest.memory["kept"][:_PLACES]
     ]
     table(("bytes", "number", "each", "saved in"), kept, f"activations of rank {fullest.number} at their peak")
@@ -96,7 +101,7 @@ def _show_messages(one: rank.Rank) -> None:
             counts[each.group, each.kind] += 1
             elements[each.group, each.kind] += each.size * _BYTES.get(each.dtype, 4)
     rows = [
-        (one.names.get(group, "world" if len(group) else ""), str(len(group)), kind, str(number), size(elements[group, kind]))
+        (one.names.get(group, "world"), str(len(group)), kind, str(number), size(elements[group, kind]))
         for (group, kind), number in sorted(counts.items(), key=lambda each: -elements[each[0]])
     ]
     if rows:

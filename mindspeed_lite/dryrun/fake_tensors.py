@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes as with_storage
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
+# Within it tensors have storage.
+with_storage: Any = _disable_current_modes
 # Elements up to which values are computed: counts of tokens per expert, shapes, scalars.
 _KNOWN = 1 << 14
 
 
-class StoragelessMode(FakeTensorMode):
+class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Fake tensors whose unknown values read as 1 (numbers) or False."""
 
     def __init__(self) -> None:
@@ -84,7 +86,8 @@ def _unknown(dtype: torch.dtype) -> Any:
 
 
 def install() -> None:
-    own = torch.Tensor.numpy
+    tensor_class: Any = torch.Tensor
+    own = tensor_class.numpy
 
     def numpy(self: torch.Tensor, **kwargs: Any) -> Any:
         if isinstance(self, FakeTensor):
@@ -93,7 +96,7 @@ def install() -> None:
                 return own(torch.ones(self.shape, dtype=self.dtype) if values is None else values, **kwargs)
         return own(self, **kwargs)
 
-    torch.Tensor.numpy = numpy
+    tensor_class.numpy = numpy
     own_tensor = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,7 +113,7 @@ def _plain(data: Any) -> Any:
     return data.tolist() if isinstance(data, FakeTensor) else data
 
 
-def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     """`Module._apply` that keeps parameters: torch's swaps those without storage, which others may hold."""
     for child in self.children() if recurse else ():
         child._apply(fn)
@@ -139,7 +142,7 @@ class _HostLoader:
 
 
 def _read_on_host() -> None:
-    loader = torch.utils.data.DataLoader
+    loader: Any = torch.utils.data.DataLoader
     own_init, own_iter = loader.__init__, loader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

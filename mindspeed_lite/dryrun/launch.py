@@ -51,9 +51,7 @@ def find(command: Sequence[str]) -> Launch:
         for name in _LAUNCHERS:
             path = Path(folder, name)
             modules = [["-m", each] for each in (*_MODULES, "mindspeed_lite")]
-            path.write_text(
-                _STAND_IN.format(python=sys.executable, name=name, record=str(record), modules=modules)
-            )
+            path.write_text(_STAND_IN.format(python=sys.executable, name=name, record=str(record), modules=modules))
             path.chmod(0o700)
         words = [*command]
         if os.path.basename(words[0]) in _LAUNCHERS:

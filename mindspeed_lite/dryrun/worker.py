@@ -24,7 +24,7 @@ def main() -> None:
     # torch.distributed is changed before any module imports from it by name.
     from mindspeed_lite.dryrun.world import World
 
-    world = World(request["rank"], request["world_size"])
+    world = World(request["rank"], request["world_size"], {tuple(group): each for group, each in request["known"]})
     world.install(request["local_size"])
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import runtime, startup
@@ -48,9 +48,7 @@ def main() -> None:
         train_step.stop_after(1)
         result = run()
         found["error"], found["in_step"] = "", len(world.messages)
-        found["stages"] = torch.distributed.get_process_group_ranks(
-            parallel_state.get_pipeline_model_parallel_group()
-        )
+        found["stages"] = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         return result
 
     startup.before_validation(prepare)
@@ -78,6 +76,7 @@ def main() -> None:
     ]  # fmt: skip
     found["memory"] = probe.counted
     found["messages"] = [asdict(each) for each in world.messages]
+    found["flags"] = [[list(group), each] for group, each in world.flags.items()]
     found["names"] = [[list(ranks), name] for ranks, name in world.names.items()]
     Path(request["result"]).write_text(json.dumps(found))
 

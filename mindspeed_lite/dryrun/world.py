@@ -34,7 +34,7 @@ COLLECTIVES = {
 SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
 # Calls whose messages are Python objects or nothing: they only have an order.
 _OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list")
-# Elements up to which a broadcast tensor holds flags.
+# Elements of the largest tensor of flags or shapes.
 _FLAGS = 16
 _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
 
@@ -61,12 +61,19 @@ class Message:
 
 @dataclass
 class World:
-    """The world that this process claims to be a rank of. names: Megatron's name by group."""
+    """The world that this process claims to be a rank of.
+
+    names: Megatron's name by group. flags: small integer tensors that this rank sends, in order, by group of a
+    broadcast or by sender and receiver. known: those of ranks that ran before.
+    """
 
     rank: int
     size: int
+    known: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
+    flags: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _last: list[Any] = field(default_factory=list)
 
     def install(self, local_size: int) -> None:
         """Claim the rank for this process, before the script imports anything."""
@@ -81,9 +88,7 @@ class World:
         self._replace({
             "init_process_group": self._init_process_group,
             "new_group": self._new_group,
-            "batch_isend_irecv": lambda operations: [
-                each.op(each.tensor, each.peer, each.group, each.tag) for each in operations
-            ],
+            "batch_isend_irecv": self._batch,
         })  # fmt: skip
         self.record()
 
@@ -112,6 +117,12 @@ class World:
         if ranks is not None and group_desc:
             self.names.setdefault(tuple(sorted(ranks)), str(group_desc))
         return _OWN_NEW(ranks, group_desc=group_desc)
+
+    def _batch(self, operations: Sequence[Any]) -> list[Any]:
+        for each in operations:
+            if each.op.__name__ in SENDS:
+                self._sending(each.tensor)
+        return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
 
     def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature, kind = inspect.signature(original), original.__name__
@@ -168,10 +179,35 @@ class World:
                 with with_storage():
                     copy = values.clone()
                 know(each, copy)
-        elif kind == "broadcast" and given["tensor"].numel() <= _FLAGS and given.get("src") != self.rank:
-            # Such as whether there is data to train on.
-            given["tensor"].fill_(1)
+        elif kind == "broadcast":
+            members = tuple(dist.get_process_group_ranks(group))
+            self._tell(given["tensor"], members, given.get("src") == self.rank)
+        elif kind in SENDS or kind in RECEIVES:
+            peer = self.messages[-1].peer
+            self._tell(given["tensor"], (self.rank, peer) if kind in SENDS else (peer, self.rank), kind in SENDS)
         return _Done() if given.get("async_op") or kind in ("isend", "irecv") else None
+
+    def _tell(self, tensor: torch.Tensor, between: tuple[int, ...], is_sent: bool) -> None:
+        """Pass on flags and shapes that ranks tell each other.
+
+        From a rank that did not run come the values last sent, such as the shape of a stage's output, else 1.
+        """
+        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point:
+            return
+        if is_sent:
+            self._sending(tensor)
+            self.flags.setdefault(between, []).append(self._last)
+            return
+        told = self.known.get(between)
+        found = told.pop(0) if told else self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
+        with with_storage():
+            values = torch.tensor(found).reshape(tensor.shape).to(tensor.dtype)
+        know(tensor, values)
+
+    def _sending(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() <= _FLAGS and not tensor.dtype.is_floating_point:
+            values = known(tensor)
+            self._last = [1] * tensor.numel() if values is None else values.reshape(-1).tolist()
 
     def _note(
         self, given: dict[str, Any], kind: str, tensor: torch.Tensor | None, peer: int, is_async: bool,
@@ -201,8 +237,9 @@ class _Done:
 def _parts(kind: str, given: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Elements that an all-to-all sends to and receives from each member."""
     if kind == "all_to_all":
-        sent, received = ([each.numel() for each in given[name]] for name in ("input_tensor_list", "output_tensor_list"))
-        return tuple(sent), tuple(received)
+        lists = (given["input_tensor_list"], given["output_tensor_list"])
+        sent, received = (tuple(each.numel() for each in tensors) for tensors in lists)
+        return sent, received
     if kind != "all_to_all_single":
         return (), ()
     members, found = dist.get_world_size(given.get("group")), []

@@ -41,6 +41,7 @@ class Tracker:
     """Counts saved storages within its `with` block.
 
     is_excluded: True for addresses not to count, e.g. parameters and gradient buffers.
+    counts_fake: of tensors without storage, whose `is_excluded` takes `_cdata` of a storage.
     peak: bytes.
     """
 
@@ -74,7 +75,8 @@ class Tracker:
             self.at_peak = _by_place(self._live.values())
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
-        if tensor.layout != torch.strided or (not self.counts_fake and isinstance(tensor, torch._subclasses.FakeTensor)):
+        is_traced = isinstance(tensor, torch._subclasses.FakeTensor) and not self.counts_fake
+        if tensor.layout != torch.strided or is_traced:
             return tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
