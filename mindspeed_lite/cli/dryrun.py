@@ -20,7 +20,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 from mindspeed_lite.bench.wording import size
 from mindspeed_lite.dryrun import launch, match, rank
@@ -62,11 +63,14 @@ def main(options: argparse.Namespace) -> int:
         taken = f"rank {most.number} takes {size(_total(most))} of {size(limit)}"
         say(f"\n{verdict}: {taken}, without context, communicators, temporary tensors and fragmentation")
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
-    report = {"world_size": found.world_size, "problems": problems, "ranks": [
-        {**asdict(each), "names": [[list(group), name] for group, name in each.names.items()]} for each in ranks
-    ]}  # fmt: skip
+    report = {"world_size": found.world_size, "problems": problems, "ranks": [_as_json(each) for each in ranks]}
     write_json(options.json, report)
     return 1 if problems or (limit and _total(most) > limit) else 0
+
+
+def _as_json(one: rank.Rank) -> dict[str, Any]:
+    found = asdict(replace(one, flags={}, names={}))
+    return {**found, "names": [[list(group), name] for group, name in one.names.items()]}
 
 
 def _total(one: rank.Rank) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -127,6 +128,7 @@ class World:
     def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature, kind = inspect.signature(original), original.__name__
 
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             tensor = given[COLLECTIVES[kind]]
@@ -140,6 +142,7 @@ class World:
     def _point_to_point(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature, kind = inspect.signature(original), original.__name__
 
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             peer = given.get("dst", given.get("src"))
@@ -154,6 +157,7 @@ class World:
     def _of_objects(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature, kind = inspect.signature(original), original.__name__
 
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             self._note(given, kind, None, -1, bool(given.get("async_op")))
