@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from mindspeed_lite.ops import traced
+
 FOLDER_VARIABLE = "MINDSPEED_LITE_SWAP"
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -39,6 +41,8 @@ def why_not(device: str) -> list[str]:
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialized contiguous device tensor in host memory. Raises MemoryError."""
+    if traced.dry:
+        return torch.empty(shape, dtype=dtype)
     try:
         if device.type == "cpu":
             return _file(shape, dtype)
@@ -53,7 +57,7 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
 def release(tensors: Iterable[torch.Tensor]) -> None:
     """Lets pages of tensors from `empty` leave memory until their next read; CPU only."""
     for tensor in tensors:
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not traced.dry:
             storage = tensor.untyped_storage()
             # A shared mapping reloads pages from the file.
             _madvise(storage.data_ptr(), storage.nbytes())

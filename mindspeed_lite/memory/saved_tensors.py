@@ -41,10 +41,12 @@ class Tracker:
     """Counts saved storages within its `with` block.
 
     is_excluded: True for addresses not to count, e.g. parameters and gradient buffers.
+    counts_fake: of tensors without storage, whose `is_excluded` takes `_cdata` of a storage.
     peak: bytes.
     """
 
     is_excluded: Callable[[int], bool]
+    counts_fake: bool = False
     peak: int = 0
     at_peak: list[SavedTensorStats] = field(default_factory=list)
     _live: dict[int, _Storage] = field(default_factory=dict)
@@ -73,11 +75,12 @@ class Tracker:
             self.at_peak = _by_place(self._live.values())
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
-        if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
+        is_traced = isinstance(tensor, torch._subclasses.FakeTensor) and not self.counts_fake
+        if tensor.layout != torch.strided or is_traced:
             return tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._live and self.is_excluded(storage.data_ptr()):
+        if key not in self._live and self.is_excluded(key if self.counts_fake else storage.data_ptr()):
             return tensor
         self.hold(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         return _Reference(self, key, tensor)

@@ -11,11 +11,13 @@ from torch import Tensor
 # Subclasses such as FakeTensor may have no memory.
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 _plain: list[None] = []
+# True in a dry run: kernels allocate what they return and save, and compute nothing.
+dry = False
 
 
 def is_traced(x: Tensor) -> bool:
     """True under torch.compile or for tensor subclasses (e.g. FakeTensor), which may have no memory."""
-    return bool(_plain) or torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY
+    return bool(_plain) or torch.compiler.is_compiling() or (type(x) not in _WITH_MEMORY and not dry)
 
 
 @contextlib.contextmanager
@@ -34,6 +36,8 @@ class NoMemoryError(RuntimeError):
 
 def address(tensor: Tensor) -> int:
     """The tensor's data pointer; NoMemoryError if its storage is released."""
+    if dry:
+        return 0
     found = tensor.data_ptr()
     if found == tensor.storage_offset() * tensor.itemsize and tensor.numel():
         raise NoMemoryError(

@@ -12,12 +12,18 @@ from mindspeed_lite.memory.saved_tensors import Tracker
 
 
 class MemoryProbe:
-    def __init__(self) -> None:
+    """counts_fake: for a dry run, whose tensors have no addresses."""
+
+    def __init__(self, counts_fake: bool = False) -> None:
         self.counted: dict[str, Any] = {}
-        self._tracker = Tracker(lambda address: False)
+        self._tracker = Tracker(lambda address: False, counts_fake)
 
     def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
-        others = {tensor.untyped_storage().data_ptr() for tensor in (*weights(model), *gradients(model))}
+        fake = self._tracker.counts_fake
+        others = {
+            tensor.untyped_storage()._cdata if fake else tensor.untyped_storage().data_ptr()
+            for tensor in (*weights(model), *gradients(model))
+        }
         self._tracker.is_excluded = others.__contains__
         with self._tracker:
             result = step()

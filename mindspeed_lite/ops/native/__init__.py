@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.traced import address
 from mindspeed_lite.platform import cache
 
@@ -127,7 +128,8 @@ class Library:
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    function(*(address(each) if isinstance(each, Tensor) else each for each in given))
+    if not traced.dry:
+        function(*(address(each) if isinstance(each, Tensor) else each for each in given))
 
 
 class _Unusable(Exception):

@@ -1,0 +1,263 @@
+"""A claimed rank of a world: process groups without peers, whose messages are recorded and not sent."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .fake_tensors import know, known, with_storage
+
+# Arguments whose size is the message's, by collective.
+COLLECTIVES = {
+    "all_reduce": "tensor",
+    "reduce": "tensor",
+    "broadcast": "tensor",
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "_all_gather_base": "input_tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
+    "_reduce_scatter_base": "output",
+    "all_to_all_single": "input",
+    "all_to_all": "input_tensor_list",
+    "gather": "tensor",
+    "scatter": "tensor",
+}
+SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
+# Calls whose messages are Python objects or nothing: they only have an order.
+_OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list")
+# Elements of the largest tensor of flags or shapes.
+_FLAGS = 16
+_OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a rank.
+
+    group: global ranks. kind: function of `torch.distributed`. size: elements that this rank sends, or receives.
+    peer: global rank of a send, a receive or a root, else -1. sent, received: elements by member of an all-to-all.
+    where: file and line of the caller.
+    """
+
+    group: tuple[int, ...]
+    kind: str
+    dtype: str = ""
+    size: int = 0
+    peer: int = -1
+    is_async: bool = False
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    where: str = ""
+
+
+@dataclass
+class World:
+    """The world that this process claims to be a rank of.
+
+    names: Megatron's name by group. flags: small integer tensors that this rank sends, in order, by group of a
+    broadcast or by sender and receiver. known: those of ranks that ran before.
+    """
+
+    rank: int
+    size: int
+    known: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
+    flags: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _last: list[Any] = field(default_factory=list)
+
+    def install(self, local_size: int) -> None:
+        """Claim the rank for this process, before the script imports anything."""
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.size),
+            LOCAL_RANK=str(self.rank % local_size),
+            LOCAL_WORLD_SIZE=str(min(local_size, self.size)),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500",
+        )
+        self._replace({
+            "init_process_group": self._init_process_group,
+            "new_group": self._new_group,
+            "batch_isend_irecv": self._batch,
+        })  # fmt: skip
+        self.record()
+
+    def record(self) -> None:
+        self._replace({
+            **{kind: self._point_to_point(getattr(dist, kind)) for kind in (*SENDS, *RECEIVES)},
+            **{kind: self._collective(getattr(dist, kind)) for kind in COLLECTIVES},
+            **{kind: self._of_objects(getattr(dist, kind)) for kind in _OBJECTS},
+        })  # fmt: skip
+
+    @staticmethod
+    def _replace(replacements: dict[str, Callable[..., Any]]) -> None:
+        for name, replacement in replacements.items():
+            for module in (dist, distributed_c10d):
+                if hasattr(module, name):
+                    setattr(module, name, replacement)
+
+    def _init_process_group(self, *args: Any, **kwargs: Any) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        _OWN_INIT("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
+
+    def _new_group(self, ranks: Sequence[int] | None = None, *args: Any, group_desc: Any = None, **kwargs: Any) -> Any:
+        if ranks is not None and self.rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        if ranks is not None and group_desc:
+            self.names.setdefault(tuple(sorted(ranks)), str(group_desc))
+        return _OWN_NEW(ranks, group_desc=group_desc)
+
+    def _batch(self, operations: Sequence[Any]) -> list[Any]:
+        for each in operations:
+            if each.op.__name__ in SENDS:
+                self._sending(each.tensor)
+        return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+
+    def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature, kind = inspect.signature(original), original.__name__
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            tensor = given[COLLECTIVES[kind]]
+            first = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+            root = given.get("group_src", given.get("src", given.get("group_dst", given.get("dst", -1))))
+            self._note(given, kind, first, root, bool(given.get("async_op")), *_parts(kind, given))
+            return self._perform(original, kind, given)
+
+        return call
+
+    def _point_to_point(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature, kind = inspect.signature(original), original.__name__
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            peer = given.get("dst", given.get("src"))
+            if peer is None:
+                place = given.get("group_dst", given.get("group_src"))
+                peer = dist.get_global_rank(given.get("group") or dist.group.WORLD, place)  # type: ignore[arg-type]
+            self._note(given, kind, given["tensor"], peer, kind.startswith("i"))
+            return self._perform(original, kind, given)
+
+        return call
+
+    def _of_objects(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature, kind = inspect.signature(original), original.__name__
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            self._note(given, kind, None, -1, bool(given.get("async_op")))
+            return self._perform(original, kind, given)
+
+        return call
+
+    def _perform(self, original: Callable[..., Any], kind: str, given: dict[str, Any]) -> Any:
+        """Let arrive what is read later, as if every rank sent the same."""
+        group = given.get("group")
+        if kind in ("all_gather_object", "gather_object"):
+            results = given.get("object_list" if kind == "all_gather_object" else "object_gather_list")
+            if results is not None:
+                results[:] = [given["obj"]] * len(results)
+        elif kind in ("all_gather_into_tensor", "_all_gather_base"):
+            output, values = given["output_tensor"], known(given["input_tensor"])
+            if values is not None:
+                with with_storage():
+                    gathered = values.reshape(-1).repeat(dist.get_world_size(group)).view(output.shape)
+                know(output, gathered)
+        elif kind == "all_gather" and (values := known(given["tensor"])) is not None:
+            for each in given["tensor_list"]:
+                with with_storage():
+                    copy = values.clone()
+                know(each, copy)
+        elif kind == "broadcast":
+            members = tuple(dist.get_process_group_ranks(group))
+            self._tell(given["tensor"], members, given.get("src") == self.rank)
+        elif kind in SENDS or kind in RECEIVES:
+            peer = self.messages[-1].peer
+            self._tell(given["tensor"], (self.rank, peer) if kind in SENDS else (peer, self.rank), kind in SENDS)
+        return _Done() if given.get("async_op") or kind in ("isend", "irecv") else None
+
+    def _tell(self, tensor: torch.Tensor, between: tuple[int, ...], is_sent: bool) -> None:
+        """Pass on flags and shapes that ranks tell each other.
+
+        From a rank that did not run come the values last sent, such as the shape of a stage's output, else 1.
+        """
+        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point:
+            return
+        if is_sent:
+            self._sending(tensor)
+            self.flags.setdefault(between, []).append(self._last)
+            return
+        told = self.known.get(between)
+        found = told.pop(0) if told else self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
+        with with_storage():
+            values = torch.tensor(found).reshape(tensor.shape).to(tensor.dtype)
+        know(tensor, values)
+
+    def _sending(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() <= _FLAGS and not tensor.dtype.is_floating_point:
+            values = known(tensor)
+            self._last = [1] * tensor.numel() if values is None else values.reshape(-1).tolist()
+
+    def _note(
+        self, given: dict[str, Any], kind: str, tensor: torch.Tensor | None, peer: int, is_async: bool,
+        sent: tuple[int, ...] = (), received: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        group = tuple(dist.get_process_group_ranks(given.get("group")))
+        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        size = 0 if tensor is None else tensor.numel()
+        self.messages.append(Message(group, kind, dtype, size, peer, is_async, sent, received, _caller()))
+
+
+class _Done:
+    """A request that has completed."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+def _parts(kind: str, given: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements that an all-to-all sends to and receives from each member."""
+    if kind == "all_to_all":
+        lists = (given["input_tensor_list"], given["output_tensor_list"])
+        sent, received = (tuple(each.numel() for each in tensors) for tensors in lists)
+        return sent, received
+    if kind != "all_to_all_single":
+        return (), ()
+    members, found = dist.get_world_size(given.get("group")), []
+    for name in ("input", "output"):
+        tensor, splits = given[name], given.get(f"{name}_split_sizes")
+        row = tensor.numel() // max(1, len(tensor))
+        if splits is None or not len(splits):
+            splits = [len(tensor) // members] * members
+        found.append(tuple(int(each) * row for each in splits))
+    return found[0], found[1]
+
+
+def _caller() -> str:
+    frame = sys._getframe(3)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "mindspeed_lite.")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

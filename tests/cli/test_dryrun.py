@@ -1,0 +1,54 @@
+"""`mindspeed-lite dryrun` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.checkouts import ROOT
+from tests.harness.processes import clean_environment
+from tests.harness.training import MODEL
+
+SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
+
+
+def dryrun(*words, folder, code=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_lite", "dryrun", *words],
+        cwd=folder, capture_output=True, text=True, env=clean_environment(), timeout=600,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr.rpartition("---")[2]
+    return done.stdout if not code or done.stdout else done.stderr
+
+
+def test_sixty_four_ranks_on_one_machine(tmp_path):
+    """Rank 0 and the other stage of its pipeline run; a device that is too small is said."""
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-flash-attn"
+    said = dryrun(
+        "--memory", "0.0005", "--json", "report.json", "--", "torchrun", "--nnodes", "8", "--nproc-per-node", "8",
+        SCRIPT, *MODEL, *flags.split(), "--train-iters", "5", "--global-batch-size", "256",
+        folder=tmp_path, code=1,
+    )  # fmt: skip
+    assert "memory of 2 of 64 ranks; 4 of 8 micro-batches were run" in said
+    assert "features on: use_flash_attn" in said and "collectives match on the 2 ranks that ran" in said
+    assert "does not fit: rank 0 takes" in said and "TENSOR_MODEL_PARALLEL_GROUP" in said
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [each["number"] for each in found["ranks"]] == [0, 32] and not found["problems"]
+    assert {*tmp_path.iterdir()} == {tmp_path / "report.json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "code"),
+    [
+        (["--", "echo", "hello"], "starts no torchrun and no python script: hello", 2),
+        (["--", "python", SCRIPT, "--no-such-flag"], "rank 0 of 1: the script ended with 2", 1),
+        (["--", "python", "missing.py"], "rank 0 of 1: FileNotFoundError", 1),
+        (["--memory", "none", "--", "python", SCRIPT], "--memory: takes a number", 2),
+    ],
+)
+def test_bad_input_is_one_line(words, text, code, tmp_path):
+    assert text in dryrun(*words, folder=tmp_path, code=code)

@@ -1,0 +1,65 @@
+"""What a launch command would start is found without starting it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mindspeed_lite.dryrun import launch
+
+SCRIPT = """#!/bin/bash
+cd $(dirname $0)/inner
+export CUDA_DEVICE_MAX_CONNECTIONS=1 NNODES=4
+python -c 'print(1)' > /dev/null
+torchrun --nproc_per_node 8 --nnodes $NNODES --node_rank 0 pretrain_gpt.py \\
+    --num-layers 2 "--data-path a b" | tee log
+"""
+
+
+def test_torchrun_gives_the_size_of_the_world():
+    found = launch.find("torchrun --nproc-per-node 4 --nnodes 2 pretrain_gpt.py --num-layers 2".split())
+    assert (found.world_size, found.local_size) == (8, 4)
+    assert found.words == ("pretrain_gpt.py", "--num-layers", "2")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "size"),
+    [
+        ("python -m torch.distributed.run --nproc-per-node 2 a.py --x", ("a.py", "--x"), 2),
+        ("torchrun --nproc-per-node 2 -m mindspeed_lite run a.py --x", ("a.py", "--x"), 2),
+        ("torchrun --nproc-per-node 2 -m package.module --x", ("-m", "package.module", "--x"), 2),
+        ("python a.py --x", ("a.py", "--x"), 1),
+        ("python -m mindspeed_lite run a.py --x", ("a.py", "--x"), 1),
+        (f"{sys.executable} a.py", ("a.py",), 1),
+    ],
+)
+def test_other_launchers(command, words, size, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    found = launch.find(command.split())
+    assert (found.words, found.world_size) == (words, size)
+
+
+def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
+    (tmp_path / "inner").mkdir()
+    path = tmp_path / "launch.sh"
+    path.write_text(SCRIPT)
+    found = launch.find(["bash", str(path)])
+    assert found.world_size == 32 and found.folder == str(tmp_path / "inner")
+    assert found.words == ("pretrain_gpt.py", "--num-layers", "2", "--data-path a b")
+    assert found.environment["NNODES"] == "4" and "mindspeed-lite-dryrun" not in found.environment["PATH"]
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("echo hello", "starts no torchrun and no python script: hello"),
+        ("no_such_program x", "no_such_program does not run"),
+        ("torchrun --nproc-per-node gpu a.py", "do not say how many ranks"),
+        ("torchrun --no-such-option a.py", "torchrun does not take these arguments"),
+    ],
+)
+def test_what_starts_no_training_is_one_line(command, text, capfd):
+    with pytest.raises(launch.LaunchError, match=text) as error:
+        launch.find(command.split())
+    assert "\n" not in str(error.value)

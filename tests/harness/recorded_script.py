@@ -1,0 +1,63 @@
+"""A training script, run for one step with storage and peers: what a dry run says of it, written for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mindspeed_lite.dryrun.world import World
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+
+
+class Recorder(World):
+    """Records a real rank's messages, and sends them."""
+
+    depth = 0
+
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        if not self.depth:
+            super()._note(*args, **kwargs)
+
+    def _perform(self, original: Callable[..., Any], kind: str, given: dict[str, Any]) -> Any:
+        self.depth += 1
+        try:
+            return original(**given)
+        finally:
+            self.depth -= 1
+
+
+def main() -> None:
+    world = Recorder(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    world.record()
+    import mindspeed_lite.megatron_adaptor  # noqa: F401
+    from mindspeed_lite import startup
+    from mindspeed_lite.bench.probes import memory, train_step
+    from mindspeed_lite.dryrun import worker
+
+    probe = memory.MemoryProbe()
+
+    def prepare(args: Any) -> None:
+        worker.shorten(args, world.size)
+
+    def step(model: Any, optimizer: Any, run: Callable[[], Any]) -> Any:
+        train_step.stop_after(1)
+        result = probe.around(model, optimizer, run)
+        found = {"memory": probe.counted, "messages": [asdict(each) for each in world.messages]}
+        Path(os.environ["RECORDED"], f"rank{world.rank}.json").write_text(json.dumps(found))
+        return result
+
+    startup.before_validation(prepare)
+    train_step.install(step)
+    sys.argv[0] = str(SCRIPT)
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
