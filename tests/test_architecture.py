@@ -148,6 +148,7 @@ def test_a_room_imports_those_below_it_and_does_not_name_megatron(room):
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "cli/npu_probe"),
     *("cli/doctor_checks", "bench/harness", "bench/training", "bench/calibration/__init__"),
+    *("dryrun/launch", "dryrun/rank", "dryrun/worker"),
 }
 
 
@@ -297,22 +298,23 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
-    "mindspeed_lite/bench": 36_800,
-    "mindspeed_lite/cli": 21_500,
-    "mindspeed_lite/engine": 18_400,
-    "mindspeed_lite/memory": 15_200,
-    "mindspeed_lite/migration": 7_300,
-    "mindspeed_lite/ops": 91_500,
-    "mindspeed_lite/optim": 4_100,
-    "mindspeed_lite/parallel": 33_500,
-    "mindspeed_lite/pipeline": 16_900,
-    "mindspeed_lite/planner": 37_800,
-    "mindspeed_lite/platform": 13_100,
+    "mindspeed_lite/bench": 35_400,
+    "mindspeed_lite/cli": 20_900,
+    "mindspeed_lite/dryrun": 8_000,
+    "mindspeed_lite/engine": 17_500,
+    "mindspeed_lite/memory": 14_900,
+    "mindspeed_lite/migration": 6_700,
+    "mindspeed_lite/ops": 83_800,
+    "mindspeed_lite/optim": 4_200,
+    "mindspeed_lite/parallel": 30_300,
+    "mindspeed_lite/pipeline": 16_000,
+    "mindspeed_lite/planner": 37_700,
+    "mindspeed_lite/platform": 11_500,
     "mindspeed_lite/tuning": 1_300,
-    "patches": 63_500,
-    "benchmarks": 27_600,
-    "lab": 11_200,
-    "tools": 16_400,
+    "patches": 61_200,
+    "benchmarks": 26_200,
+    "lab": 10_600,
+    "tools": 16_200,
 }
 
 

@@ -22,7 +22,7 @@ CATEGORIES = ("parameters", "weights", "gradients", "optimizer", "host", "activa
 # Not yet: pipelines of stages that pass other shapes, DualPipeV, and states in host memory or at the end of a shard.
 UNCOUNTED = {name for name in TRAININGS if name.startswith("as DeepSeek") or "dualpipev" in name}
 UNCOUNTED |= {"states in host memory", "dp2 distributed, on"}
-KEPT = ("dense, gives up", "tp2 pp2 ep2, on", "cp2, an algorithm each", "pp2 vpp2, on")
+KEPT = ("pp2 vpp2, on", "ep2")
 
 
 def words(name):
