@@ -68,16 +68,16 @@ def main(options: argparse.Namespace) -> int:
     return 1 if problems or (limit and _total(most) > limit) else 0
 
 
-def _as_json(one: rank.Rank) -> dict[str, Any]:
+def _as_json(one: rank.RankResult) -> dict[str, Any]:
     found = asdict(replace(one, flags={}, names={}))
     return {**found, "names": [[list(group), name] for group, name in one.names.items()]}
 
 
-def _total(one: rank.Rank) -> int:
+def _total(one: rank.RankResult) -> int:
     return sum(int(one.memory[each]) for each in _CATEGORIES)
 
 
-def _show_memory(ranks: Sequence[rank.Rank], world_size: int) -> None:
+def _show_memory(ranks: Sequence[rank.RankResult], world_size: int) -> None:
     run, every = ranks[0].micro_batches
     shortened = f"; {run} of {every} micro-batches were run" if run < every else ""
     rows = [
@@ -97,7 +97,7 @@ def _show_memory(ranks: Sequence[rank.Rank], world_size: int) -> None:
     table(("bytes", "number", "each", "saved in"), kept, f"activations of rank {fullest.number} at their peak")
 
 
-def _show_messages(one: rank.Rank) -> None:
+def _show_messages(one: rank.RankResult) -> None:
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
     elements: Counter[tuple[tuple[int, ...], str]] = Counter()
     for each in one.messages:
@@ -115,6 +115,6 @@ def _show_messages(one: rank.Rank) -> None:
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 
 
-def _show_features(one: rank.Rank) -> None:
+def _show_features(one: rank.RankResult) -> None:
     on = [feature for feature, status, _ in one.features if status == "applied" and not feature.startswith("device_")]
     say(f"\nfeatures on: {', '.join(on) if on else 'none'}")

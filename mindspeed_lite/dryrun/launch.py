@@ -34,7 +34,7 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True)
-class Launch:
+class TrainingLaunch:
     """A script as a launcher would start it. words: script and its arguments, or `-m`, module and its."""
 
     words: tuple[str, ...]
@@ -44,7 +44,7 @@ class Launch:
     local_size: int
 
 
-def find(command: Sequence[str]) -> Launch:
+def find(command: Sequence[str]) -> TrainingLaunch:
     """The training that `command` launches: torchrun, python, or a shell script that calls them. Raises LaunchError."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as folder:
         record = Path(folder, "record")
@@ -72,7 +72,7 @@ def find(command: Sequence[str]) -> Launch:
     return _read(found["program"], found["arguments"], found["folder"], found["environment"])
 
 
-def _read(program: str, words: list[str], folder: str, environment: dict[str, str]) -> Launch:
+def _read(program: str, words: list[str], folder: str, environment: dict[str, str]) -> TrainingLaunch:
     per_node, nodes = environment.get("WORLD_SIZE", "1"), "1"
     if program != "torchrun" and words[:1] == ["-m"] and words[1] in _MODULES:
         program, words = "torchrun", words[2:]
@@ -95,7 +95,7 @@ def _read(program: str, words: list[str], folder: str, environment: dict[str, st
             f"--nproc-per-node {per_node} and --nnodes {nodes} do not say how many ranks there will be: give numbers"
         )
     local = int(per_node) if program == "torchrun" else 8
-    return Launch(tuple(words), folder, environment, int(per_node) * int(nodes), local)
+    return TrainingLaunch(tuple(words), folder, environment, int(per_node) * int(nodes), local)
 
 
-__all__ = ["Launch", "LaunchError", "find"]
+__all__ = ["TrainingLaunch", "LaunchError", "find"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from .world import RECEIVES, SENDS, Message
+from .world import RECEIVES, SENDS, GroupCall
 
 
-def problems(messages: Mapping[int, Sequence[Message]]) -> list[str]:
+def problems(messages: Mapping[int, Sequence[GroupCall]]) -> list[str]:
     """One line for each mismatch; empty if the ranks, all or some of a world, agree.
 
     Runs all ranks until each has ended or waits: a synchronous collective waits for the group's ranks among
@@ -19,13 +19,13 @@ def problems(messages: Mapping[int, Sequence[Message]]) -> list[str]:
 
 
 class _Replay:
-    def __init__(self, messages: Mapping[int, Sequence[Message]]) -> None:
+    def __init__(self, messages: Mapping[int, Sequence[GroupCall]]) -> None:
         self.messages = messages
         self.next = dict.fromkeys(messages, 0)
         # Calls issued so far, by group and rank, and by sender and receiver.
-        self.collectives: dict[tuple[int, ...], dict[int, list[Message]]] = {}
-        self.sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        self.receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.collectives: dict[tuple[int, ...], dict[int, list[GroupCall]]] = {}
+        self.sends: dict[tuple[int, int], list[GroupCall]] = defaultdict(list)
+        self.receives: dict[tuple[int, int], list[GroupCall]] = defaultdict(list)
 
     def run(self) -> list[str]:
         issued: set[int] = set()
@@ -47,7 +47,7 @@ class _Replay:
                     moved = True
         return self._waiting() or self._unmatched()
 
-    def _issue(self, rank: int, call: Message) -> str | None:
+    def _issue(self, rank: int, call: GroupCall) -> str | None:
         if call.kind in SENDS or call.kind in RECEIVES:
             is_send = call.kind in SENDS
             pair = (rank, call.peer) if is_send else (call.peer, rank)
@@ -68,7 +68,7 @@ class _Replay:
                 return _difference(other_rank, calls[place], rank, call)
         return None
 
-    def _is_complete(self, rank: int, call: Message) -> bool:
+    def _is_complete(self, rank: int, call: GroupCall) -> bool:
         if call.kind in SENDS or call.kind in RECEIVES:
             if call.peer not in self.messages:
                 return True
@@ -90,7 +90,7 @@ class _Replay:
             found.append(f"rank {rank} waits in {_text(call)}; rank {other} {does}")
         return found
 
-    def _is_behind(self, other: int, rank: int, call: Message) -> bool:
+    def _is_behind(self, other: int, rank: int, call: GroupCall) -> bool:
         ranks = self.collectives.get(call.group, {})
         return len(ranks.get(other, ())) < len(ranks.get(rank, ()))
 
@@ -112,7 +112,7 @@ class _Replay:
         return found
 
 
-def _agree(one_rank: int, one: Message, other_rank: int, other: Message) -> bool:
+def _agree(one_rank: int, one: GroupCall, other_rank: int, other: GroupCall) -> bool:
     if (one.kind, one.dtype, one.peer) != (other.kind, other.dtype, other.peer):
         return False
     if one.sent:
@@ -121,11 +121,11 @@ def _agree(one_rank: int, one: Message, other_rank: int, other: Message) -> bool
     return one.size == other.size
 
 
-def _difference(one_rank: int, one: Message, other_rank: int, other: Message) -> str:
+def _difference(one_rank: int, one: GroupCall, other_rank: int, other: GroupCall) -> str:
     return f"rank {one_rank} calls {_text(one)}; rank {other_rank} calls {_text(other)}"
 
 
-def _text(call: Message) -> str:
+def _text(call: GroupCall) -> str:
     what = f"{call.kind} of {call.size:,} {call.dtype}" if call.dtype else call.kind
     where = f"with rank {call.peer}" if call.kind in (*SENDS, *RECEIVES) else f"in {_ranks(call.group)}"
     return f"{what} {where} at {call.where}"

@@ -15,8 +15,8 @@ from typing import Any
 
 from mindspeed_lite.child_process import child_process
 
-from .launch import Launch
-from .world import Message
+from .launch import TrainingLaunch
+from .world import GroupCall
 
 # Worlds up to this size run whole.
 WHOLE = 8
@@ -24,7 +24,7 @@ _TAIL = 12
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankResult:
     """What a rank of the training does in a step.
 
     Attributes:
@@ -39,7 +39,7 @@ class Rank:
 
     number: int
     memory: Mapping[str, Any]
-    messages: Sequence[Message]
+    messages: Sequence[GroupCall]
     in_step: int
     names: Mapping[tuple[int, ...], str]
     micro_batches: tuple[int, int]
@@ -50,7 +50,7 @@ class Rank:
     log_tail: Sequence[str] = ()
 
 
-def run(launch: Launch, timeout: float, workers: int) -> list[Rank]:
+def run(launch: TrainingLaunch, timeout: float, workers: int) -> list[RankResult]:
     """Rank 0 and its pipeline's other stages; all ranks of a small world."""
     found = [run_one(launch, 0, timeout, {})]
     if found[0].error:
@@ -67,8 +67,8 @@ def run(launch: Launch, timeout: float, workers: int) -> list[Rank]:
 
 
 def run_one(
-    launch: Launch, number: int, timeout: float, known: Mapping[tuple[int, ...], Sequence[Sequence[Any]]]
-) -> Rank:
+    launch: TrainingLaunch, number: int, timeout: float, known: Mapping[tuple[int, ...], Sequence[Sequence[Any]]]
+) -> RankResult:
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as folder:
         request, result, log = (Path(folder, name) for name in ("request.json", "result.json", "log"))
         asked = {
@@ -92,7 +92,7 @@ def run_one(
         found = json.loads(result.read_text())
         lines = log.read_text(errors="replace").splitlines()[-_TAIL:] if found["error"] else []
     messages = [_message(each) for each in found["messages"]]
-    return Rank(
+    return RankResult(
         number=number,
         memory=found["memory"],
         messages=messages,
@@ -107,11 +107,11 @@ def run_one(
     )
 
 
-def _message(fields: dict[str, Any]) -> Message:
+def _message(fields: dict[str, Any]) -> GroupCall:
     given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
-    return Message(**given)
+    return GroupCall(**given)
 
 
-def _failed(number: int, error: str, log: Path) -> Rank:
+def _failed(number: int, error: str, log: Path) -> RankResult:
     lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
-    return Rank(number, {}, [], 0, {}, (0, 0), (), [], {}, error, lines)
+    return RankResult(number, {}, [], 0, {}, (0, 0), (), [], {}, error, lines)

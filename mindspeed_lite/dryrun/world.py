@@ -41,7 +41,7 @@ _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
 
 
 @dataclass(frozen=True)
-class Message:
+class GroupCall:
     """One call of a rank.
 
     group: global ranks. kind: function of `torch.distributed`. size: elements that this rank sends, or receives.
@@ -72,7 +72,7 @@ class World:
     size: int
     known: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
     flags: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
-    messages: list[Message] = field(default_factory=list)
+    messages: list[GroupCall] = field(default_factory=list)
     names: dict[tuple[int, ...], str] = field(default_factory=dict)
     _last: list[Any] = field(default_factory=list)
 
@@ -220,7 +220,7 @@ class World:
         group = tuple(dist.get_process_group_ranks(given.get("group")))
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
         size = 0 if tensor is None else tensor.numel()
-        self.messages.append(Message(group, kind, dtype, size, peer, is_async, sent, received, _caller()))
+        self.messages.append(GroupCall(group, kind, dtype, size, peer, is_async, sent, received, _caller()))
 
 
 class _Done:

@@ -28,7 +28,7 @@ class Transfer(NamedTuple):
     from_next: Message | None = None
 
 
-class Work(NamedTuple):
+class PassWork(NamedTuple):
     """A step, or a forward and a backward in one call; their inputs and outputs may be messages to the rank itself."""
 
     steps: tuple[Step, ...]
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 # What a rank executes, in order.
-Program = tuple[Transfer | Work, ...]
+Program = tuple[Transfer | PassWork, ...]
 
 
 def compile_program(
@@ -53,7 +53,7 @@ def compile_program(
         ValueError: a deadlock, or a message to a rank that is no ring neighbour.
     """
     works = [
-        Work(
+        PassWork(
             steps,
             tuple(schedule.input(rank, step) for step in steps),
             tuple(schedule.output(rank, step) for step in steps),
@@ -66,7 +66,7 @@ def compile_program(
     before: list[list[Message]] = [[] for _ in range(len(works) + 1)]
     for message, place in zip(order, _places(works, order, rank, lookahead), strict=True):
         before[place].append(message)
-    program: list[Transfer | Work] = []
+    program: list[Transfer | PassWork] = []
     for found, work in itertools.zip_longest(before, works):
         program += _join(found, rank, schedule.num_ranks, joining)
         program += [work] if work is not None else []
@@ -79,7 +79,7 @@ def _calls(entry: Entry, pairs: bool) -> list[tuple[Step, ...]]:
     return [(step,) for step in steps_of(entry)]
 
 
-def _places(works: Sequence[Work], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
+def _places(works: Sequence[PassWork], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
     """Work before which each message is issued."""
     own: dict[Message | None, int] = {}
     for index, work in enumerate(works):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .data_parallel_sync import DataParallelSync
-from .program import Program, Transfer, Work
+from .program import PassWork, Program, Transfer
 from .steps import BACKWARDS, Kind, Message, Step
 
 
@@ -106,7 +106,7 @@ class Executor:
 
     def run(self) -> None:
         # Bound once for all micro-batches.
-        passed = dict.fromkeys(_passed(action) for action in self.program if isinstance(action, Work))
+        passed = dict.fromkeys(_passed(action) for action in self.program if isinstance(action, PassWork))
         calls = {each: self._bound(*each) for each in passed}
         if self.sync is not None:
             self.sync.begin()
@@ -149,7 +149,7 @@ class Executor:
             if self.keep and self.passes.releases and message.step.kind is Kind.FORWARD:
                 self.passes.release(tensor)
 
-    def compute(self, work: Work, call: Callable[..., Any]) -> None:
+    def compute(self, work: PassWork, call: Callable[..., Any]) -> None:
         for step, message in zip(work.steps, work.takes, strict=True):
             if self.sync is not None:
                 self.sync.before(step)
@@ -200,5 +200,5 @@ class Executor:
             self.tensors[message] = made
 
 
-def _passed(work: Work) -> tuple[tuple[Kind, int], ...]:
+def _passed(work: PassWork) -> tuple[tuple[Kind, int], ...]:
     return tuple(step[:2] for step in work.steps)

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from mindspeed_lite.dryrun import match
-from mindspeed_lite.dryrun.world import Message
+from mindspeed_lite.dryrun.world import GroupCall
 
 WORLD, LEFT, RIGHT = (0, 1, 2, 3), (0, 1), (2, 3)
 
 
 def call(group, kind, size=8, at="", **given):
-    return Message(group, kind, "float32", size, where=f"script.py:{at}", **given)
+    return GroupCall(group, kind, "float32", size, where=f"script.py:{at}", **given)
 
 
 def exchange(group, sent, received, at="6"):

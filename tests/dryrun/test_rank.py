@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite.dryrun import match, rank
-from mindspeed_lite.dryrun.launch import Launch
-from tests.bench.test_predicted import TRAININGS
+from mindspeed_lite.dryrun.launch import TrainingLaunch
 from tests.harness import matrix, recorded_script
+from tests.harness.counted_trainings import TRAININGS
 from tests.harness.processes import clean_environment
 
 RECORDED = str(Path(recorded_script.__file__))
@@ -47,7 +47,7 @@ def test_memory_and_messages_are_those_of_the_real_rank(tmp_path, name):
         cwd=tmp_path, capture_output=True, text=True, env={**clean_environment(), **environment}, timeout=600,
     )  # fmt: skip
     assert not done.returncode, done.stderr[-3000:]
-    launch = Launch((str(recorded_script.SCRIPT), *argv), str(tmp_path), dict(os.environ), nproc, 8)
+    launch = TrainingLaunch((str(recorded_script.SCRIPT), *argv), str(tmp_path), dict(os.environ), nproc, 8)
     ranks = rank.run(launch, 600, 1)
     assert [each.error for each in ranks] == [""] * nproc, ranks[0].log_tail
     assert not match.problems({each.number: each.messages for each in ranks})

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_lite.pipeline import orders, steps, zero_bubble
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.program import Joining, Program, Transfer, Work, compile_program
+from mindspeed_lite.pipeline.program import Joining, PassWork, Program, Transfer, compile_program
 from mindspeed_lite.pipeline.steps import Kind, Message, Schedule, backward, forward
 
 
@@ -92,7 +92,7 @@ def test_messages_are_sent_after_their_step_received_before_theirs(pairs: bool) 
     for schedule in SCHEDULES:
         for rank in range(schedule.num_ranks):
             compiled = compile_program(schedule, rank, 1, "one way", pairs)
-            works = [action for action in compiled if isinstance(action, Work)]
+            works = [action for action in compiled if isinstance(action, PassWork)]
             assert [step for work in works for step in work.steps] == list(schedule.steps(rank))
             done, issued = 0, {}
             for action in compiled:

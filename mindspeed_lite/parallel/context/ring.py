@@ -91,7 +91,7 @@ class Ring:
     def _lanes(self) -> tuple[ProcessGroup, ProcessGroup]:
         return self.group, self.group if self.second is None else self.second
 
-    def _route(self, blocks: RankBlocks) -> Route:
+    def _route(self, blocks: RankBlocks) -> RingRoute:
         layout, ranks = blocks.layout, range(blocks.layout.ranks)
         needed = tuple(tuple(needs(layout, reader, owner, blocks.band) for owner in ranks) for reader in ranks)
         return route(needed, self.window)
@@ -190,7 +190,7 @@ Needed = tuple[tuple[bool, ...], ...]
 
 
 @dataclass(frozen=True)
-class Route:
+class RingRoute:
     """Messages of a ring.
 
     owners: [ranks][steps], whose block a rank computes.
@@ -204,7 +204,7 @@ class Route:
 
 
 @functools.lru_cache(maxsize=256)
-def route(needed: Needed, window: int = 1) -> Route:
+def route(needed: Needed, window: int = 1) -> RingRoute:
     """Route of a ring (`window` 1 or all ranks) or double ring. Raises ValueError if `window` does not divide `ranks`.
 
     Keys no later rank needs are not sent. A sum goes from reader to reader, and leaves after the previous step's block.
@@ -230,7 +230,7 @@ def route(needed: Needed, window: int = 1) -> Route:
             target = owner if following is None else readers[following]
             sums[step + 1].append(Hop("sum", owner, readers[step], target, 1))
     owners = tuple(_ring_order(ranks, window, rank, -1) for rank in range(ranks))
-    return Route(needed, owners, tuple(map(tuple, kv)), tuple(map(tuple, sums)))
+    return RingRoute(needed, owners, tuple(map(tuple, kv)), tuple(map(tuple, sums)))
 
 
 def _ring_order(ranks: int, window: int, rank: int, sign: int) -> tuple[int, ...]:
