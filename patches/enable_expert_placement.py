@@ -3,7 +3,7 @@
 An average of router choices predicts load. Experts move with all their tensors after an optimizer step, if that saves
 more time than it costs. Reaches `MoELayer.route`, whose columns are reordered; `ChainedOptimizer.step`; and
 `sharded_state_dict`, which first moves experts back, so checkpoints are Megatron's. `state_dict` and `load_state_dict`
-raise meanwhile. Falls back for experts other than SequentialMLP.
+raise meanwhile. Falls back for experts other than SequentialMLP and for experts that differ in shape or trainability.
 """
 
 from __future__ import annotations

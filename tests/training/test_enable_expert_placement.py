@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite import platform
+from mindspeed_lite import platform, runtime
 from mindspeed_lite.parallel.balance import placement, placer, record
+from mindspeed_lite.patches import enable_expert_placement as patch
 from tests.harness import core_loop, rows, simulated, skewed_router
 from tests.harness.rows import NEW, Near, Rows
 from tests.harness.training import Trainer
@@ -142,7 +143,7 @@ def _predicted(out: Path) -> list[str]:
 
 
 def _refused() -> list[str]:
-    """What may not be asked for while experts are elsewhere."""
+    """What may not be asked for while experts are elsewhere, and experts that stay where they are."""
     found = []
     flags = {**PLACED, "expert_placement_freq": 1}
     with mock.patch.object(placement, "chosen", simulated.drawn(3)), mindspeed_lite.enabled(**flags):
@@ -166,6 +167,20 @@ def _refused() -> list[str]:
         platform.activate()
         if "within a step" not in text:
             found.append(f"ended within a step: {text}")
+    with mock.patch.object(placement, "chosen", simulated.drawn(3)), mindspeed_lite.enabled(**flags):
+        training = _build()
+        experts = [each.experts for each in training.models[0].modules() if type(each).__name__ == "MoELayer"]
+        if dist.get_rank() == 0:
+            next(experts[0].local_experts[1].parameters()).requires_grad_(False)
+        for _ in range(2):
+            training.forward_step(training.iterators[0], training.models[0])
+            runtime.current().session.find(patch.NAME).end_step_of(training.optimizer)
+        layers = [*runtime.current().session.find(patch.NAME).layers.values()]
+        if not layers[0].is_home or layers[1].is_home:
+            found.append("a layer with a frozen expert on one rank moved, or the other did not")
+        reasons = [each.reason for each in mindspeed_lite.report().fallbacks]
+        if len(reasons) != 1 or "differ in shape, or in what is trained" not in reasons[0]:
+            found.append(f"reasons {reasons}")
     return found
 
 

@@ -126,3 +126,10 @@ def predicted_loads(averages: Sequence[LoadAverage], group: ProcessGroup) -> lis
     dist.all_reduce(parts, group=group)
     found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()
     return found
+
+
+def same_on_all_ranks(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[bool]:
+    """Whether each value is equal on all ranks. A collective."""
+    sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    return [largest == -smallest for largest, smallest in sent.tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from . import placement as placements
 from .copies import copied_bytes, measure_costs
-from .counts import LoadAverage, predicted_loads
+from .counts import LoadAverage, predicted_loads, same_on_all_ranks
 from .placement import SlotMove
 
 # Parameters of an expert -> read-write access to all their training state.
@@ -170,7 +171,7 @@ class Placer(abc.ABC):
 
     def _place(self) -> None:
         found = self.placement_group()
-        layers = self._served_layers() if found else []
+        layers = self._served_layers(found.group) if found else []
         if found is None or not layers:
             return
         plans, imbalances = {}, []
@@ -192,10 +193,15 @@ class Placer(abc.ABC):
                 f"{before:.3f} before, {after:.3f} after",
             )
 
-    def _served_layers(self) -> list[Any]:
-        for layer in self.layers:
-            if layer not in self._served:
+    def _served_layers(self, group: ProcessGroup) -> list[Any]:
+        new = [each for each in self.layers if each not in self._served]
+        if new:
+            device = next(new[0].parameters()).device
+            same = same_on_all_ranks([_fingerprint(self.experts(each)) for each in new], group, device)
+            for layer, is_same in zip(new, same, strict=True):
                 reason = self.why_not(layer)
+                if not reason and not is_same:
+                    reason = "experts of ranks differ in shape, or in what is trained"
                 self._served[layer] = not reason
                 if reason:
                     self.say("fallback", reason)
@@ -232,3 +238,10 @@ class Placer(abc.ABC):
             sent += self.layers[layer].move(after, parameters, state_of)
         self.has_moved()
         return sent
+
+
+def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
+    text = [
+        [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
+    ]
+    return zlib.crc32(repr(text).encode())

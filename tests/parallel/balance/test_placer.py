@@ -18,9 +18,9 @@ EXPERTS, RANKS = 4, 2
 class Layer(torch.nn.Module):
     """Two experts a rank, each with its number as its weight."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, width=1):
         super().__init__()
-        self.local_experts = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+        self.local_experts = torch.nn.ModuleList(torch.nn.Linear(width, 1, bias=False) for _ in range(2))
         for slot, each in enumerate(self.local_experts):
             torch.nn.init.constant_(each.weight, 2 * rank + slot)
 
@@ -89,7 +89,7 @@ def test_experts_move_at_the_interval_and_come_home_and_back(tmp_path):
 
 
 @forked()
-def test_experts_stay_where_a_move_does_not_pay_or_is_not_served(tmp_path):
+def test_experts_stay_where_a_move_does_not_pay_or_ranks_differ(tmp_path):
     def body(rank):
         joined(rank, RANKS, tmp_path)
         dear, layer = Placed(1, 1e9), Layer(rank)
@@ -100,10 +100,13 @@ def test_experts_stay_where_a_move_does_not_pay_or_is_not_served(tmp_path):
         measured.step(layer, HOT)
         ((kind, text),) = measured.said
         assert kind == "decision" and "tokens a step off the fullest rank" in text and measured.moves == 0
-        grouped, own = Placed(1, reason="they are grouped"), Layer(rank)
-        grouped.step(own, HOT)
-        grouped.step(own, HOT)
-        assert grouped.said == [("fallback", "they are grouped")] and grouped.moves == 0
+        for placer, own, reason in (
+            (Placed(1), Layer(rank, 1 + rank), "experts of ranks differ in shape, or in what is trained"),
+            (Placed(1, reason="they are grouped"), Layer(rank), "they are grouped"),
+        ):
+            placer.step(own, HOT)
+            placer.step(own, HOT)
+            assert placer.said == [("fallback", reason)] and placer.moves == 0
 
     on_ranks(RANKS, body)
 
