@@ -49,6 +49,7 @@ PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|ben
 # Pattern -> what runs it: "file" or "file::test".
 COVERED = {
     r"mindspeed-lite balance .*": "tests/cli/test_balance.py",
+    r"mindspeed-lite dryrun .*": "tests/cli/test_dryrun.py",
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
     r"mindspeed-lite (plan|calibrate)( .*)?": "tests/cli/test_plan.py",

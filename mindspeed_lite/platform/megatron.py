@@ -101,13 +101,22 @@ class Placed:
         self._feature = feature
         self._device = device
         self._swaps: list[Swap] = []
-        self._is_removed = False
-        register_post_import_hook(self._apply, feature.patches[0].target.partition(":")[0])
+        self._module: Any = None
+        name = feature.patches[0].target.partition(":")[0]
+        is_known = name in _waiting
+        self._others = _waiting.setdefault(name, [])
+        self._others.append(self)
+        if not is_known:
+            register_post_import_hook(functools.partial(_imported, name), name)
+        elif sys.modules.get(name) is not None:
+            self.apply(sys.modules[name])
 
-    def _apply(self, module: Any) -> None:
+    def apply(self, module: Any) -> None:
         release = version() or "0"
-        if self._is_removed or not self._feature.patches_for(release)[0]:  # wrapt cannot remove a hook
+        # Some wrapt releases notify again on reload in place.
+        if self._module is module or not self._feature.patches_for(release)[0]:
             return
+        self._module = module
         from . import current
 
         active = current()
@@ -129,9 +138,19 @@ class Placed:
 
     def remove(self) -> None:
         """Take the patches back. Raises EngineError; they stay then."""
-        self._is_removed = True
         change(remove=self._swaps)
         self._swaps, self.entries = [], []
+        if self in self._others:
+            self._others.remove(self)
+
+
+# wrapt cannot remove a hook: each module gets one, for all features of this list.
+_waiting: dict[str, list[Placed]] = {}
+
+
+def _imported(name: str, module: Any) -> None:
+    for each in tuple(_waiting[name]):
+        each.apply(module)
 
 
 def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from mindspeed_lite.bench.operators.equivalence import outcome, output_gradient
-from mindspeed_lite.bench.selftest.numerics import in_float64
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.discovery import cases
 from tests.harness import errors
@@ -27,6 +26,11 @@ from tests.ops import cuda_twin
 MOST_FLOPS = 1 << 27
 # Sums in fp32 in another order.
 OTHER_ORDER = 4 * torch.finfo(torch.float32).eps
+
+
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    moved = tensor.detach().cpu()
+    return moved.double().requires_grad_(tensor.requires_grad) if moved.is_floating_point() else moved
 
 
 def wide_layer_norm(
