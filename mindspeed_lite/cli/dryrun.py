@@ -1,7 +1,7 @@
 """Runs the script of COMMAND in the installed Megatron, with its features, as single ranks of the whole world: on
 this machine, without a device, without storage and without a network, for one step. Says what each rank takes, and
 whether all ranks call the same collectives, so that the training does not hang. COMMAND may be torchrun, python, or a
-shell script that calls them.
+shell script that calls them: it is run with a torchrun and a python that only write down what they were to start.
 
 Rank 0 and one rank of each other pipeline stage are run; of up to 8 ranks, all. Data are mock data; pipelines run as
 few micro-batches as keep the most activations. Tokens are spread evenly over experts.

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_lite.child_process import child_process
+
 # Programs that a launch command may start training with; they take torchrun's options.
-_LAUNCHERS = ("torchrun", "python", "python3")
+_LAUNCHERS = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.torchrun")
 _TIMEOUT = 60.0
 # Written in place of a launcher: hands on what starts no training.
@@ -58,13 +60,16 @@ def find(command: Sequence[str]) -> TrainingLaunch:
             words[0] = str(Path(folder, os.path.basename(words[0])))
         environment = {**os.environ, "PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])}
         try:
-            done = subprocess.run(
-                words, env=environment, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
+            with child_process(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ) as child:
+                printed = child.communicate(timeout=_TIMEOUT)[0].decode(errors="replace")
+        except OSError as error:
             raise LaunchError(f"{command[0]} does not run: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{command[0]} has started no training after {_TIMEOUT:.0f} seconds") from None
         if not record.exists():
-            last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it printed nothing"]
+            last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
             raise LaunchError(f"{shlex.join(command)[:80]} starts no torchrun and no python script: {last[0]}")
         found = json.loads(record.read_text().splitlines()[-1])
         path = found["environment"]["PATH"].split(os.pathsep)
