@@ -170,7 +170,7 @@ def demonstrate(steps: int, rounds: int) -> int:
     report = OUTPUT / "report"
     training = training_arguments(script, prepare_data(), precision, WARM_UP + steps)
     command = [sys.executable, "-m", "mindspeed_lite", "bench", "--features", ",".join(FEATURES), "--out", str(report)]
-    command += ["--repeats", str(rounds), "--warmup", str(WARM_UP), "--steps", str(steps)]
+    command += ["--allocator", "keep", "--repeats", str(rounds), "--warmup", str(WARM_UP), "--steps", str(steps)]
     command += ["--title", f"A small GPT on Python's own sources, {precision}, megatron-core {script.version}"]
     code = subprocess.run(
         [*command, "--", sys.executable, str(script.file), *training], env=environment(script)
