@@ -1,4 +1,4 @@
-"""Tensors without storage that a training may read: values follow from the reads a training makes."""
+"""Fake tensors whose values a training may read: small integers are computed, the rest reads as 1 or False."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KNOWN = 1 << 14
 
 
 class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Fake tensors whose unknown values read as 1 (numbers) or False."""
+    """Fake tensors whose unknown values read as 1, or False for bool."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

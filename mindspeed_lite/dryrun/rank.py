@@ -30,10 +30,9 @@ class RankResult:
     Attributes:
         memory: bytes of weights, gradients, optimizer states, and activations at their peak; `kept`: these by place.
         messages: since its process began; the first `in_step` until the end of the step.
-        names: Megatron's name by group.
+        groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
         flags: small integer tensors that it sends.
-        stages: ranks of its pipeline.
         error: one line, or empty.
     """
 
@@ -41,9 +40,8 @@ class RankResult:
     memory: Mapping[str, Any]
     messages: Sequence[GroupCall]
     in_step: int
-    names: Mapping[tuple[int, ...], str]
+    groups: Mapping[str, tuple[int, ...]]
     micro_batches: tuple[int, int]
-    stages: tuple[int, ...]
     features: Sequence[tuple[str, str, str]]
     flags: Mapping[tuple[int, ...], Sequence[Sequence[Any]]]
     error: str
@@ -55,9 +53,13 @@ def run(launch: TrainingLaunch, timeout: float, workers: int) -> list[RankResult
     found = [run_one(launch, 0, timeout, {})]
     if found[0].error:
         return found
-    others = range(1, launch.world_size) if launch.world_size <= WHOLE else found[0].stages[1:]
+    others = (
+        range(1, launch.world_size)
+        if launch.world_size <= WHOLE
+        else found[0].groups["PIPELINE_MODEL_PARALLEL_GROUP"][1:]
+    )
     # The first rank of a tensor-parallel group tells the others what it reads.
-    tensor = next((len(group) for group, name in found[0].names.items() if name == "TENSOR_MODEL_PARALLEL_GROUP"), 1)
+    tensor = len(found[0].groups["TENSOR_MODEL_PARALLEL_GROUP"])
     with ThreadPoolExecutor(workers) as pool:
         for are_first in (True, False):
             known = {group: values for each in found for group, values in each.flags.items()}
@@ -97,9 +99,8 @@ def run_one(
         memory=found["memory"],
         messages=messages,
         in_step=found.get("in_step", 0),
-        names={tuple(group): name for group, name in found["names"]},
+        groups={name: tuple(ranks) for name, ranks in found["groups"].items()},
         micro_batches=(found["micro_batches"], found.get("all_micro_batches", 0)),
-        stages=tuple(found.get("stages", ())),
         features=[tuple(each) for each in found["features"]],
         flags={tuple(group): each for group, each in found["flags"]},
         error=found["error"],
@@ -114,4 +115,4 @@ def _message(fields: dict[str, Any]) -> GroupCall:
 
 def _failed(number: int, error: str, log: Path) -> RankResult:
     lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
-    return RankResult(number, {}, [], 0, {}, (0, 0), (), [], {}, error, lines)
+    return RankResult(number, {}, [], 0, {}, (0, 0), [], {}, error, lines)

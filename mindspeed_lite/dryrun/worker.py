@@ -42,13 +42,9 @@ def main() -> None:
         train_step.leave_no_trace(args)
 
     def step(model: Any, optimizer: Any, run: Any) -> Any:
-        import torch
-        from megatron.core import parallel_state
-
         train_step.stop_after(1)
         result = probe.around(model, optimizer, run)
         found["error"], found["in_step"] = "", len(world.messages)
-        found["stages"] = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         return result
 
     startup.before_validation(prepare)
@@ -76,7 +72,7 @@ def main() -> None:
     found["memory"] = probe.counted
     found["messages"] = [asdict(each) for each in world.messages]
     found["flags"] = [[list(group), each] for group, each in world.flags.items()]
-    found["names"] = [[list(ranks), name] for ranks, name in world.names.items()]
+    found["groups"] = world.groups
     Path(request["result"]).write_text(json.dumps(found))
 
 
@@ -84,8 +80,10 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
     args.load = args.save = None
     args.data_path, args.mock_data = None, True
-    args.train_samples = None
-    args.train_iters, args.eval_iters, args.rampup_batch_size = args.train_iters or 1, 0, None
+    # The learning rate's schedule stays valid; data sets hold samples for one step.
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    args.train_samples = args.lr_decay_samples = args.rampup_batch_size = None
+    args.train_iters, args.eval_iters, args.lr_warmup_samples = 1, 0, 0
     stages = args.pipeline_model_parallel_size
     data = world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
     at_once = args.micro_batch_size * max(1, data)

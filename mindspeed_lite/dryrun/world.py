@@ -64,8 +64,8 @@ class GroupCall:
 class World:
     """The world that this process claims to be a rank of.
 
-    names: Megatron's name by group. flags: small integer tensors that this rank sends, in order, by group of a
-    broadcast or by sender and receiver. known: those of ranks that ran before.
+    groups: ranks of this rank's group by its name in Megatron. flags: small integer tensors that this rank sends, in
+    order, by group of a broadcast or by sender and receiver. known: those of ranks that ran before.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class World:
     known: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
     flags: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
     messages: list[GroupCall] = field(default_factory=list)
-    names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _last: list[Any] = field(default_factory=list)
 
     def install(self, local_size: int) -> None:
@@ -116,7 +116,7 @@ class World:
         if ranks is not None and self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         if ranks is not None and group_desc:
-            self.names.setdefault(tuple(sorted(ranks)), str(group_desc))
+            self.groups[str(group_desc)] = tuple(ranks)
         return _OWN_NEW(ranks, group_desc=group_desc)
 
     def _batch(self, operations: Sequence[Any]) -> list[Any]:
@@ -133,8 +133,7 @@ class World:
             given = signature.bind(*args, **kwargs).arguments
             tensor = given[COLLECTIVES[kind]]
             first = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            root = given.get("group_src", given.get("src", given.get("group_dst", given.get("dst", -1))))
-            self._note(given, kind, first, root, bool(given.get("async_op")), *_parts(kind, given))
+            self._note(given, kind, first, _peer(given), bool(given.get("async_op")), *_parts(kind, given))
             return self._perform(original, kind, given)
 
         return call
@@ -145,11 +144,7 @@ class World:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            peer = given.get("dst", given.get("src"))
-            if peer is None:
-                place = given.get("group_dst", given.get("group_src"))
-                peer = dist.get_global_rank(given.get("group") or dist.group.WORLD, place)  # type: ignore[arg-type]
-            self._note(given, kind, given["tensor"], peer, kind.startswith("i"))
+            self._note(given, kind, given["tensor"], _peer(given), kind.startswith("i"))
             return self._perform(original, kind, given)
 
         return call
@@ -185,7 +180,7 @@ class World:
                 know(each, copy)
         elif kind == "broadcast":
             members = tuple(dist.get_process_group_ranks(group))
-            self._tell(given["tensor"], members, given.get("src") == self.rank)
+            self._tell(given["tensor"], members, self.messages[-1].peer == self.rank)
         elif kind in SENDS or kind in RECEIVES:
             peer = self.messages[-1].peer
             self._tell(given["tensor"], (self.rank, peer) if kind in SENDS else (peer, self.rank), kind in SENDS)
@@ -236,6 +231,16 @@ class _Done:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([])
         return future
+
+
+def _peer(given: dict[str, Any]) -> int:
+    """Global rank of a send, a receive or a root; -1 for other calls."""
+    for name in ("src", "dst"):
+        if given.get(name) is not None:
+            return int(given[name])
+        if given.get(f"group_{name}") is not None:
+            return dist.get_global_rank(given.get("group") or dist.group.WORLD, given[f"group_{name}"])  # type: ignore[arg-type]
+    return -1
 
 
 def _parts(kind: str, given: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
