@@ -16,11 +16,10 @@ exit code: 0; 1 if a rank fails, collectives do not match, or --memory is exceed
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -39,8 +38,7 @@ def add_options(parser: Parser) -> None:
     parser.reads_command = True
     parser.usage = "%(prog)s [options] -- COMMAND ..."
     option(parser, "--memory GB", "memory of a device: compare the ranks with it", bounded(float, 0, above=True))
-    option(parser, "--timeout S", "seconds for one rank", bounded(float, 0, above=True), 600.0)
-    option(parser, "--jobs N", "ranks that run at the same time", bounded(int, 1), min(4, os.cpu_count() or 1))
+    option(parser, "--timeout S", "seconds for all ranks", bounded(float, 0, above=True), 600.0)
     option(parser, "--json FILE", "write everything as JSON", output_file)
 
 
@@ -50,12 +48,16 @@ def main(options: argparse.Namespace) -> int:
     except launch.LaunchError as error:
         raise CommandError(error) from None
     print(f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ...", file=sys.stderr)
-    ranks = rank.run(found, options.timeout, options.jobs)
+    ranks = rank.run(found, options.timeout)
     if failed := next((each for each in ranks if each.error), None):
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
+    alike = [str(each.number) for each in ranks if each.is_alike]
+    ranks = [each for each in ranks if not each.is_alike]
     problems = match.problems({each.number: each.messages for each in ranks})
     _show_memory(ranks, found.world_size)
+    if alike:
+        say(f"stages of ranks {', '.join(alike)} are like those before and after and were not run")
     _show_messages(ranks[0])
     _show_features(ranks[0])
     limit = options.memory * 1e9 if options.memory else None
@@ -71,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _as_json(one: rank.RankResult) -> dict[str, Any]:
-    return asdict(replace(one, flags={}))
+    return asdict(one)
 
 
 def _total(one: rank.RankResult) -> int:

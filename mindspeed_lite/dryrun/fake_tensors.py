@@ -27,7 +27,7 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         first = args[0] if args and isinstance(args[0], FakeTensor) else None
         if func is aten._local_scalar_dense.default and first is not None:
             return _unknown(first.dtype) if first.constant is None else first.constant.item()
-        if func is aten.masked_select.default and (share := _share(args[1])) is not None:
+        if func is aten.masked_select.default and (share := share_of(args[1])) is not None:
             return args[0].new_empty(round(args[1].numel() * share))
         result = super().dispatch(func, types, args, kwargs)
         if isinstance(result, FakeTensor):
@@ -35,29 +35,31 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
                 with with_storage():
                     values = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
                 know(result, values)
-            share = _share(first)
-            if func in _SCATTERS and first is not None:
-                result.true_share = args[2].numel() / first.numel()  # type: ignore[attr-defined]
-            elif share is not None and func.overloadpacket in _KEEPING:
-                result.true_share = share  # type: ignore[attr-defined]
-            elif share is not None and func is aten.sum.dim_IntList and first is not None:
+        share = share_of(first)
+        if func in _SCATTERS and first is not None:
+            keep_share(result, args[2].numel() / first.numel())
+        elif share is not None and first is not None:
+            if func is aten.sum.dim_IntList:
                 know(result, _even(round(first.numel() * share), result))
+            for each in result if isinstance(result, (list, tuple)) else (result,):
+                if isinstance(each, FakeTensor) and (func.is_view or each.numel() == first.numel()):
+                    keep_share(each, share)
         return result
 
 
 # Makers of integers, such as indices. Small floating-point tensors may be weights, whose views share storage.
 _FACTORIES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default,
               aten.full.default}  # fmt: skip
-# Operators on a mask of chosen experts: they make it, or keep the share of its elements that are true.
+# Operators that make a mask of chosen experts. Of those that follow only the share of true elements is known.
 _SCATTERS = {aten.scatter.value, aten.scatter_.value}
-_KEEPING = {
-    aten.t, aten.transpose, aten.permute, aten.clone, aten._to_copy, aten.detach, aten.view, aten._unsafe_view,
-    aten.alias, aten.slice, aten.unsqueeze, aten.squeeze, aten.split, aten.ne, aten.gt, aten.mul,
-}  # fmt: skip
 
 
-def _share(tensor: Any) -> float | None:
+def share_of(tensor: Any) -> float | None:
     return getattr(tensor, "true_share", None)
+
+
+def keep_share(tensor: Any, share: float) -> None:
+    tensor.true_share = share
 
 
 def _even(total: int, like: torch.Tensor) -> torch.Tensor:
@@ -85,18 +87,30 @@ def _unknown(dtype: torch.dtype) -> Any:
     return 1.0 if dtype.is_floating_point else 1
 
 
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.constant is not None:
+        return tensor.constant
+    return torch.full(tensor.shape, _unknown(tensor.dtype), dtype=tensor.dtype)
+
+
+def _to_list(self: FakeTensor) -> Any:
+    with with_storage():
+        return _read(self).tolist()
+
+
 def install() -> None:
     tensor_class: Any = torch.Tensor
     own = tensor_class.numpy
 
     def numpy(self: torch.Tensor, **kwargs: Any) -> Any:
-        if isinstance(self, FakeTensor):
-            with with_storage():
-                values = self.constant
-                return own(torch.ones(self.shape, dtype=self.dtype) if values is None else values, **kwargs)
-        return own(self, **kwargs)
+        with with_storage():
+            return own(_read(self), **kwargs)
 
     tensor_class.numpy = numpy
+    # FakeTensor's own makes a tensor of every element.
+    FakeTensor.tolist = _to_list  # type: ignore[method-assign]
     own_tensor = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .fake_tensors import know, known, with_storage
+from .fake_tensors import keep_share, know, known, share_of, with_storage
+from .passed_values import PassedValues
 
 # Arguments whose size is the message's, by collective.
 COLLECTIVES = {
@@ -35,6 +36,8 @@ COLLECTIVES = {
 SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
 # Calls whose messages are Python objects or nothing: they only have an order.
 _OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list")
+# Megatron's name of the group of a pipeline's stages.
+PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 # Elements of the largest tensor of flags or shapes.
 _FLAGS = 16
 _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
@@ -64,28 +67,31 @@ class GroupCall:
 class World:
     """The world that this process claims to be a rank of.
 
-    groups: ranks of this rank's group by its name in Megatron. flags: small integer tensors that this rank sends, in
-    order, by group of a broadcast or by sender and receiver. known: those of ranks that ran before.
+    groups: ranks of this rank's group by its name in Megatron. values: what ranks read from each other's messages.
+    on_pipeline: called once with the ranks of the pipeline.
     """
 
-    rank: int
     size: int
-    known: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
-    flags: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
+    rank: int = 0
     messages: list[GroupCall] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    values: PassedValues | None = None
+    on_pipeline: Callable[[tuple[int, ...]], None] | None = None
     _last: list[Any] = field(default_factory=list)
 
-    def install(self, local_size: int) -> None:
-        """Claim the rank for this process, before the script imports anything."""
+    def claim(self, rank: int, local_size: int, values: PassedValues) -> None:
+        self.rank, self.values = rank, values
         os.environ.update(
-            RANK=str(self.rank),
+            RANK=str(rank),
             WORLD_SIZE=str(self.size),
-            LOCAL_RANK=str(self.rank % local_size),
+            LOCAL_RANK=str(rank % local_size),
             LOCAL_WORLD_SIZE=str(min(local_size, self.size)),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT="29500",
         )
+
+    def install(self) -> None:
+        """Replace torch.distributed's functions, before any module imports them by name."""
         self._replace({
             "init_process_group": self._init_process_group,
             "new_group": self._new_group,
@@ -117,6 +123,9 @@ class World:
             return dist.GroupMember.NON_GROUP_MEMBER
         if ranks is not None and group_desc:
             self.groups[str(group_desc)] = tuple(ranks)
+            if group_desc == PIPELINE and self.on_pipeline is not None:
+                self.on_pipeline(tuple(ranks))
+                self.on_pipeline = None
         return _OWN_NEW(ranks, group_desc=group_desc)
 
     def _batch(self, operations: Sequence[Any]) -> list[Any]:
@@ -164,11 +173,14 @@ class World:
         """Let arrive what is read later, as if every rank sent the same."""
         group = given.get("group")
         if kind in ("all_gather_object", "gather_object"):
+            objects = self._gather(given["obj"], tuple(dist.get_process_group_ranks(group)))
             results = given.get("object_list" if kind == "all_gather_object" else "object_gather_list")
             if results is not None:
-                results[:] = [given["obj"]] * len(results)
+                results[:] = objects
         elif kind in ("all_gather_into_tensor", "_all_gather_base"):
             output, values = given["output_tensor"], known(given["input_tensor"])
+            if (share := share_of(given["input_tensor"])) is not None:
+                keep_share(output, share)
             if values is not None:
                 with with_storage():
                     gathered = values.reshape(-1).repeat(dist.get_world_size(group)).view(output.shape)
@@ -180,25 +192,35 @@ class World:
                 know(each, copy)
         elif kind == "broadcast":
             members = tuple(dist.get_process_group_ranks(group))
-            self._tell(given["tensor"], members, self.messages[-1].peer == self.rank)
+            self._pass_on(given["tensor"], members, self.messages[-1].peer)
         elif kind in SENDS or kind in RECEIVES:
             peer = self.messages[-1].peer
-            self._tell(given["tensor"], (self.rank, peer) if kind in SENDS else (peer, self.rank), kind in SENDS)
+            between = (self.rank, peer) if kind in SENDS else (peer, self.rank)
+            self._pass_on(given["tensor"], between, between[0])
         return _Done() if given.get("async_op") or kind in ("isend", "irecv") else None
 
-    def _tell(self, tensor: torch.Tensor, between: tuple[int, ...], is_sent: bool) -> None:
-        """Pass on flags and shapes that ranks tell each other.
+    def _gather(self, own: Any, group: tuple[int, ...]) -> list[Any]:
+        """An object of each rank; of a rank that does not run, this rank's."""
+        if self.values is None:
+            return [own] * len(group)
+        self.values.put((*group, -self.rank), own)
+        found = {each: self.values.get((*group, -each), each) for each in self.values.running & {*group} - {self.rank}}
+        return [own if found.get(each) is None else found[each] for each in group]
 
-        From a rank that did not run come the values last sent, such as the shape of a stage's output, else 1.
+    def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> None:
+        """Pass on flags and shapes.
+
+        From a rank that does not run come the values last sent, such as the shape of a stage's output, else 1.
         """
-        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point:
+        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point or self.values is None:
             return
-        if is_sent:
+        if sender == self.rank:
             self._sending(tensor)
-            self.flags.setdefault(between, []).append(self._last)
+            self.values.put(between, self._last)
             return
-        told = self.known.get(between)
-        found = told.pop(0) if told else self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
+        found = self.values.get(between, sender)
+        if found is None or len(found) != tensor.numel():
+            found = self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
         with with_storage():
             values = torch.tensor(found).reshape(tensor.shape).to(tensor.dtype)
         know(tensor, values)

@@ -48,7 +48,7 @@ def test_memory_and_messages_are_those_of_the_real_rank(tmp_path, name):
     )  # fmt: skip
     assert not done.returncode, done.stderr[-3000:]
     launch = TrainingLaunch((str(recorded_script.SCRIPT), *argv), str(tmp_path), dict(os.environ), nproc, 8)
-    ranks = rank.run(launch, 600, 1)
+    ranks = rank.run(launch, 600)
     assert [each.error for each in ranks] == [""] * nproc, ranks[0].log_tail
     assert not match.problems({each.number: each.messages for each in ranks})
     for dry in ranks:

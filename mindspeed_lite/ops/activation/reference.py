@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops import autograd, traced
 
 # Elements whose intermediates fit a CPU cache.
 _BLOCK = 1 << 17
@@ -110,7 +110,8 @@ def _blocks(x: Tensor, weights: Tensor | None, width: int = 0) -> Iterator[tuple
     """Rows of x and their weights, in cache-sized blocks on a CPU."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w = None if weights is None else weights.reshape(-1, 1)
-    step = max(1, _BLOCK // max(width or x.shape[-1], 1)) if x.device.type == "cpu" else max(1, len(rows))
+    in_cache = x.device.type == "cpu" and not traced.dry
+    step = max(1, _BLOCK // max(width or x.shape[-1], 1) if in_cache else len(rows))
     for start in range(0, max(1, len(rows)), step):
         yield rows[start : start + step], None if w is None else w[start : start + step]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.attention import autograd
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class _Block(NamedTuple):
 
 def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> Iterator[_Block]:
     """Blocks in a fixed order: rows first, then (batch, key head) pairs."""
-    if not (ratio and sq and sk):
+    if traced.dry or not (ratio and sq and sk):
         return
     rows = max(1, min(sq, _SCORES // (ratio * sk)))
     left, right = spec.positions or (-1, -1)

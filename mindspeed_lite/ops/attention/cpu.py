@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from mindspeed_lite.ops import dispatch, native
+from mindspeed_lite.ops import dispatch, native, traced
 from mindspeed_lite.ops.attention import autograd, blocked, reference
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ UNROUNDED = autograd.Kernels(functools.partial(forward, wide=True), functools.pa
 def _in_kernel(q: Tensor, spec: AttentionSpec) -> bool:
     """True if the C++ kernel takes the call; logs once why it cannot run here."""
     # Dropout state is specific to the implementation.
-    if not takes(spec.case) or isinstance(q, FakeTensor) or not (spec.rng is None or isinstance(spec.rng, int)):
+    if not takes(spec.case) or traced.is_traced(q) or not (spec.rng is None or isinstance(spec.rng, int)):
         return False
     reason = unusable()
     if reason is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.cross_entropy import loss
 
 # 16 MiB as fp32.
@@ -54,5 +55,5 @@ def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss
 
 
 def _blocks(count: int, width: int) -> list[slice]:
-    step = max(1, _BLOCK // width)
+    step = count if traced.dry else max(1, _BLOCK // width)
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]

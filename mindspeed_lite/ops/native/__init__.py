@@ -83,6 +83,8 @@ class Library:
 
     def unusable(self) -> str | None:
         """Reason why the library is unusable, or None; compiles at the first call."""
+        if traced.dry:
+            return None
         if self._state == "not asked yet":
             self._state = self._load()
         return self._state
@@ -102,6 +104,8 @@ class Library:
         # Only before the library is loaded.
         if name not in self.functions:
             raise AttributeError(f"{self.source.name} is not known to have {name!r}")
+        if traced.dry:
+            return _nothing
         reason = self.unusable()
         if reason is not None:
             raise RuntimeError(reason)
@@ -128,8 +132,11 @@ class Library:
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    if not traced.dry:
-        function(*(address(each) if isinstance(each, Tensor) else each for each in given))
+    function(*(address(each) if isinstance(each, Tensor) else each for each in given))
+
+
+def _nothing(*given: Any) -> None:
+    """A kernel in a dry run."""
 
 
 class _Unusable(Exception):
@@ -143,6 +150,8 @@ def numbers(values: Sequence[int]) -> Any:
 
 def without_micro_kernel(library: Library, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Reason why `tiles.h` micro-kernels cannot multiply `dtype` now, or None."""
+    if traced.dry:
+        return None
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off (torch.backends.mkldnn)"
     return _without_micro_kernel(library, dtype)
