@@ -90,7 +90,7 @@ def _counted(training: Any) -> Iterator[tuple[Tracker, dict[tuple[str, int], int
     """Bytes that autograd holds, and by how much the first pass of each (kind, chunk) changes them."""
     from mindspeed_lite.patches._shared.pipeline_passes import MegatronPasses
 
-    weights = {each.data_ptr() for model in training.models for each in model.module.parameters()}
+    weights = {each.untyped_storage()._cdata for model in training.models for each in model.module.parameters()}
     tracker, changes = Tracker(weights.__contains__), dict[tuple[str, int], int]()
 
     def counting(kind: Kind, own: Any) -> Any:

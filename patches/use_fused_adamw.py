@@ -134,7 +134,7 @@ def cast_targets(optimizer: Any) -> dict[Tensor, Tensor]:
             buffer, _, bucket = optimizer.model_param_gbuf_map[model]
             shard = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
             # An fp32 parameter is usually a piece of that buffer.
-            if shard.data_ptr() != main.data_ptr():
+            if shard.untyped_storage()._cdata != main.untyped_storage()._cdata:
                 found[main] = shard
     return found
 

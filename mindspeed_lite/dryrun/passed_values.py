@@ -9,7 +9,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 _POLL = 0.005
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors without storage by their shape."""
+
+    def reducer_override(self, given: Any) -> Any:
+        return (_empty, (tuple(given.shape), given.dtype)) if isinstance(given, FakeTensor) else NotImplemented
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 class PassedValues:
@@ -20,12 +34,11 @@ class PassedValues:
         self._count: Counter[tuple[int, ...]] = Counter()
 
     def put(self, between: tuple[int, ...], value: Any) -> None:
-        """The next value between `between`: a group, or a sender and its receiver."""
-        self._write(self._path(between), value)
+        """Pass on the next value of `between`: a group, or a sender and its receiver."""
+        self._write(self.next(between), value)
 
-    def get(self, between: tuple[int, ...], sender: int) -> Any:
-        """The next value that `sender` puts; None if it does not run, has ended, or waits for this rank."""
-        path = self._path(between)
+    def get(self, path: Path, sender: int) -> Any:
+        """What `sender` puts at `path`; None if it does not run, has ended, or waits for this rank."""
         waits = self._waits(self.rank)
         self._write(waits, (sender, path.name))
         while not path.exists():
@@ -39,7 +52,8 @@ class PassedValues:
     def end(self) -> None:
         self._write(self.folder / f"ended-{self.rank}", None)
 
-    def _path(self, between: tuple[int, ...]) -> Path:
+    def next(self, between: tuple[int, ...]) -> Path:
+        """Where the next value of `between` is put."""
         self._count[between] += 1
         name = hashlib.sha256(repr(between).encode()).hexdigest()[:16]
         return self.folder / f"{name}-{self._count[between]}"
@@ -65,7 +79,8 @@ class PassedValues:
 
     def _write(self, path: Path, value: Any) -> None:
         part = self.folder / f"part-{self.rank}"
-        part.write_bytes(pickle.dumps(value))
+        with part.open("wb") as file:
+            _Pickler(file).dump(value)
         part.rename(path)
 
 

@@ -159,7 +159,7 @@ def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
     values.put((values.rank,), mine)
     place = stages.index(values.rank)
     neighbours = [stages[each] for each in (place - 1, place + 1) if 0 <= each < len(stages)]
-    return len(neighbours) == 2 and all(values.get((each,), each) == mine for each in neighbours)
+    return len(neighbours) == 2 and all(values.get(values.next((each,)), each) == mine for each in neighbours)
 
 
 def shorten(args: Any, world_size: int) -> tuple[int, int]:

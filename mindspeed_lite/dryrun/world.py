@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ COLLECTIVES = {
     "gather": "tensor",
     "scatter": "tensor",
 }
-SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
+SENDS, RECEIVES = ("send", "isend", "send_object_list"), ("recv", "irecv", "recv_object_list")
 # Calls whose messages are Python objects or nothing: they only have an order.
-_OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list")
+_OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "send_object_list",
+            "recv_object_list")  # fmt: skip
 # Megatron's name of the group of a pipeline's stages.
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 # Elements of the largest tensor of flags or shapes.
@@ -101,7 +103,7 @@ class World:
 
     def record(self) -> None:
         self._replace({
-            **{kind: self._point_to_point(getattr(dist, kind)) for kind in (*SENDS, *RECEIVES)},
+            **{kind: self._point_to_point(getattr(dist, kind)) for kind in (*SENDS[:2], *RECEIVES[:2])},
             **{kind: self._collective(getattr(dist, kind)) for kind in COLLECTIVES},
             **{kind: self._of_objects(getattr(dist, kind)) for kind in _OBJECTS},
         })  # fmt: skip
@@ -164,7 +166,7 @@ class World:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            self._note(given, kind, None, -1, bool(given.get("async_op")))
+            self._note(given, kind, None, _peer(given), bool(given.get("async_op")))
             return self._perform(original, kind, given)
 
         return call
@@ -177,6 +179,16 @@ class World:
             results = given.get("object_list" if kind == "all_gather_object" else "object_gather_list")
             if results is not None:
                 results[:] = objects
+        elif kind.endswith("_object_list") and self.values is not None:
+            peer = self.messages[-1].peer
+            is_broadcast = kind == "broadcast_object_list"
+            is_sender = kind in SENDS or peer == self.rank
+            pair = (self.rank, peer) if is_sender else (peer, self.rank)
+            between = tuple(dist.get_process_group_ranks(group)) if is_broadcast else pair
+            if is_sender:
+                self.values.put((*between, -1), given["object_list"])
+            elif (objects := self.values.get(self.values.next((*between, -1)), peer)) is not None:
+                given["object_list"][:] = objects
         elif kind in ("all_gather_into_tensor", "_all_gather_base"):
             output, values = given["output_tensor"], known(given["input_tensor"])
             if (share := share_of(given["input_tensor"])) is not None:
@@ -192,33 +204,40 @@ class World:
                 know(each, copy)
         elif kind == "broadcast":
             members = tuple(dist.get_process_group_ranks(group))
-            self._pass_on(given["tensor"], members, self.messages[-1].peer)
+            self._pass_on(given["tensor"], members, self.messages[-1].peer)()
         elif kind in SENDS or kind in RECEIVES:
             peer = self.messages[-1].peer
             between = (self.rank, peer) if kind in SENDS else (peer, self.rank)
-            self._pass_on(given["tensor"], between, between[0])
-        return _Done() if given.get("async_op") or kind in ("isend", "irecv") else None
+            read = self._pass_on(given["tensor"], between, between[0])
+            if kind == "irecv":
+                return _Request(read)
+            read()
+        return _Request() if given.get("async_op") or kind == "isend" else None
 
     def _gather(self, own: Any, group: tuple[int, ...]) -> list[Any]:
         """An object of each rank; of a rank that does not run, this rank's."""
         if self.values is None:
             return [own] * len(group)
         self.values.put((*group, -self.rank), own)
-        found = {each: self.values.get((*group, -each), each) for each in self.values.running & {*group} - {self.rank}}
+        found = {each: self.values.get(self.values.next((*group, -each)), each) for each in self.values.running & {*group} - {self.rank}}
         return [own if found.get(each) is None else found[each] for each in group]
 
-    def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> None:
-        """Pass on flags and shapes.
+    def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> Callable[[], None]:
+        """Pass on flags and shapes; what is received is known after a call of the result.
 
         From a rank that does not run come the values last sent, such as the shape of a stage's output, else 1.
         """
         if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point or self.values is None:
-            return
+            return _nothing
         if sender == self.rank:
             self._sending(tensor)
             self.values.put(between, self._last)
-            return
-        found = self.values.get(between, sender)
+            return _nothing
+        return functools.partial(self._receive, tensor, self.values.next(between), sender)
+
+    def _receive(self, tensor: torch.Tensor, path: Path, sender: int) -> None:
+        assert self.values is not None
+        found = self.values.get(path, sender)
         if found is None or len(found) != tensor.numel():
             found = self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
         with with_storage():
@@ -240,10 +259,19 @@ class World:
         self.messages.append(GroupCall(group, kind, dtype, size, peer, is_async, sent, received, _caller()))
 
 
-class _Done:
-    """A request that has completed."""
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class _Request:
+    """A request that completes when it is waited for."""
+
+    complete: Callable[[], None] = _nothing
 
     def wait(self, timeout: Any = None) -> bool:
+        self.complete()
+        self.complete = _nothing
         return True
 
     def is_completed(self) -> bool:

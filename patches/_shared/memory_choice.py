@@ -178,7 +178,7 @@ def _models(given: dict[str, Any]) -> list[Any]:
 
 def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
     parameters = [each for model in _models(given) for each in model.parameters()]
-    return {each.untyped_storage().data_ptr() for each in parameters}.__contains__
+    return {each.untyped_storage()._cdata for each in parameters}.__contains__
 
 
 def _synchronize(device: str) -> None:

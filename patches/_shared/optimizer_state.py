@@ -204,7 +204,7 @@ def training_state(parameters: Sequence[Tensor], mains: MainParams) -> Iterator[
         found = list(parameters)
         for parameter, inner, main in held:
             # Main parameters may be views of the parameter.
-            if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            if main.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
                 found.append(main)
             state = inner.state.get(main, {})
             found += [
