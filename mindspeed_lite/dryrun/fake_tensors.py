@@ -27,8 +27,10 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         first = args[0] if args and isinstance(args[0], FakeTensor) else None
         if func is aten._local_scalar_dense.default and first is not None:
             return _unknown(first.dtype) if first.constant is None else first.constant.item()
-        if func is aten.masked_select.default and (share := share_of(args[1])) is not None:
-            return args[0].new_empty(round(args[1].numel() * share))
+        if func is aten.masked_select.default:
+            return args[0].new_empty(_selected(args[1]))
+        if func is aten.nonzero.default:
+            return args[0].new_empty((_selected(args[0]), args[0].dim()), dtype=torch.int64)
         result = super().dispatch(func, types, args, kwargs)
         if isinstance(result, FakeTensor):
             if func in _FACTORIES and result.numel() <= _KNOWN and not result.dtype.is_floating_point:
@@ -60,6 +62,12 @@ def share_of(tensor: Any) -> float | None:
 
 def keep_share(tensor: Any, share: float) -> None:
     tensor.true_share = share
+
+
+def _selected(mask: torch.Tensor) -> int:
+    """How many elements are true; all of an unknown mask."""
+    share = share_of(mask)
+    return mask.numel() if share is None else round(mask.numel() * share)
 
 
 def _even(total: int, like: torch.Tensor) -> torch.Tensor:
