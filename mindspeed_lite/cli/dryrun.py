@@ -38,6 +38,7 @@ def add_options(parser: Parser) -> None:
     parser.reads_command = True
     parser.usage = "%(prog)s [options] -- COMMAND ..."
     option(parser, "--memory GB", "memory of a device: compare the ranks with it", bounded(float, 0, above=True))
+    option(parser, "--vocabulary N", "tokens of the tokenizer, whose files are then not read", bounded(int, 2))
     option(parser, "--timeout S", "seconds for all ranks", bounded(float, 0, above=True), 600.0)
     option(parser, "--json FILE", "write everything as JSON", output_file)
 
@@ -48,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     except launch.LaunchError as error:
         raise CommandError(error) from None
     print(f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ...", file=sys.stderr)
-    ranks = rank.run(found, options.timeout)
+    ranks = rank.run(found, options.timeout, options.vocabulary)
     if failed := next((each for each in ranks if each.error), None):
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)

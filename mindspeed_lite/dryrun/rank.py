@@ -47,12 +47,13 @@ class RankResult:
     log_tail: Sequence[str] = ()
 
 
-def run(launch: TrainingLaunch, timeout: float) -> list[RankResult]:
+def run(launch: TrainingLaunch, timeout: float, vocabulary: int | None = None) -> list[RankResult]:
     """All ranks of a small world; of a large one rank 0 and its pipeline's other stages, but for alike ones."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as name:
         folder = Path(name)
         asked = {
             "world_size": launch.world_size, "local_size": launch.local_size, "words": launch.words, "folder": name,
+            "vocabulary": vocabulary,
             "ranks": [*range(launch.world_size)] if launch.world_size <= WHOLE else None,
         }  # fmt: skip
         request = folder / "request"

@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+# Tokens of GPT-2's vocabulary.
+_GPT2 = 50257
 # Arguments whose schedules hold more micro-batches than a pipeline has stages.
 _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
@@ -83,7 +85,7 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        found = _run(request["words"], world, announce)
+        found = _run(request["words"], world, announce, request["vocabulary"])
         (folder / f"result-{rank}").write_text(json.dumps(found))
     except BaseException:
         traceback.print_exc()
@@ -94,7 +96,7 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
         os._exit(0)
 
 
-def _run(words: Sequence[str], world: Any, announce: int | None) -> dict[str, Any]:
+def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors
@@ -109,6 +111,7 @@ def _run(words: Sequence[str], world: Any, announce: int | None) -> dict[str, An
     found: dict[str, Any] = {"error": "the script ended without a training step", "micro_batches": 0}
 
     def prepare(args: Any) -> None:
+        replace_tokenizer(args, vocabulary)
         found["micro_batches"], found["all_micro_batches"] = shorten(args, world.size)
         train_step.leave_no_trace(args)
 
@@ -160,6 +163,20 @@ def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
     place = stages.index(values.rank)
     neighbours = [stages[each] for each in (place - 1, place + 1) if 0 <= each < len(stages)]
     return len(neighbours) == 2 and all(values.get(values.next((each,)), each) == mine for each in neighbours)
+
+
+def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
+    """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
+    files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
+    missing = next((each for each in files if each and not os.path.exists(each)), None)
+    size = vocabulary or (_GPT2 if args.tokenizer_type == "GPT2BPETokenizer" else getattr(args, "vocab_size", None))
+    if missing is None and vocabulary is None:
+        return
+    if size is None:
+        raise ValueError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
+    args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file = "NullTokenizer", None, None, None
+    # It adds a token for the end of a document.
+    args.vocab_size = size - 1
 
 
 def shorten(args: Any, world_size: int) -> tuple[int, int]:
