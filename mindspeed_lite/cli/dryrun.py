@@ -3,8 +3,9 @@ this machine, without a device, without storage and without a network, for one s
 whether all ranks call the same collectives, so that the training does not hang. COMMAND may be torchrun, python, or a
 shell script that calls them: it is run with a torchrun and a python that only write down what they were to start.
 
-Rank 0 and one rank of each other pipeline stage are run; of up to 8 ranks, all. Data are mock data; pipelines run as
-few micro-batches as keep the most activations. Tokens are spread evenly over experts.
+Of up to 8 ranks all are run; of more, rank 0 and the other stages of its pipeline, but for stages that are like those
+before and after. Data are mock data; pipelines run as few micro-batches as keep the most activations. Tokens are spread
+evenly over experts.
 
 examples:
   mindspeed-lite dryrun -- torchrun --nnodes 32 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 ...
@@ -117,14 +118,6 @@ def _show_messages(one: rank.RankResult) -> None:
         table(("group", "ranks", "call", "calls", "bytes"), rows[:12], f"messages of rank {one.number}")
 
 
-_MISCOUNTED = {
-    "virtual_optimizer": "its states in host memory are counted as on the device",
-    "reuse_fp32_param": "with --use-distributed-optimizer a rank's optimizer states may be counted 13 % too high",
-}
-
-
 def _show_features(one: rank.RankResult) -> None:
     on = [feature for feature, status, _ in one.features if status == "applied" and not feature.startswith("device_")]
     say(f"\nfeatures on: {', '.join(on) if on else 'none'}")
-    for feature in sorted({*on} & {*_MISCOUNTED}):
-        say(f"{feature}: {_MISCOUNTED[feature]}")

@@ -31,22 +31,25 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
             return args[0].new_empty(_selected(args[1]))
         if func is aten.nonzero.default:
             return args[0].new_empty((_selected(args[0]), args[0].dim()), dtype=torch.int64)
-        result = super().dispatch(func, types, args, kwargs)
-        if isinstance(result, FakeTensor):
-            if func in _FACTORIES and result.numel() <= _KNOWN and not result.dtype.is_floating_point:
-                with with_storage():
-                    values = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
-                know(result, values)
-        share = share_of(first)
-        if func in _SCATTERS and first is not None:
-            keep_share(result, args[2].numel() / first.numel())
-        elif share is not None and first is not None:
-            if func is aten.sum.dim_IntList:
-                know(result, _even(round(first.numel() * share), result))
-            for each in result if isinstance(result, (list, tuple)) else (result,):
-                if isinstance(each, FakeTensor) and (func.is_view or each.numel() == first.numel()):
-                    keep_share(each, share)
+        result: Any = super().dispatch(func, types, args, kwargs)
+        is_small = isinstance(result, FakeTensor) and result.numel() <= _KNOWN
+        if func in _FACTORIES and is_small and not result.dtype.is_floating_point:
+            with with_storage():
+                values = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
+            know(result, values)
+        if func in _SCATTERS:
+            keep_share(result, args[2].numel() / args[0].numel())
+        elif (share := share_of(first)) is not None:
+            self._carry_share(func, args[0], share, result)
         return result
+
+    @staticmethod
+    def _carry_share(func: Any, mask: torch.Tensor, share: float, result: Any) -> None:
+        if func is aten.sum.dim_IntList:
+            know(result, _even(round(mask.numel() * share), result))
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, FakeTensor) and (func.is_view or each.numel() == mask.numel()):
+                keep_share(each, share)
 
 
 # Makers of integers, such as indices. Small floating-point tensors may be weights, whose views share storage.

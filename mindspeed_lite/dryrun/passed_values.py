@@ -42,7 +42,8 @@ class PassedValues:
         waits = self._waits(self.rank)
         self._write(waits, (sender, path.name))
         while not path.exists():
-            if sender not in self.running or (self._has_ended(sender) or self._is_circle(sender)) and not path.exists():
+            is_in_vain = sender not in self.running or self._has_ended(sender) or self._is_circle(sender)
+            if is_in_vain and not path.exists():
                 waits.unlink()
                 return None
             time.sleep(_POLL)

@@ -76,7 +76,7 @@ def run(launch: TrainingLaunch, timeout: float, vocabulary: int | None = None) -
 
 def _read(folder: Path, number: int, ending: str) -> RankResult:
     result, log = folder / f"result-{number}", folder / f"log-{number}"
-    found = json.loads(result.read_text()) if result.exists() else {"error": ending}
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": ending}
     lines = (log if log.exists() else folder / "log").read_text(errors="replace").splitlines()[-_TAIL:]
     return RankResult(
         number=number,

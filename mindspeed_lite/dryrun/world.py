@@ -218,8 +218,10 @@ class World:
         """An object of each rank; of a rank that does not run, this rank's."""
         if self.values is None:
             return [own] * len(group)
-        self.values.put((*group, -self.rank), own)
-        found = {each: self.values.get(self.values.next((*group, -each)), each) for each in self.values.running & {*group} - {self.rank}}
+        values = self.values
+        values.put((*group, -self.rank), own)
+        others = values.running & {*group} - {self.rank}
+        found = {each: values.get(values.next((*group, -each)), each) for each in others}
         return [own if found.get(each) is None else found[each] for each in group]
 
     def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> Callable[[], None]:
