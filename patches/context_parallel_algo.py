@@ -338,11 +338,7 @@ FEATURE = Feature(
     patches=(
         Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
         Override(
-            f"{CORE}.forward",
-            _forward,
-            order=1,
-            reads=(*READS, "layer_number", *_OF_CONFIG),
-            relies_on=RELIES_ON,
+            f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG), relies_on=RELIES_ON
         ),
         Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions=">=0.16,<0.18"),
         Provide(f"{_UTILS}:tex", _partition, versions=">=0.18"),

@@ -241,11 +241,7 @@ FEATURE = Feature(
         Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),
         Override(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
         Override(f"{_LAYERS}:RowParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
-        Around(
-            f"{_LAYERS}:ColumnParallelLinear.backward_dw",
-            after(_drain_asked),
-            versions=">=0.16",
-        ),
+        Around(f"{_LAYERS}:ColumnParallelLinear.backward_dw", after(_drain_asked), versions=">=0.16"),
         Around(f"{_LAYERS}:RowParallelLinear.backward_dw", after(_drain_asked), versions=">=0.17"),
         Provide(f"{_LAYERS}:RowParallelLinear.backward_dw", lambda session: backward_dw, versions=">=0.16,<0.17"),
         Around(

@@ -286,10 +286,6 @@ FEATURE = Feature(
             relies_on=LINEAR_LAYERS,
         ),
         Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.13", by_name=True),
-        Override(
-            "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
-            _spec,
-            versions="<0.13",
-        ),
+        Override("megatron.core.models.gpt.moe_module_specs:get_moe_module_spec", _spec, versions="<0.13"),
     ),
 )

@@ -294,11 +294,7 @@ def _wait(handles: Mapping[str, Any], name: str) -> Callable[[], object] | None:
     return handles[name].wait if name in handles else None
 
 
-_MESSAGES = (
-    "send_forward_recv_forward",
-    "send_backward_recv_backward",
-    "send_forward_backward_recv_forward_backward",
-)
+_MESSAGES = ("send_forward_recv_forward", "send_backward_recv_backward", "send_forward_backward_recv_forward_backward")
 
 
 @functools.cache
