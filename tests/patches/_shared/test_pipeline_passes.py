@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mindspeed_lite.patches._shared import pipeline_passes
 from mindspeed_lite.patches._shared.pipeline_passes import QUEUE, DelayedWgrads
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from tests.harness.processes import forked
@@ -96,26 +94,3 @@ def test_a_schedule_keeps_gradients_that_megatron_asks_for():
         assert log == []
     backward_dw(model[0])
     assert log == ["computed"] and len(getattr(model[0], QUEUE)) == 0
-
-
-class ModelType(enum.Enum):
-    encoder_or_decoder = 1
-    encoder_and_decoder = 2
-
-
-def test_an_encoder_with_a_decoder_is_left_to_megatron():
-    schedules = SimpleNamespace(
-        ModelType=ModelType,
-        get_model_type=lambda model: model,
-        get_tensor_shapes=lambda *, model_type: None,
-        parallel_state=SimpleNamespace(get_pipeline_model_parallel_group=lambda: schedules.group),
-        group="group",
-    )
-    assert pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_or_decoder) == []
-    (reason,) = pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_and_decoder)
-    assert "two tensors" in reason
-    schedules.group = ["one", "another"]
-    (reason,) = pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_or_decoder)
-    assert "several pipelines" in reason
-    schedules.get_tensor_shapes = lambda *, tp_group: None
-    assert pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_and_decoder) == []
