@@ -47,18 +47,6 @@ def test_the_copy_of_main_parameters_is_made_once() -> None:
     assert plain == [True, True], "of another optimizer it is Megatron's own"
 
 
-def test_the_end_makes_all_plain_and_holds_nothing_alive() -> None:
-    ends: list[Any] = []
-    session, optimizer = SimpleNamespace(on_end=ends.append), optimizer_of(True, True)
-    forms.end_with(session, optimizer.optimizer)  # type: ignore[arg-type]
-    main = optimizer.fp32_from_float16_groups[0][0]
-    (end,) = ends
-    end()
-    assert main.isfinite().all() and optimizer.optimizer.state[main]["exp_avg"].dtype == torch.float32
-    forms.end_with(session, optimizer_of(True, False).optimizer)  # type: ignore[arg-type]
-    ends[1]()
-
-
 FORMS = {
     "plain": {},
     "quantized": {"use_fused_adamw": True, "quant_states": "fp8"},
