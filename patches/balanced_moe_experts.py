@@ -277,7 +277,7 @@ FEATURE = Feature(
         Override(
             "megatron.core.transformer.moe.experts:SequentialMLP.forward",
             _experts,
-            reads=("config", "local_experts", f"{CONFIG}.fp8", f"{CONFIG}.gradient_accumulation_fusion"),
+            reads=(f"{CONFIG}.gradient_accumulation_fusion",),
             order=1,
         ),
         moe.before_gradients_are_reduced(lambda session: _state(session).pending.finish()),

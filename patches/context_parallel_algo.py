@@ -336,7 +336,7 @@ FEATURE = Feature(
     arguments=_arguments,
     operators=("attention",),
     patches=(
-        Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
+        Override(f"{CORE}.__init__", _init, order=1),
         Override(
             f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG), relies_on=RELIES_ON
         ),

@@ -99,7 +99,7 @@ FEATURE = Feature(
             "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward",
             _forward,
             by_name=True,
-            reads=("attn_mask_type", "forward_torch_softmax", "mask_func", "scale", "scaled_masked_softmax_fusion"),
+            reads=("attn_mask_type", "mask_func", "scale", "scaled_masked_softmax_fusion"),
             relies_on=SOFTMAX_AND_MASKS,
         ),
         Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", after(_switch_off)),

@@ -185,7 +185,7 @@ FEATURE = Feature(
         Override(
             f"{_LAYER}.shared_experts_compute",
             _shared_expert,
-            reads=("shared_experts", "shared_experts_recompute", "token_dispatcher", "use_shared_expert"),
+            reads=("token_dispatcher",),
         ),
         Override(f"{_LAYER}.postprocess", _postprocess),
     ),

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
-from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import pipeline_orders
 from ._shared.conditions import several_stages
@@ -134,11 +133,7 @@ FEATURE = Feature(
     not_auto="it places layers in another way: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Override(
-            "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
-            _offset,
-            reads=(f"{CONFIG}.pipeline_model_parallel_size",),
-        ),
+        Override("megatron.core.transformer.transformer_layer:get_transformer_layer_offset", _offset),
         Override(f"{_UTILS}:is_vp_last_stage", _vp_last),
         Override(f"{_UTILS}:is_pp_last_stage", _pp_last),
         Override("megatron.core.parallel_state:is_pipeline_last_stage", _last),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mindspeed_lite.engine import Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
-from mindspeed_lite.platform.megatron import CONFIG
 
 from .wrappers import leave_out, verify
 
@@ -23,13 +22,8 @@ _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _PACK = "megatron.core.packed_seq_params:PackedSeqParams"
 _UTILS = "megatron.core.transformer.utils"
 READS = (
-    "attention_dropout",
     "attn_mask_type",
-    "config",
     "hidden_size_per_attention_head",
-    "scale_mask_softmax",
-    "softmax_scale",
-    f"{CONFIG}.sequence_parallel",
     f"{_SOFTMAX}.scale",
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),

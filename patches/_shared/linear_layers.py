@@ -65,20 +65,6 @@ _OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear 
 CONFLICTING_ARGS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPH_ARGS}
 UNSUPPORTED = {"<0.14": "before Megatron 0.14 a linear layer has no method that multiplies, which could be replaced"}
 
-_ROW_READS = (
-    "_forward_impl",
-    "bias",
-    "config",
-    "explicit_expert_comm",
-    "gradient_accumulation_fusion",
-    "input_is_parallel",
-    "sequence_parallel",
-    "skip_bias_add",
-    "tp_group",
-    "weight",
-)
-
-
 _REDUCTIONS = (
     "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
     "megatron.core.tensor_parallel.mappings:reduce_scatter_to_sequence_parallel_region",
@@ -169,7 +155,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         # Inside the wrap of --delay-wgrad-compute, whose buffer it serves.
         Override(f"{LAYERS}:ColumnParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
-        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS, relies_on=_REDUCTIONS),
+        Override(f"{LAYERS}:RowParallelLinear.forward", row, relies_on=_REDUCTIONS),
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Context, Function, Override, Session
-from mindspeed_lite.platform.megatron import CONFIG
 
 from .conditions import Condition, every, local
 from .wrappers import at_end
@@ -121,11 +120,9 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         return __new__
 
     # Outside the device layer's wrap of the same symbol, which would drop sequence parallelism.
-    fields = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "normalization", "sequence_parallel")
     return Override(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         new,
-        reads=[f"{CONFIG}.{name}" for name in fields],
         order=10,
     )
 
