@@ -297,10 +297,15 @@ def ruled(**changed):
     return plant
 
 
-def experts():
-    tokens = draw(sum(moe_experts.COUNTS), 32)
-    probs = torch.rand(tokens.shape[0], generator=torch.Generator().manual_seed(2))
-    return moe_experts.experts_of()(tokens, torch.tensor(moe_experts.COUNTS), probs)[0]
+def experts(**fields):
+    def run():
+        made = moe_experts.experts_of(**fields)
+        leaves.extend(made.parameters())
+        tokens = draw(sum(moe_experts.COUNTS), 32)
+        probs = leaf(torch.rand(tokens.shape[0], generator=torch.Generator().manual_seed(2)))
+        return made(tokens, torch.tensor(moe_experts.COUNTS), probs)[0]
+
+    return run
 
 
 def permuted():
@@ -429,8 +434,12 @@ DRILL = {
         ),
     ],
     "moe_grouped_gemm": [
+        (experts(bias_activation_fusion=True), {}),
+        (experts(gated_linear_unit=False, activation_func=torch.nn.functional.gelu), {}),
+        (experts(add_bias_linear=True), {}),
+        (experts(moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True), {}),
         (
-            experts,
+            experts(),
             {
                 "rows": of(
                     "moe_grouped_gemm",

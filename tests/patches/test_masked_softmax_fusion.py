@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.patches._shared import megatron_arguments
 from tests.harness.processes import forked
 
 ON = "use_masked_softmax_fusion"
@@ -75,10 +72,3 @@ def test_what_it_does_not_serve_is_megatrons_without_the_extension():
         assert torch.equal(unfused(scores * 1, None), softmax_of(fusion=False, window_size=(4, 0))(scores * 1, None))
         assert not mindspeed_lite.report().verifications, "a configuration without the fusion"
     assert torch.equal(offset, softmax_of(fusion=False)(scores, None, torch.zeros(4)))
-
-
-def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
-    for on in (False, True):
-        args = SimpleNamespace(masked_softmax_fusion=True, use_masked_softmax_fusion=on)
-        notices = megatron_arguments.switch(args, "cpu", ())
-        assert args.masked_softmax_fusion is on and len(notices) == (not on)

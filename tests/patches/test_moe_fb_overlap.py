@@ -39,15 +39,6 @@ def test_in_python_and_by_itself():
     assert "memory" in left_off
 
 
-MODEL = {
-    "num_experts": 8,
-    "expert_model_parallel_size": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "bf16": True,
-    "overlap_moe_expert_parallel_comm": False,
-}
-
-
 def test_one_expert_a_rank_wants_a_release_that_keeps_its_input():
     settings = Settings({"moe_fb_overlap": True})
     for release, count in (("0.16.1", 1), ("0.17.0", 0)):

@@ -7,6 +7,7 @@ which also has what takes more than a row.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
 from mindspeed_lite.memory import host
+from mindspeed_lite.patches import moe_alltoall_mc2
 from tests.harness.swapped import reasons
 
 EXPERTS = {"num_experts": 16, "expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"}
@@ -39,6 +41,7 @@ BASE = {
     "gradient_accumulation_fusion": ({}, {}, "cpu"),
     "masked_softmax_fusion": ({}, {}, "cpu"),
     "moe_allgather_overlap_comm": ({}, {**EXPERTS, "moe_token_dispatcher_type": "allgather"}, "cpu"),
+    "moe_alltoall_mc2": ({}, EXPERTS, "npu"),
     "moe_alltoall_overlap_comm": ({}, EXPERTS, "cpu"),
     "moe_fb_overlap": ({}, {**EXPERTS, "bf16": True}, "cpu"),
     "moe_grouped_gemm": ({}, EXPERTS, "cpu"),
@@ -155,6 +158,13 @@ REASONS = {
             "tokens stay where they are",
         ),
         ({"moe_token_dispatcher_type": "alltoall"}, "--moe-token-dispatcher-type alltoall"),
+    ],
+    "moe_alltoall_mc2": [
+        ({}, "the device is cpu", {"device": "cpu"}),
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        ({"tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
     ],
     "moe_alltoall_overlap_comm": [
         ({"num_experts": None}, "--num-experts"),
@@ -353,6 +363,7 @@ BAD_VALUES = [
         for value in ([each.least - 1] if each.convert is int else [-0.5, float("inf"), float("nan")])
     ),
     ("pipeline_schedule", "zb-h3", "one of 1f1b, interleaved"),
+    ("moe_wgrad_side_stream", "sometimes", "takes one of auto, always"),
     ("moe_zero_memory", "level2", "takes one of disable, level0, level1"),
 ]
 
@@ -361,7 +372,9 @@ BAD_VALUES = [
 def environment(monkeypatch):
     """The optional packages that features look for; a host memory that the device addresses."""
     find = importlib.util.find_spec
-    found = {"scipy": object(), "apex": None, "transformer_engine": None}
+    found = {"scipy": object(), "torch_npu": object(), "apex": None, "transformer_engine": None}
+    operators = dict.fromkeys(moe_alltoall_mc2._OPERATORS)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(**operators))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: found[name] if name in found else find(name))
     monkeypatch.setattr(host, "why_not", lambda device: [])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

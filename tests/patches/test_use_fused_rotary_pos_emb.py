@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -134,26 +133,3 @@ def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():
         dict(multi_latent_attention=True, cache_mla_latents=True),
     ):
         assert FEATURE.arguments(context(**refused)) == {}, refused
-
-
-ARGUMENTS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 3 --bf16 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 255 --normalization RMSNorm --position-embedding-type rope"
-).split()
-
-
-@pytest.mark.parametrize("flags", [[], ["--use-fused-rotary-pos-emb"], ["--mindspeed-lite-auto"]])
-@forked("megatron", WORLD_SIZE="1", RANK="0")
-def test_the_default_of_megatron_stands_with_the_feature_and_is_switched_without(flags):
-    from megatron.training import arguments
-
-    import mindspeed_lite.megatron_adaptor
-
-    sys.argv = ["pretrain_gpt.py", *ARGUMENTS, *flags]
-    args = arguments.validate_args(arguments.parse_args())
-    report = mindspeed_lite.report()
-    assert args.apply_rope_fusion is bool(flags)
-    assert any("--no-rope-fusion set" in notice for notice in report.notices) is not bool(flags)
-    others = any("--no-gradient-accumulation-fusion set" in notice for notice in report.notices)
-    assert others is ("--mindspeed-lite-auto" not in flags)  # which has a feature that makes that default possible
