@@ -23,6 +23,7 @@ from tests.harness.norms import HIDDEN, norm_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
 from tests.patches import moe_experts
+from tests.patches.test_use_fused_swiglu import MODELS, WIDTH, mlp_of
 
 BOTH = (torch.float32, torch.bfloat16)
 # What the current call has drawn.
@@ -198,6 +199,19 @@ def quick_geglu():
 
     weights = torch.rand(10, 1, generator=torch.Generator().manual_seed(2))
     return weighted_bias_quick_geglu_impl(draw(10, 24), None, weights, linear_offset=1.0, clamp_value=0.5)
+
+
+def mlp(model, dtype):
+    """What Megatron's MLP makes of a first layer's output."""
+
+    def run():
+        fields, biased, weighted = MODELS[model]
+        x = draw(*((10,) if weighted else (5, 2)), WIDTH, dtype=dtype, size=2.0)
+        bias = draw(WIDTH, dtype=dtype, seed=2) if biased else None
+        weights = leaf(torch.rand(10, generator=torch.Generator().manual_seed(3))) if weighted else None
+        return mlp_of(dict(fields), bias)(x, weights)[0]
+
+    return run
 
 
 def activated(change):
@@ -390,6 +404,7 @@ DRILL = {
                 "bias": activated(lambda kind, x, bias, weights: (kind, x, None, weights)),
             },
         ),
+        *((mlp(model, dtype), {}) for model in MODELS for dtype in BOTH),
         (quick_geglu, {"offset": without("linear_offset", 0.0), "clamp": without("clamp", None)}),
     ],
     "bias_dropout_fusion": [

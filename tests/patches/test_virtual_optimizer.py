@@ -15,8 +15,6 @@ from mindspeed_lite.patches import virtual_optimizer as patch
 from tests.harness.optimizers import KINDS, gradients, inner, optimizer_of, saved, start, train
 from tests.harness.processes import forked
 
-OFF = {"use_fused_adamw": True, "strict": True}
-
 
 def begin(groups: Path) -> None:
     """The models of these tests are small."""
