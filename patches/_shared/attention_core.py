@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Feature, Function, Session
+from mindspeed_lite.engine import Context, Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
 
 from .wrappers import leave_out, verify
@@ -149,6 +149,12 @@ def without_head_sizes(wrapped: Function, session: Session) -> Function:
         wrapped(self, *arguments, **keywords)
 
     return __init__
+
+
+def without_mask(context: Context) -> dict[str, Any]:
+    """Arguments for a data loader without causal mask, where positions say which keys a row sees."""
+    is_needed = context.host_args is None or context.arg("reset_attention_mask", False)
+    return {} if is_needed else {"create_attention_mask_in_dataloader": False}
 
 
 # Maximum bytes of scores for verification in a wider type.

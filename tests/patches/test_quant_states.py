@@ -78,7 +78,7 @@ def test_checkpoints_are_plain_and_go_on_to_the_last_bit(
 def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**on("fp8")):
-        for options in (KINDS["bf16"], KINDS["bf16, distributed"]):
+        for options in (KINDS["bf16"], KINDS["bf16, distributed"], KINDS["fp32"]):
             shared = optimizers.Model
 
             class Tied(shared):  # type: ignore[misc, valid-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -279,7 +280,10 @@ REASONS = {
         ({"tensor_model_parallel_size": 1}, "nothing travels"),
         (TE, "its own layers"),
     ],
-    "use_flash_attn": [(TE, "--transformer-impl transformer_engine")],
+    "use_flash_attn": [
+        (TE, "--transformer-impl transformer_engine"),
+        ({}, "asks for Megatron's own", {"settings": {"use_flash_attn": False, "attention_backend": "unfused"}}),
+    ],
     "use_fused_adamw": [
         ({"optimizer": "muon"}, "--optimizer muon"),
     ],
@@ -347,6 +351,36 @@ REFUSED = {
         ),
     ],
 }
+# Arguments of Megatron that a feature sets: (settings, arguments, what it sets).
+ARGUMENTS = {
+    "gradient_accumulation_fusion": [
+        ({}, {}, {"gradient_accumulation_fusion": True}),
+        ({}, {"language_model": SimpleNamespace()}, {}),
+    ],
+    "moe_fb_overlap": [({}, {}, {"overlap_moe_expert_parallel_comm": True})],
+    "recompute_in_bubble": [
+        ({}, {}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ({"recompute_in_bubble": False, "recompute_in_advance": True}, {"recompute_granularity": "full"}, {}),
+    ],
+    "schedules_method": [
+        ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2}),
+        ({}, {"num_layers_per_virtual_pipeline_stage": 2}, {}),
+    ],
+    "use_ascend_coc": [({}, {}, {}), ({"tp_comm_overlap": True}, {}, {"tp_comm_overlap": False})],
+    "use_flash_attn": [
+        ({}, {}, {"create_attention_mask_in_dataloader": False}),
+        # Documents must not see each other.
+        ({}, {"reset_attention_mask": True}, {}),
+    ],
+    "use_fused_rotary_pos_emb": [
+        *(({}, {"multi_latent_attention": each}, {"apply_rope_fusion": True}) for each in (False, True)),
+        ({}, {"position_embedding_type": "yarn"}, {}),
+        ({}, {"rotary_interleaved": True}, {}),
+        ({}, {"experimental_attention_variant": "dsa"}, {}),
+        ({}, {"multi_latent_attention": True, "rope_type": "rope"}, {}),
+        ({}, {"multi_latent_attention": True, "cache_mla_latents": True}, {}),
+    ],
+}
 # Values that an option itself refuses.
 BAD_VALUES = [
     *(("swap_optimizer_times", each, "--swap-optimizer-times") for each in ("few", "0x", 1.5)),
@@ -363,6 +397,7 @@ BAD_VALUES = [
         for value in ([each.least - 1] if each.convert is int else [-0.5, float("inf"), float("nan")])
     ),
     ("pipeline_schedule", "zb-h3", "one of 1f1b, interleaved"),
+    ("attention_backend", "swift", "--attention-backend takes"),
     ("moe_wgrad_side_stream", "sometimes", "takes one of auto, always"),
     ("moe_zero_memory", "level2", "takes one of disable, level0, level1"),
 ]
@@ -385,7 +420,7 @@ def rows(table):
 
 
 def test_rows_are_of_features():
-    assert {*REASONS, *REFUSED} <= BASE.keys() <= {feature.name for feature in runtime.catalogue()}
+    assert {*REASONS, *REFUSED, *ARGUMENTS} <= BASE.keys() <= {feature.name for feature in runtime.catalogue()}
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -420,6 +455,16 @@ def test_flags_that_make_no_sense_are_refused_in_one_line(name, row):
     with pytest.raises(OptionError) as error:
         reasons(feature, given)
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "row"), rows(ARGUMENTS))
+def test_arguments_that_a_feature_sets(name, row):
+    feature = runtime.catalogue()[name]
+    settings, args, wanted = row
+    given = context(feature, args, settings)
+    assert feature.arguments(given) == wanted
+    if name != "use_ascend_coc":
+        assert feature.arguments(replace(given, host_args=None)) == {}, "in Python there is nothing to set"
 
 
 @pytest.mark.parametrize(("dest", "value", "text"), BAD_VALUES)

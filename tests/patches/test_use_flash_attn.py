@@ -10,7 +10,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.patches import use_flash_attn as patch
 from tests.harness.attention_modules import (
@@ -153,50 +153,13 @@ def test_multi_latent_attention_is_built_and_computes_what_is_defined(packed):
     torch.testing.assert_close(got.detach(), want, rtol=1e-5, atol=1e-5)
 
 
-def reasons(**host_args):
-    return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
-
-
-class Backend(enum.Enum):
-    """As Megatron's AttnBackend."""
-
-    flash = 1
-    fused = 2
-    unfused = 3
-    local = 4
-    auto = 5
-
-
-def settings_of(**values):
-    return Settings.of(FEATURE.options, values)
-
-
 def test_attention_backend_asks_in_megatrons_words():
-    on = {each for each in Backend if FEATURE.is_enabled(settings_of(attention_backend=each))}
-    assert on == {Backend.flash, Backend.fused}
-    assert FEATURE.is_enabled(settings_of(attention_backend="flash")) and not FEATURE.is_enabled(settings_of())
-    for each in Backend:
-        assert FEATURE.is_enabled(settings_of(use_flash_attn=True, attention_backend=each))
-    with pytest.raises(OptionError, match="attention-backend takes"):
-        settings_of(attention_backend="swift")
-
-
-def test_unfused_contradicts_the_flag_and_keeps_auto_away():
-    unfused = settings_of(attention_backend=Backend.unfused)
-    (reason,) = FEATURE.condition(Context(unfused, "cpu", {}, {}))
-    assert "--attention-backend unfused" in reason
-    both = settings_of(use_flash_attn=True, attention_backend=Backend.unfused)
-    with pytest.raises(OptionError, match=r"--use-flash-attn and --attention-backend unfused contradict"):
-        FEATURE.condition(Context(both, "cpu", {}, {}))
-    for backend in (Backend.local, Backend.auto, Backend.flash):
-        settings = settings_of(use_flash_attn=True, attention_backend=backend)
-        assert list(FEATURE.condition(Context(settings, "cpu", {}, {}))) == []
-
-
-def test_the_mask_is_dropped_only_where_position_says_it_all():
-    def adjusted(host_args):
-        return dict(FEATURE.arguments(Context(Settings({}), "cpu", {}, host_args)))
-
-    assert adjusted({"reset_attention_mask": False}) == {"create_attention_mask_in_dataloader": False}
-    assert adjusted({"reset_attention_mask": True}) == {}, "documents must not see each other"
-    assert adjusted(None) == {}, "without arguments there is nothing to set"
+    """As a text, or as the member that Megatron's parser makes of it."""
+    backends = enum.Enum("Backend", patch._BACKENDS)
+    for each in backends:
+        on = each.name in ("flash", "fused")
+        for value in (each, each.name):
+            settings = Settings.of(FEATURE.options, {"attention_backend": value})
+            both = Settings.of(FEATURE.options, {"attention_backend": value, "use_flash_attn": True})
+            assert FEATURE.is_enabled(settings) is on and FEATURE.is_enabled(both)
+            assert bool(FEATURE.condition(Context(settings, "cpu", {}, {}))) is (each.name == "unfused")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
+from mindspeed_lite.engine import FallbackError, OptionError
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
 from tests.harness.compare import error, forward_backward
 from tests.harness.processes import forked
@@ -115,21 +115,3 @@ def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
         assert [each.reason for each in mindspeed_lite.report().fallbacks] == [f"{S} tokens with angles of 1"]
     with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True), pytest.raises(FallbackError, match="of 1"):
         utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
-
-
-def context(settings=None, **host_args):
-    return Context(Settings({"use_fused_rotary_pos_emb": True} if settings is None else settings), "cpu", {}, host_args)
-
-
-def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():
-    fused = {"apply_rope_fusion": True}
-    assert FEATURE.arguments(context()) == fused == FEATURE.arguments(context(multi_latent_attention=True))
-    assert FEATURE.arguments(Context(Settings({}), "cpu", {}, None)) == {}
-    for refused in (
-        dict(position_embedding_type="yarn"),
-        dict(rotary_interleaved=True),
-        dict(experimental_attention_variant="dsa"),
-        dict(multi_latent_attention=True, rope_type="rope"),
-        dict(multi_latent_attention=True, cache_mla_latents=True),
-    ):
-        assert FEATURE.arguments(context(**refused)) == {}, refused
