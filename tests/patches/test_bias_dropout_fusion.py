@@ -67,15 +67,6 @@ def test_dropout_keeps_nothing_and_comes_back_with_the_random_state():
 
 
 @forked("megatron")
-def test_a_residual_of_another_dtype_is_left_to_megatron_and_that_is_said():
-    (x, residual), _ = tensors(False)
-    with mindspeed_lite.enabled(**{ON: True}):
-        layer()((x, None), residual.float(), 0.0)
-        (said,) = mindspeed_lite.report().fallbacks
-    assert "torch.float32" in said.reason and "torch.bfloat16" in said.reason
-
-
-@forked("megatron")
 def test_verification_says_why_dropout_is_not_compared():
     given, dy = tensors(True)
     with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):

@@ -16,6 +16,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import runtime
+from mindspeed_lite.engine import FallbackError
 from tests.harness.attention_modules import CASES, document_mask, inputs_of, module_of, pack_of
 from tests.harness.checkouts import ROOT
 from tests.harness.errors import error
@@ -226,44 +227,48 @@ def without(option, value):
     return of("use_fused_swiglu", "_run", lambda run, *given, **options: run(*given, **{**options, option: value}))
 
 
-def bias_dropout_add(has_bias=True):
+def bias_dropout_add(has_bias=True, wide=False):
     def run():
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-        x, residual = draw(7, 2, 48), draw(7, 2, 48, seed=3)
+        x, residual = draw(7, 2, 48), draw(7, 2, 48, seed=3, dtype=torch.float32 if wide else torch.bfloat16)
         return get_bias_dropout_add(True, True)((x, draw(48, seed=2) if has_bias else None), residual, 0.0)
 
     return run
 
 
-def loss(dtype=torch.bfloat16, fused=False):
+def loss(dtype=torch.bfloat16, fused=False, smoothing=0.0):
     def run():
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.models.common.language_module import language_module
 
         target = torch.randint(0, 64, (6, 2), generator=torch.Generator().manual_seed(2))
-        target[2, 1] = -100  # as of a padding
+        target[2, 1] = 0 if smoothing else -100  # as of a padding
         # Of its own: Megatron's functions compute over logits that are in fp32 already.
         logits = draw(6, 2, 64, dtype=dtype, size=3.0).clone()
         if not fused:
-            return tensor_parallel.vocab_parallel_cross_entropy(logits, target)
+            return tensor_parallel.vocab_parallel_cross_entropy(logits, target, smoothing)
         group = parallel_state.get_tensor_model_parallel_group()
         return language_module.fused_vocab_parallel_cross_entropy(logits, target, group)
 
     return run
 
 
-def masked_softmax(mask=None, kind="causal", queries=24, scale=3.0, **fields):
+def masked_softmax(mask=None, kind="causal", queries=24, dtype=torch.bfloat16, offset=False, **fields):
     def run():
         from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
         from megatron.core.transformer.enums import AttnMaskType
         from megatron.core.transformer.utils import attention_mask_func
 
+        # Without its extension Megatron's fused form cannot be called.
+        fused = runtime.current() is not None
+        given = {"mask_func": attention_mask_func, "scaled_masked_softmax_fusion": fused, "scale": 3.0, **fields}
         softmax = FusedScaleMaskSoftmax(
-            False, True, AttnMaskType[kind], True, attention_mask_func, softmax_in_fp32=True, scale=scale
+            False, dtype == torch.bfloat16, attn_mask_type=AttnMaskType[kind], softmax_in_fp32=True, **given
         )
         # Not the leaf itself, which Megatron could not mask in place.
-        return softmax(draw(2, 4, queries, 24, size=4.0) * 1, mask()[:, :, :queries] if mask else None)
+        scores = draw(2, 4, queries, 24, size=4.0, dtype=dtype) * 1
+        return softmax(scores, mask()[:, :, :queries] if mask else None, *([torch.zeros(4)] if offset else ()))
 
     return run
 
@@ -274,6 +279,27 @@ def softmaxed(**changed):
         "masked_softmax",
         lambda op, scores, mask, **how: op(scores, changed.get("mask", mask), **{**how, **changed.get("how", {})}),
     )
+
+
+def swiglu(name, *rest):
+    def run():
+        from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
+
+        module = fused_bias_geglu if "geglu" in name else fused_bias_swiglu
+        return getattr(module, f"{name}_impl")(draw(3, 8), *rest)
+
+    return run
+
+
+def routed(chosen):
+    def run():
+        from megatron.core.transformer.moe import moe_utils
+
+        fused = runtime.current() is not None
+        logits = draw(40, 8, dtype=torch.float32)
+        return moe_utils.topk_routing_with_score_function(logits, 2, fused=fused, precomputed_indices=chosen)[0]
+
+    return run
 
 
 def adamw():
@@ -515,6 +541,49 @@ def test_another_feature_in_megatrons_original_has_nothing_to_say_of_its_wider_t
         report = mindspeed_lite.report()
     (found,) = report.verifications
     assert (found.verdict, found.measured_from) == ("ok", "float64") and not (report.notices or report.fallbacks)
+
+
+def masked_otherwise(scores, mask):
+    return scores.masked_fill(mask, -1e4)
+
+
+WEIGHTS = torch.rand(3, 1, generator=torch.Generator().manual_seed(2))
+# feature: calls that are left to Megatron, with a word of the reason.
+FALLBACKS = {
+    "bias_dropout_fusion": [(bias_dropout_add(wide=True), "torch.float32")],
+    "masked_softmax_fusion": [
+        (masked_softmax(window_size=(4, 0)), "window"),
+        (masked_softmax(dtype=torch.float64), "float64"),
+        (masked_softmax(document_mask, "padding", mask_func=masked_otherwise), "masking function"),
+        (masked_softmax(offset=True), "offset"),
+    ],
+    "moe_router_fusion": [(routed(torch.arange(80).view(40, 2) % 8), "outside the router")],
+    "use_fused_cross_entropy": [(loss(smoothing=0.1), "label smoothing")],
+    "use_fused_rotary_pos_emb": [(rotary(rows=1), "24 tokens with angles of 1")],
+    "use_fused_swiglu": [
+        (swiglu("bias_swiglu", None, True, False), "fp8"),
+        (swiglu("weighted_bias_swiglu", None, WEIGHTS, True), "fp8"),
+        (swiglu("bias_swiglu", None, False, True), "offloading"),
+        (swiglu("weighted_bias_quick_geglu", torch.ones(8), WEIGHTS, False, 0.0, 0.5), "clamps before"),
+    ],
+}
+
+
+@pytest.mark.parametrize("feature", FALLBACKS)
+@forked("megatron")
+def test_what_an_operator_does_not_do_is_megatrons_with_its_reason(feature):
+    start()
+    asked = {FLAGS.get(feature, feature): True}
+    torch.compiler.set_stance("force_eager")
+    for number, (run, word) in enumerate(FALLBACKS[feature]):
+        off = results(run)
+        with mindspeed_lite.enabled(**asked):
+            on = results(run)
+            results(run)
+            (said,) = mindspeed_lite.report().fallbacks
+        assert word in said.reason and all(map(torch.equal, on, off)), (number, said)
+        with mindspeed_lite.enabled(**asked, strict=True), pytest.raises(FallbackError, match=feature):
+            run()
 
 
 # Compared with the definition that they are, or drilled in their own test.

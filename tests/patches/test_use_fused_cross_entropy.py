@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.ops.cross_entropy import reference
 from tests.harness.compare import assert_not_worse, forward_backward
 from tests.harness.processes import forked, on_ranks
@@ -43,25 +42,6 @@ def functions(group):
         "unfused": lambda x, target: tensor_parallel.vocab_parallel_cross_entropy(x, target),
         "fused": lambda x, target: language_module.fused_vocab_parallel_cross_entropy(x, target, group),
     }
-
-
-@forked("megatron")
-def test_label_smoothing_is_left_to_megatron():
-    joined()
-    logits, target, _ = problem(torch.float32)
-    target = target.clamp(0)
-    from megatron.core import tensor_parallel
-
-    def run():
-        return tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), target, 0.1)
-
-    off = run()
-    with mindspeed_lite.enabled(use_fused_cross_entropy=True):
-        assert torch.equal(run(), off)
-        (said,) = mindspeed_lite.report().fallbacks
-    assert "label smoothing" in said.reason
-    with mindspeed_lite.enabled(use_fused_cross_entropy=True, strict=True), pytest.raises(FallbackError):
-        run()
 
 
 @forked("megatron")

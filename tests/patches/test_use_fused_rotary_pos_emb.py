@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import FallbackError, OptionError
+from mindspeed_lite.engine import OptionError
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
 from tests.harness.compare import error, forward_backward
 from tests.harness.processes import forked
@@ -102,16 +102,3 @@ def test_latent_attentions_fused_functions_are_the_unfused_path_in_one_piece(pac
         assert [each.verdict for each in mindspeed_lite.report().verifications] == ["ok", "ok"]
     for ours, exact in zip(got, want, strict=True):
         assert error(ours, exact) < 1e-6
-
-
-@forked("megatron")
-def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
-    t, freqs = torch.randn(S, B, N, D), angles(1)
-    want = utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
-        for _ in range(2):
-            on = config_of(apply_rope_fusion=True)
-            assert torch.equal(utilities().apply_rotary_pos_emb(t, freqs, on, cp_group=Ranks()), want)
-        assert [each.reason for each in mindspeed_lite.report().fallbacks] == [f"{S} tokens with angles of 1"]
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True), pytest.raises(FallbackError, match="of 1"):
-        utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
