@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Function, Override, Session
+from mindspeed_lite.engine import Around, Function, Override, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, Wgrad, column_linear, row_linear
 
-from .conditions import CUDA_GRAPH_ARGS, config_reasons, holding
+from .conditions import CUDA_GRAPH_ARGS, above_one, config_reasons, holding
 
 LAYERS = "megatron.core.tensor_parallel.layers"
+has_group = above_one("tensor_model_parallel_size", "nothing travels")
 
 
 def add_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -176,9 +177,3 @@ def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: s
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
-
-
-def has_group(context: Context) -> list[str]:
-    """Condition: several tensor-parallel ranks."""
-    is_alone = context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2
-    return ["--tensor-model-parallel-size is 1: nothing travels"] if is_alone else []
