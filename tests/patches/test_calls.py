@@ -24,7 +24,7 @@ from tests.harness.norms import HIDDEN, norm_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
 from tests.patches import moe_experts
-from tests.patches.test_use_fused_swiglu import MODELS, WIDTH, mlp_of
+from tests.patches.mlp import MODELS, WIDTH, mlp_of
 
 BOTH = (torch.float32, torch.bfloat16)
 # What the current call has drawn.
