@@ -27,6 +27,7 @@ from ._shared.attention_core import (
     packing_of,
     read_call,
     without_head_sizes,
+    without_mask,
 )
 from ._shared.conditions import every, local
 
@@ -117,12 +118,6 @@ def _why_not(context: Context) -> list[str]:
     return ["--attention-backend unfused asks for Megatron's own attention"]
 
 
-def _arguments(context: Context) -> Mapping[str, Any]:
-    if context.host_args is None or context.arg("reset_attention_mask", False):
-        return {}
-    return {"create_attention_mask_in_dataloader": False}
-
-
 FEATURE = Feature(
     name="use_flash_attn",
     summary="attention as one operator that never stores the matrix of scores",
@@ -140,7 +135,7 @@ FEATURE = Feature(
     theme="operators",
     condition=every(_why_not, local("uses Transformer Engine's own attention")),
     enabled=_enabled,
-    arguments=_arguments,
+    arguments=without_mask,
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", without_head_sizes),

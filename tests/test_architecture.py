@@ -195,7 +195,7 @@ def test_a_feature_has_one_name_everywhere():
         assert (module.__doc__ or "").startswith(f"`--{name.replace('_', '-')}`: ")
         assert {each.feature for each in (*module.FEATURE.requires, *module.FEATURE.conflicts)} <= set(names)
     shared = {path.stem for path in (ROOT / "patches" / "_shared").glob("*.py")} - {"__init__"}
-    for folder, modules in ((".", {*names, "drift", "kinds", "misread", "reads", "reasons"}), ("_shared", shared)):
+    for folder, modules in ((".", {*names, "calls", "drift", "kinds", "reads", "reasons"}), ("_shared", shared)):
         tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "patches" / folder).glob("test_*.py")}
         assert tested == modules, folder
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Feature, Function, Session
+from mindspeed_lite.engine import Context, Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
-from mindspeed_lite.platform.megatron import CONFIG
 
 from .wrappers import leave_out, verify
 
@@ -23,13 +22,8 @@ _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _PACK = "megatron.core.packed_seq_params:PackedSeqParams"
 _UTILS = "megatron.core.transformer.utils"
 READS = (
-    "attention_dropout",
     "attn_mask_type",
-    "config",
     "hidden_size_per_attention_head",
-    "scale_mask_softmax",
-    "softmax_scale",
-    f"{CONFIG}.sequence_parallel",
     f"{_SOFTMAX}.scale",
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
@@ -155,6 +149,12 @@ def without_head_sizes(wrapped: Function, session: Session) -> Function:
         wrapped(self, *arguments, **keywords)
 
     return __init__
+
+
+def without_mask(context: Context) -> dict[str, Any]:
+    """Arguments for a data loader without causal mask, where positions say which keys a row sees."""
+    is_needed = context.host_args is None or context.arg("reset_attention_mask", False)
+    return {} if is_needed else {"create_attention_mask_in_dataloader": False}
 
 
 # Maximum bytes of scores for verification in a wider type.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Context, Function, Override, Session
-from mindspeed_lite.platform.megatron import CONFIG
 
 from .conditions import Condition, every, local
+from .wrappers import at_end
 
 
 class FusedNorm(torch.nn.Module):
@@ -90,7 +89,7 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         if session.verifier is not None:
             norm.verifier = session.verifier
         adopted[norm] = None
-        session.on_end(functools.partial(_restore_class, weakref.ref(norm)))
+        at_end(session, norm, _restore_class)
 
     def new(wrapped: Function, session: Session) -> Function:
         def __new__(
@@ -121,26 +120,20 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         return __new__
 
     # Outside the device layer's wrap of the same symbol, which would drop sequence parallelism.
-    fields = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "normalization", "sequence_parallel")
     return Override(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         new,
-        reads=[f"{CONFIG}.{name}" for name in fields],
         order=10,
     )
 
 
-def _restore_class(reference: weakref.ref[Any]) -> None:
+def _restore_class(norm: Any) -> None:
     """Restore torch's class, unless gamma is zero-centred, which torch lacks."""
-    norm = reference()
-    if norm is None:
-        return
     for name in ("verifier", "original"):
         vars(norm).pop(name, None)
-    if norm.zero_centered:
-        return
-    del norm.zero_centered
-    norm.__class__ = _torchs_class(norm)
+    if not norm.zero_centered:
+        del norm.zero_centered
+        norm.__class__ = _torchs_class(norm)
 
 
 def _torchs_class(norm: Any) -> type[Any]:

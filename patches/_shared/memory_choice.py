@@ -18,15 +18,7 @@ from mindspeed_lite.engine import Function, OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
 from mindspeed_lite.memory.layer_records import LayerRecorder
 from mindspeed_lite.memory.offload import Offload
-from mindspeed_lite.memory.recompute_choice import (
-    BudgetError,
-    LayerChoice,
-    StageRecord,
-    choose,
-    gib,
-    leanest,
-    merged,
-)
+from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, StageRecord, choose, gib, leanest, merged
 from mindspeed_lite.memory.saved_tensors import Tracker
 
 from .. import swap_attention
