@@ -100,6 +100,9 @@ class CalibratedDevice:
     def host_copy(self, size: float) -> float:
         return size / 1e10
 
+    def host(self, launches: float) -> float:
+        return 0.0
+
     def layer_overhead(self, is_backward: bool) -> float:
         return self.overheads[0] * (2 if is_backward else 1) / 3
 

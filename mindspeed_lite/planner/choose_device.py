@@ -24,9 +24,5 @@ def pricer_of(name: str, calibration: Path | None, ranks: int = 1) -> tuple[Pric
             )
         found = calibrated.read(calibration, ranks)
         return Pricer(found, found.overlap), found.kind
-    try:
-        full, figures = devices.named(name)
-    except KeyError:
-        known = ", ".join((*devices.FIGURES, "here"))
-        raise ArgumentError(f"--device {name}: there is no such device: choose one of {known}") from None
-    return Pricer(PublishedDevice(full, figures)), figures.kind
+    full, figures = devices.named(name)
+    return Pricer(PublishedDevice(full, figures), figures.overlap), figures.kind

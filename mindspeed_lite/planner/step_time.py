@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_lite.pipeline.costs import Costs
-from mindspeed_lite.pipeline.simulate import Simulation, simulate
 
 from . import layer_work, optimizer, orders, parameters, seconds
+from .compiled import compiled
 from .layers import Chunk
 from .parameters import Parameters
 from .seconds import Parts, PassSeconds
@@ -55,6 +55,7 @@ class Pricer:
                 training.is_moe(layer),
                 self._place(training, place, number),
                 self._algorithm(training, layer),
+                training.window_of(layer),
             )
             count, *_ = kinds.get(key, (0, 0, 0))
             kinds[key] = (count + 1, place, layer)
@@ -137,7 +138,9 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
             buckets = max(1.0, params.total / max(BUCKET, 1_000_000 * training.dp * training.cp))
             kept = max(kept, reduced / buckets) if reduced else 0.0
         ends.append((run.ends[rank] + kept, kept, rank))
-    end, kept, rank = max(ends)
+    busiest = max(range(len(ranks)), key=lambda each: sum(sum(one.all.values()) for one in priced[each]))
+    end, kept, _ = max(ends)
+    rank = busiest
     parts = seconds.scaled(seconds.add(*(each.all for each in priced[rank])), count)
     busy = sum(parts.values())
     if training.overlap_moe_expert_parallel_comm and training.ep > 1:
@@ -184,20 +187,15 @@ def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]]
         return _Run([busy[0] * count], [0.0])
     costs = _costs(training, priced, pricer)
     unit = max(training.microbatch_group_size_per_vp_stage or pp, pp)
-    few, more = 4 * unit, 5 * unit
+    few, more = 2 * unit, 3 * unit
     if count <= more:
-        return _ended(simulate(orders.schedule(training), costs), busy, count)
-    rest = count % unit
-    low = _ended(simulate(orders.schedule(training, few + rest), costs), busy, few + rest)
-    high = _ended(simulate(orders.schedule(training, more + rest), costs), busy, more + rest)
-    steps = (count - few - rest) / unit
-    ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low.ends, high.ends, busy, strict=True)]
+        ends = compiled(training).ends(costs)
+    else:
+        rest = count % unit
+        low, high = (compiled(training, each + rest).ends(costs) for each in (few, more))
+        steps = (count - few - rest) / unit
+        ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low, high, busy, strict=True)]
     return _Run(ends, [max(ends) - each * count for each in busy])
-
-
-def _ended(run: Simulation, busy: Sequence[float], count: int) -> _Run:
-    ends = [entries[-1].end for entries in run.ranks]
-    return _Run(ends, [run.makespan - each * count for each in busy])
 
 
 def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pricer: Pricer) -> Costs:
@@ -268,7 +266,7 @@ def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts
     share = 0.0
     for count, group in _groups(training, params):
         share += count / group.size if training.use_distributed_optimizer else count
-    found = device.optimizer(share, training.fused_step)
+    found = device.optimizer(share, training.fused_step or training.uses_engine)
     if optimizer.moves(training):
         # Main parameters and moments move both ways; the step overlaps with a part.
         away = share * (8 if training.reuse_fp32_param else 12)
