@@ -59,6 +59,7 @@ class CalibratedDevice:
     surfaces: Mapping[tuple[str, ...], Surface]
     messages: Mapping[tuple[str, int, int], Sequence[tuple[float, float]]]
     overheads: tuple[float, ...]
+    memory: float = 0.0
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
         if work.experts > 1:

@@ -35,6 +35,11 @@ def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
     return built(*key(training, microbatches))
 
 
+def fills_and_drains(training: TrainingConfig) -> bool:
+    """Whether the last rank waits for all others' first forward, and they for its last backward."""
+    return name_of(training) in ("1f1b", "interleaved") and not training.overlap_moe_expert_parallel_comm
+
+
 def key(training: TrainingConfig, microbatches: int = 0) -> tuple[str, PipelineShape, bool]:
     count = microbatches or training.microbatches
     group = training.microbatch_group_size_per_vp_stage or training.pp

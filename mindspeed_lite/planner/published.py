@@ -17,6 +17,10 @@ class PublishedDevice:
     figures: Figures
 
     @property
+    def memory(self) -> float:
+        return self.figures.memory
+
+    @property
     def ranks_per_node(self) -> int:
         return self.figures.node
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mindspeed_lite.pipeline.costs import Costs
 
-from . import layer_work, optimizer, orders, parameters, seconds
+from . import layer_work, layers, optimizer, orders, parameters, seconds
 from .compiled import compiled
 from .layers import Chunk
 from .parameters import Parameters
@@ -18,6 +18,8 @@ from .work import Collective, CollectiveCall, DeviceCosts, Group
 
 # Gradient bucket in elements, Megatron's default; the last one overlaps with nothing.
 BUCKET = 40_000_000
+# Tokens of the fullest rank's experts over the mean, with a router that balances; fits published trainings.
+IMBALANCE = 1.03
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,19 @@ class Pricer:
     def __init__(self, device: DeviceCosts, overlap: float = 1.0) -> None:
         self.device, self.overlap = device, overlap
         self._priced: dict[object, PassSeconds] = {}
+        self._busy: dict[object, float] = {}
 
     def chunk(self, training: TrainingConfig, chunk: Chunk, number: int) -> PassSeconds:
         """One micro-batch in a chunk; `number`: index on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
-        kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        kinds: dict[object, tuple[int, int, int]] = {}
         for place, layer in enumerate(chunk.layers):
-            key: tuple[object, ...] = (
-                training.is_moe(layer),
-                self._place(training, place, number),
-                self._algorithm(training, layer),
-                training.window_of(layer),
-            )
+            key = layers.kind(training, layer, place, number)
             count, *_ = kinds.get(key, (0, 0, 0))
             kinds[key] = (count + 1, place, layer)
-        for kind, (count, place, layer) in kinds.items():
-            one = self._layer(training, bool(kind[0]), kind, layer, place, number)
+        for key, (count, place, layer) in kinds.items():
+            one = self._layer(training, key, layer, place, number)
             found += PassSeconds(
                 *(seconds.scaled(each, count) for each in (one.forward, one.input_grad, one.weight_grad, one.recompute))
             )
@@ -74,11 +72,18 @@ class Pricer:
             found += self._part(training, "output")
         return found
 
-    def _layer(
-        self, training: TrainingConfig, is_moe: bool, key: tuple[object, ...], layer: int, place: int, number: int
-    ) -> PassSeconds:
-        full = (self._key(training), "layer", *key)
+    def busy(self, training: TrainingConfig, chunk: Chunk, number: int) -> float:
+        """Seconds of a micro-batch in a chunk."""
+        inside = tuple(layers.kind(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+        full = (self._key(training), inside, chunk.embeds, chunk.further, chunk.computes_loss)
+        if full not in self._busy:
+            self._busy[full] = sum(self.chunk(training, chunk, number).all.values())
+        return self._busy[full]
+
+    def _layer(self, training: TrainingConfig, key: object, layer: int, place: int, number: int) -> PassSeconds:
+        full = (self._key(training), "layer", key)
         if full not in self._priced:
+            is_moe = training.is_moe(layer)
             again = layer_work.recomputed(training, is_moe, layer, place, number)
             work = layer_work.layer(training, is_moe, layer)
             self._priced[full] = seconds.price(work, again, self.device, training.width, self.overlap)
@@ -105,21 +110,6 @@ class Pricer:
             training.recompute_granularity, training.recompute_modules, training.recompute_norm,
             training.recompute_activation_function, training.expert_load, training.moe_zero_memory,
         )  # fmt: skip
-
-    @staticmethod
-    def _place(training: TrainingConfig, place: int, number: int) -> object:
-        """Layers differ only in recomputation."""
-        by_count = (
-            training.recompute_method == "block"
-            or training.recompute_norm_num_layers is not None
-            or training.recompute_activation_function_num_layers is not None
-            or training.moe_zero_memory_num_layers is not None
-        )
-        return (place, number) if by_count else 0
-
-    @staticmethod
-    def _algorithm(training: TrainingConfig, layer: int) -> object:
-        return layer if training.cp > 1 and len(training.cp_comm_type) > 1 else 0
 
 
 def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
@@ -163,13 +153,14 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
 
 
 def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
-    """Lower bound: busiest rank without waits, and fastest optimizer step."""
-    most = 0.0
-    tail = 0.0
-    for row in orders.chunks_of_ranks(training):
-        busy = sum(sum(pricer.chunk(training, chunk, number).all.values()) for number, chunk in enumerate(row))
-        most = max(most, busy * training.microbatches)
-        tail = max(tail, _optimizer(training, parameters.of_stage(training, row), pricer.device))
+    """Without waits of the busiest rank; or of the last, between others' first forward and last backward."""
+    ranks = orders.chunks_of_ranks(training)
+    busy = [sum(pricer.busy(training, chunk, number) for number, chunk in enumerate(row)) for row in ranks]
+    most = max(busy) * training.microbatches
+    if orders.fills_and_drains(training):
+        ends = sum(pricer.busy(training, row[0], 0) for row in ranks[:-1])
+        most = max(most, busy[-1] * training.microbatches + ends)
+    tail = max(_optimizer(training, parameters.of_stage(training, row), pricer.device) for row in ranks)
     return most + tail + pricer.device.step_overhead()
 
 
