@@ -38,12 +38,13 @@ from .terminal import CommandError, Parser, bounded, option, output_file, progre
 def add_options(parser: Parser) -> None:
     option(parser, "--devices N", "how many devices there are, or nodes x devices such as 8x8 (default: as torchrun's "
            "options in COMMAND)", _devices)  # fmt: skip
-    option(parser, "--memory SIZE", "memory of each, as 80GB or GiB (default: the device's)", _size)
+    option(parser, "--memory SIZE", "memory of each, as 80GB or 80GiB (default: the device's)",
+           training_command.memory_size)  # fmt: skip
     option(parser, "--device NAME", f"what they are: {', '.join(devices.FIGURES)}, a .json file of your own, or "
            "what was calibrated here", default="here")  # fmt: skip
     option(parser, "--calibration FILE", "what `mindspeed-lite calibrate` wrote, for --device here")
     option(parser, "--reserve SIZE", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
-           _size)  # fmt: skip
+           training_command.memory_size)  # fmt: skip
     option(parser, "--this", "predict COMMAND's own layout, and search for no other")
     option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
            bounded(float, 1), step_time.IMBALANCE)  # fmt: skip
@@ -51,17 +52,6 @@ def add_options(parser: Parser) -> None:
     option(parser, "--why LAYOUT", "why a layout such as 'PP8' or 'TP4 PP2' is not better")
     option(parser, "--plot FILE", "draw time and memory of those that nothing beats in both", output_file)
     training_command.add_command(parser)
-
-
-_UNITS = {"": 1 << 30, "GIB": 1 << 30, "GB": 10**9, "G": 10**9, "TB": 10**12, "MB": 10**6, "MIB": 1 << 20}
-
-
-def _size(text: str) -> float:
-    """Bytes of 80GB, 80GiB or 80, which are GiB."""
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *([a-zA-Z]*)", text.strip())
-    if not found or found[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"takes a size such as 80GB or 80GiB, not {text[:40]!r}")
-    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def _devices(text: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,17 @@ from .terminal import Parser, bounded, option, output_file
 AUTO = "--mindspeed-lite-auto"
 # Megatron's release, if none is installed.
 NEWEST = "0.19.2"
+
+
+_UNITS = {"": 10**9, "GIB": 1 << 30, "GB": 10**9, "G": 10**9, "TB": 10**12, "MB": 10**6, "MIB": 1 << 20}
+
+
+def memory_size(text: str) -> float:
+    """Bytes of 80GB, 80GiB or 80, which are GB."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *([a-zA-Z]*)", text.strip())
+    if not found or found[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"takes a size such as 80GB or 80GiB, not {text[:40]!r}")
+    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def add_options(parser: Parser) -> None:

@@ -89,11 +89,11 @@ def test_orders_are_compared_and_the_fastest_that_fits_is_named(tmp_path, capsys
     fastest = min(found["orders"], key=lambda each: each["step"])
     assert found["fastest"] == fastest["name"] and f"fastest: {fastest['name']}" in out
     least = min(found["orders"], key=lambda each: each["peak_bytes"])
-    tight = (least["peak_bytes"] + 1) / 2**30
-    code, out, _ = run(capsys, "--order", "1f1b,zb-h1,interleaved,dualpipev", "--memory", f"{tight:.12f}")
-    assert code == 0 and f"GiB: {least['name']}" in out
+    tight = (least["peak_bytes"] + 1) / 1e9
+    code, out, _ = run(capsys, "--order", "1f1b,zb-h1,interleaved,dualpipev", "--memory", f"{tight:.12f}GB")
+    assert code == 0 and f"MB: {least['name']}" in out
     code, out, _ = run(capsys, "--memory", "0.0001")
-    assert code == 1 and "no order fits within 0.0001 GiB" in out
+    assert code == 1 and "no order fits within 100 kB" in out
 
 
 def test_own_orders_pictures_and_traces(tmp_path, capsys):
