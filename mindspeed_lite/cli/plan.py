@@ -147,6 +147,8 @@ def _search(
 
 def _own(options: argparse.Namespace, number: int, kind: str, search: Search) -> tuple[FoundLayout | None, str]:
     """COMMAND's own layout, or why it is not predicted."""
+    if not options.this and not any(word.startswith("--micro-batch-size") for word in options.command):
+        return None, ""
     try:
         training = arguments.read(options.command, number, kind, options.vocabulary)
         return search.found(training.replace(expert_load=options.expert_imbalance)), ""

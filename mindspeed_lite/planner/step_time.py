@@ -27,13 +27,10 @@ class StepTime:
     """Step of the slowest rank.
 
     Attributes:
-        parts: seconds by category; they sum to the total.
-        rank: pipeline rank described.
+        parts: seconds by category, of the busiest rank; they sum to the total.
     """
 
     parts: Parts
-    rank: int
-    microbatches: int
 
     @property
     def seconds(self) -> float:
@@ -119,7 +116,7 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     held = [parameters.of_stage(training, row) for row in ranks]
     device, count = pricer.device, training.microbatches
     run = _simulated(training, priced, pricer)
-    ends: list[tuple[float, float, int]] = []
+    ends: list[tuple[float, float]] = []
     for rank, params in enumerate(held):
         reduced = _reduced(training, params, device)
         hidden = min(reduced, _window(training, priced[rank]) * pricer.overlap * 0.9)
@@ -127,10 +124,9 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
         if training.overlap_grad_reduce:
             buckets = max(1.0, params.total / max(BUCKET, 1_000_000 * training.dp * training.cp))
             kept = max(kept, reduced / buckets) if reduced else 0.0
-        ends.append((run.ends[rank] + kept, kept, rank))
-    busiest = max(range(len(ranks)), key=lambda each: sum(sum(one.all.values()) for one in priced[each]))
-    end, kept, _ = max(ends)
-    rank = busiest
+        ends.append((run.ends[rank] + kept, kept))
+    end, kept = max(ends)
+    rank = max(range(len(ranks)), key=lambda each: sum(sum(one.all.values()) for one in priced[each]))
     parts = seconds.scaled(seconds.add(*(each.all for each in priced[rank])), count)
     busy = sum(parts.values())
     if training.overlap_moe_expert_parallel_comm and training.ep > 1:
@@ -149,7 +145,7 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     shared = device.shared(everything, total, training.world_size)
     if shared > total:
         parts["shared cores"] = shared - total
-    return StepTime({name: value for name, value in parts.items() if value > 0}, rank, count)
+    return StepTime({name: value for name, value in parts.items() if value > 0})
 
 
 def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
@@ -267,21 +263,6 @@ def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts
 
 def throughput(training: TrainingConfig, seconds_of_step: float) -> float:
     return training.global_batch_size * training.seq_length / seconds_of_step
-
-
-def model_flops(training: TrainingConfig) -> float:
-    """Flops of a step without recomputation, all ranks, as in MFU."""
-    found = 0.0
-    single = training.replace(
-        tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,
-        expert_tensor_parallel_size=1, micro_batch_size=1, world_size=training.pp, moe_tp_extend_ep=False,
-        expert_load=1.0,
-    )  # fmt: skip
-    parts = [layer_work.layer(single, single.is_moe(number)) for number in range(single.num_layers)]
-    parts += [layer_work.output(single), *[layer_work.further(single)] * single.mtp_num_layers]
-    for part in parts:
-        found += 3 * sum(each.flops for each in part.products) + 3 * sum(each.flops for each in part.scores)
-    return found * training.global_batch_size
 
 
 def by_category(parts: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -10,6 +10,7 @@ import pytest
 
 from mindspeed_lite.pipeline.simulate import simulate
 from mindspeed_lite.planner import ArgumentError, calibrated, devices, layouts, orders, read, step_time
+from mindspeed_lite.planner.pipeline_costs import flops, model_stages
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.step_time import Pricer
 from mindspeed_lite.planner.work import CollectiveCall, DeviceCosts, Group, Product
@@ -51,7 +52,8 @@ def test_parts_add_up_and_the_bound_is_below(more: str) -> None:
     assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) > 0
     assert 0 < step_time.lower_bound(training, pricer) <= step.seconds
     # No step is faster than its flops at the peak.
-    assert step.seconds * 8 * pricer.device.figures.flops > step_time.model_flops(training)  # type: ignore[attr-defined]
+    work = sum(sum(flops(training, chunk)) for chunk in model_stages(training, training.vpp)) * training.microbatches
+    assert step.seconds * training.pp * device().figures.flops > work
 
 
 @pytest.mark.parametrize(
