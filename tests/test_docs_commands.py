@@ -53,6 +53,7 @@ COVERED = {
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
     r"mindspeed-lite (plan|calibrate)( .*)?": "tests/cli/test_plan.py",
+    r"python -m benchmarks\.published_times.*": "tests/planner/test_published.py",
     r"python -m benchmarks\.balanced_lengths.*": "tests/bench/test_benchmarks.py",
     r"python -m benchmarks\.expert_balance.*": "tests/bench/test_benchmarks.py",
     r"make demo": "tests/demo/test_run.py::test_a_small_demo_passes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,21 @@ from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.flags import LARGEST
 
 from .terminal import Parser, bounded, option, output_file
+
+AUTO = "--mindspeed-lite-auto"
+# Megatron's release, if none is installed.
+NEWEST = "0.19.2"
+
+
+_UNITS = {"": 10**9, "GIB": 1 << 30, "GB": 10**9, "G": 10**9, "TB": 10**12, "MB": 10**6, "MIB": 1 << 20}
+
+
+def memory_size(text: str) -> float:
+    """Bytes of 80GB, 80GiB or 80, which are GB."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *([a-zA-Z]*)", text.strip())
+    if not found or found[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"takes a size such as 80GB or 80GiB, not {text[:40]!r}")
+    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def add_options(parser: Parser) -> None:
@@ -39,7 +55,29 @@ def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingC
     device = options.device or os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
     if device not in ("cpu", "cuda", "npu"):
         device = "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
-    return planner.read(words, options.world_size or world_size(words), device, options.vocabulary)
+    number = options.world_size or world_size(words)
+    return planner.read(with_auto(words, number, device, options.vocabulary), number, device, options.vocabulary)
+
+
+def with_auto(words: Sequence[str], ranks: int, device: str, vocabulary: int = 0) -> list[str]:
+    """The flags of features that `--mindspeed-lite-auto` turns on, in its place."""
+    found = [word for word in words if word != AUTO]
+    if len(found) == len(words):
+        return found
+    # Judging features imports torch.
+    from mindspeed_lite import runtime
+    from mindspeed_lite.engine import Context, Settings, make_plan
+
+    training = planner.read(found, ranks, device, vocabulary)
+    options = (*runtime.GENERAL, *runtime.catalogue().options())
+    asked = {option.dest: True for option in options if option.default is False and option.flag in found}
+    versions = runtime.versions()
+    version = versions["megatron-core"].replace("not found", NEWEST)
+    # As without Transformer Engine, which auto's features are for.
+    host = training.replace(transformer_impl=training.transformer_impl or "local")
+    context = Context(Settings.of(options, asked), device, versions, host)
+    plan = make_plan(runtime.catalogue(), context, host_version=version, fingerprints=None, auto=True)
+    return [*found, *(each.feature.flag for each in plan.applied if each.feature.flag not in found)]
 
 
 def world_size(command: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from . import context, flags, further_tokens, latent, layout, swapped
 from .training import ArgumentError, TrainingConfig, pattern
 
+_SWITCHES = {**flags.ON, **flags.GATED, **flags.TIMED}
 # Vocabulary size by tokenizer type.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
@@ -224,13 +225,16 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
             values.append(words[place])
             place += 1
         _refuse(flag, values)
-        if flag in flags.ON or flag in flags.TIMED:
-            found[flags.ON.get(flag) or flags.TIMED[flag]] = True
+        if flag in _SWITCHES:
+            found[_SWITCHES[flag]] = True
         elif flag in flags.OFF or flag in flags.TIMED_OFF:
             found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
             found[flags.LISTS[flag]] = tuple(_number(flag, each, int) if is_sizes else each for each in values)
+        elif flag == "--interleave-sliding-window":
+            before = int(_number(flag, _one(flag, values), int))
+            found.update(window_size=(before, 0), window_attn_skip_freq="2")
         elif flag == "--window-size":
             found["window_size"] = _window(_one(flag, values))
         elif flag in flags.TEXTS:
@@ -286,8 +290,7 @@ def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
     tables = (
-        flags.ON,
-        flags.TIMED,
+        _SWITCHES,
         flags.TIMED_OFF,
         flags.NOT_TIMED,
         flags.OFF,
@@ -297,7 +300,7 @@ def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
         flags.LISTS,
         flags.REFUSED,
     )
-    known = ["--window-size", *(flag for table in tables for flag in table)]
+    known = ["--window-size", "--interleave-sliding-window", *(flag for table in tables for flag in table)]
     asked = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]
     return [(flag, found[0]) for flag, found in close if found]

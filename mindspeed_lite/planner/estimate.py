@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from . import activations, further_tokens, optimizer, orders, parameters, schedule, swapped
+from . import activations, further_tokens, layers, optimizer, orders, parameters, schedule, swapped
 from .layers import Chunk
 from .optimizer import States
 from .parameters import Parameters
@@ -79,8 +79,12 @@ def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
 
 def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
     """Micro-batches held at the activation peak, and its entries."""
-    forward = [_after_forward(training, chunk, number) for number, chunk in enumerate(chunks)]
-    backward = [_in_backward(training, chunk, number) for number, chunk in enumerate(chunks)]
+    known: dict[object, tuple[list[MemoryEntry], list[MemoryEntry]]] = {}
+    keys = [_kind(training, chunk, number) for number, chunk in enumerate(chunks)]
+    for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
+        if key not in known:
+            known[key] = _after_forward(training, chunk, number), _in_backward(training, chunk, number)
+    forward, backward = zip(*(known[key] for key in keys), strict=True)
     sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
 
     pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
@@ -117,6 +121,12 @@ def sizes(training: TrainingConfig, chunk: Chunk, number: int) -> tuple[int, int
 def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
     """Bytes shared by all micro-batches."""
     return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
+
+
+def _kind(training: TrainingConfig, chunk: Chunk, number: int) -> object:
+    """Chunks of one kind are alike."""
+    inside = tuple(layers.kind(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+    return replace(chunk, layers=()), inside
 
 
 def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
@@ -178,7 +188,13 @@ def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[Me
 
 
 def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
+    known: dict[object, list[MemoryEntry]] = {}
+    own = []
+    for place, layer in enumerate(chunk.layers):
+        key = layers.kind(training, layer, place, number)
+        if key not in known:
+            known[key] = activations.layer(training, layer, place, number)
+        own.append(known[key])
     own = swapped.layers(training, own)
     count = training.recompute_num_layers or 1
     if training.recompute_granularity != "full" or training.recompute_method == "block":
@@ -189,9 +205,9 @@ def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[lis
     return [_recomputed(training, own[begin : begin + count]) for begin in range(0, len(own), count)]
 
 
-def _recomputed(training: TrainingConfig, layers: list[list[MemoryEntry]]) -> list[MemoryEntry]:
+def _recomputed(training: TrainingConfig, together: list[list[MemoryEntry]]) -> list[MemoryEntry]:
     """Layers that keep their input and restore the rest together."""
-    again = sum(entry.bytes for each in layers for entry in each)
+    again = sum(entry.bytes for each in together for entry in each)
     hidden = hidden_bytes(training)
     # The first norm saves the same input.
     again -= hidden if keeps_norm_input(training) else 0

@@ -55,7 +55,7 @@ COMMANDS: list[tuple[str, ...]] = [
     (f"{PLANNED.replace('a100', 'abacus')} -- {LAYOUT}", "--device abacus", "h100-sxm"),
     (f"{PLANNED} --why QQ2 -- {LAYOUT}", "--why", "'QQ2'"),
     (f"plan --devices 2 --memory 1 --calibration none.json -- {LAYOUT}", "there is no file none.json", "calibrate"),
-    (f"{PLANNED} --reserve 40 -- {LAYOUT}", "--reserve 40", "less than that"),
+    (f"{PLANNED} --reserve 40 -- {LAYOUT}", "--reserve 40.0 GB", "less than that"),
     (f"{PLANNED} --devices 11 -- {LAYOUT}", "no layout of 11 devices", "change --devices"),
     (f"{PLANNED} --plot picture -- {LAYOUT}", "--plot picture", ".png"),
     (f"{PLANNED} -- {GPT}", "--global-batch-size is not in the command"),
