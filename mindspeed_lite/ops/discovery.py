@@ -1,4 +1,4 @@
-"""Finds the operators: folders with a `reference.py`. Imports torch only with cases."""
+"""Finds the operators: folders with a `cases.py`. Imports torch only with cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 OPERATORS: Mapping[str, str] = MappingProxyType(
     {
         path.parent.name: f"mindspeed_lite.ops.{path.parent.name}"
-        for path in sorted(Path(__file__).parent.glob("*/reference.py"))
+        for path in sorted(Path(__file__).parent.glob("*/cases.py"))
     }
 )
 

@@ -93,5 +93,4 @@ def test_cuda_reasons() -> None:
         return cuda.supported(Case("cuda", dtype, 4, 8, True, contiguous))
 
     assert all(reasons(dtype) == [] for dtype in DTYPES)
-    assert "float64: the kernels take" in reasons(torch.float64)[0]
     assert reasons(torch.bfloat16, contiguous=False) == ["a main gradient is not contiguous"]

@@ -19,7 +19,7 @@ from mindspeed_lite.ops.linear_cross_entropy import (
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
 from tests.harness.errors import bound
 
-compiled = pytest.mark.skipif(passes.library.unusable() is not None, reason=str(passes.library.unusable()))
+compiled = pytest.mark.skipif(passes.LIBRARY.unusable() is not None, reason=str(passes.LIBRARY.unusable()))
 
 
 def make(rows: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -18,8 +18,8 @@ from . import twin
 
 DTYPES = [torch.bfloat16, torch.float32]
 PATHS = {"cpu": cpu.masked_softmax, "reference": reference.masked_softmax}
-compiled = pytest.mark.skipif(cpu.library.unusable() is not None, reason=str(cpu.library.unusable()))
-if cpu.library.unusable() is not None:
+compiled = pytest.mark.skipif(cpu.LIBRARY.unusable() is not None, reason=str(cpu.LIBRARY.unusable()))
+if cpu.LIBRARY.unusable() is not None:
     del PATHS["cpu"]
 
 Path = Callable[[torch.Tensor, torch.Tensor | None, bool, float], torch.Tensor]

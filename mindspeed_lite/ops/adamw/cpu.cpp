@@ -1,7 +1,7 @@
 // AdamW over a table of tensors in one pass over memory.
 #include <vector>
 
-#include "guard.h"
+#include "export.h"
 #include "halves.h"
 #include "moments.h"
 #include "numbers.h"
@@ -120,9 +120,12 @@ void piece(const Entry& entry, int64_t start, Moments moments, uint32_t seed, Up
     }
 }
 
+// table: rows of eight 64-bit words: addresses of param (or low half), grad, exp_avg, exp_avg_sq, out (or high half;
+// unused for fp32 alone) and both exponents (unused without), and the element count.
 template <class Grad, Form form>
-void step(const Entry* table, int64_t count, const Rule rule, Moments moments, uint32_t seed, bool adds_l2,
-          int threads) {
+void step(Guard&, const Entry* table, int64_t count, int moments, int seed, int adds_l2, float scale, float keep,
+          float l2, float beta1_rest, float beta2, float beta2_rest, float rate, float root, float eps, int threads) {
+    const Rule rule{scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps};
     std::vector<Piece> pieces;
     for (int64_t entry = 0; entry < count; ++entry)
         for (int64_t start = 0; start < table[entry].size; start += PIECE) pieces.push_back({entry, start});
@@ -130,29 +133,15 @@ void step(const Entry* table, int64_t count, const Rule rule, Moments moments, u
     const Update run = adds_l2 ? update<Grad, form, true> : update<Grad, form, false>;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t i = 0; i < total; ++i)
-        piece(table[pieces[i].entry], pieces[i].start, moments, seed, run, rule);
-}
-
-template <class Grad>
-void step(const Entry* table, int64_t count, const Rule rule, Form form, Moments moments, uint32_t seed, bool adds_l2,
-          int threads) {
-    const auto run = form == Form::alone    ? step<Grad, Form::alone>
-                     : form == Form::copied ? step<Grad, Form::copied>
-                                            : step<Grad, Form::halves>;
-    run(table, count, rule, moments, seed, adds_l2, threads);
+        piece(table[pieces[i].entry], pieces[i].start, static_cast<Moments>(moments), static_cast<uint32_t>(seed), run,
+              rule);
 }
 
 }  // namespace
 
-// table: rows of eight 64-bit words: addresses of param (or low half), grad, exp_avg, exp_avg_sq, out (or high half;
-// unused for fp32 alone) and both exponents (unused without), and the element count.
-extern "C" int32_t adamw(const Entry* table, int64_t count, int narrow_grads, int form, int moments, int seed,
-                         int adds_l2, float scale, float keep, float l2, float beta1_rest, float beta2,
-                         float beta2_rest, float rate, float root, float eps, int threads) {
-    const Rule rule{scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps};
-    const auto run = narrow_grads ? step<bf16> : step<float>;
-    return guarded([&](Guard&) {
-        run(table, count, rule, static_cast<Form>(form), static_cast<Moments>(moments), static_cast<uint32_t>(seed),
-            adds_l2, threads);
-    });
-}
+EXPORT(alone_bf16, step<bf16, Form::alone>);
+EXPORT(alone_fp32, step<float, Form::alone>);
+EXPORT(copied_bf16, step<bf16, Form::copied>);
+EXPORT(copied_fp32, step<float, Form::copied>);
+EXPORT(halves_bf16, step<bf16, Form::halves>);
+EXPORT(halves_fp32, step<float, Form::halves>);

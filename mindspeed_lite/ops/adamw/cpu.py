@@ -7,44 +7,31 @@ scaled gradients.
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import moments
+from mindspeed_lite.ops.adamw import Case, moments
 from mindspeed_lite.ops.adamw.pieces import Lists, Rule
 from mindspeed_lite.ops.traced import address
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.adamw import Case
-
 # `Form` in cpu.cpp
-_ALONE, _COPIED, _HALVES = range(3)
+_ALONE, _COPIED, _HALVES = "alone", "copied", "halves"
 # `Moments` in cpu.cpp
 _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    {"adamw": "pliiiiifffffffffi"},
-    uses_torch=True,
-    # Fused multiply-adds are explicit in the source.
-    flags=("-ffp-contract=off",),
-    returns_status=True,
-)
+# Fused multiply-adds are explicit in the source.
+LIBRARY = native.Library(__file__, uses_torch=True, flags=("-ffp-contract=off",))
+DTYPES = (torch.float32,)
 
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype != torch.float32:
-        reasons.append(f"parameters in {case.dtype}: the kernel takes float32")
-    if case.grad_dtype not in (torch.float32, torch.bfloat16):
+    if case.grad_dtype not in native.DTYPES:
         reasons.append(f"gradients in {case.grad_dtype}: the kernel takes float32 and bfloat16")
     if not case.contiguous:
         reasons.append("a tensor is not contiguous")
-    unusable = None if reasons else _lib.unusable()
-    return reasons if unusable is None else [unusable]
+    return reasons
 
 
 def adamw(lists: Lists, rule: Rule) -> None:
@@ -70,11 +57,9 @@ def adamw(lists: Lists, rule: Rule) -> None:
                 size,
             )
         )
-    _lib.adamw(
+    LIBRARY.kernel(form, grads[0].dtype)(
         table.buffer_info()[0],
         len(params),
-        grads[0].dtype == torch.bfloat16,
-        form,
         _MOMENTS[exp_avgs[0].dtype],
         moments.seed(rule.step),
         not rule.decoupled,

@@ -16,19 +16,23 @@ constexpr double SERIAL = 1 << 19;
 constexpr float LARGEST_POWER = 8.0f;
 constexpr float INF = std::numeric_limits<float>::infinity(), LOG2E = 1.44269504088896341f;
 
-// Strides in elements, of the first three dimensions.
-template <typename In>
-struct Call {
-    const In *q, *k, *v;
+// Strides in elements, of the first three dimensions; those of dout last.
+struct Sizes {
     int64_t sq, sk, b, n, g, d, dv;
     int64_t qs, qb, qn, ks, kb, kn, vs, vb, vn;
     // Key j is visible to query i if lowest <= j - i - (sk - sq) <= highest.
     int64_t lowest, highest;
-    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], broadcast by stride 0
     int64_t mask_b, mask_n, mask_q, mask_k;
+    int64_t dropped;  // drop threshold of 2^32
+    int64_t seed;
+    int64_t os, ob, on;
+};
+
+template <typename In>
+struct Call : Sizes {
+    const In *q, *k, *v;
+    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], broadcast by stride 0
     float scale;
-    uint32_t dropped;  // drop threshold of 2^32
-    uint64_t seed;
 
     int64_t offset() const { return sk - sq; }
     // Keys visible to some query of [from, to).
@@ -123,11 +127,11 @@ void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, f
 // Dropout of one key's probabilities for queries [place, place + count) of all heads, with scaling.
 template <typename In>
 void drop(const Call<In>& call, int64_t place, int64_t count, int64_t key, float* row) {
-    const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));
+    const float kept = static_cast<float>(0x1p32 / (0x1p32 - static_cast<double>(call.dropped)));
 #pragma omp simd
     for (int64_t q = 0; q < count; ++q) {
-        const uint32_t drawn = draw(call.seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
-        row[q] = drawn < call.dropped ? 0.0f : row[q] * kept;
+        const uint32_t drawn = draw(static_cast<uint64_t>(call.seed), static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
+        row[q] = drawn < static_cast<uint32_t>(call.dropped) ? 0.0f : row[q] * kept;
     }
 }
 

@@ -81,8 +81,12 @@ struct ForwardSpace {
     static void done() { done_multiplying<M>(); }
 };
 
+// wide: out is fp32 instead of In.
 template <typename M, typename In>
-void forward(const Call<In>& call, const Result<In>& out, float* lse, int threads, Guard& guard) {
+void forward(Guard& guard, const In* q, const In* k, const In* v, const Sizes* sizes, const uint8_t* mask, float scale,
+             void* to, float* lse, int wide, int threads) {
+    const Call<In> call{*sizes, q, k, v, mask, scale};
+    const Result<In> out(to, wide);
     const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height;
     // K and V^T, tile by tile: [pair][tile][height][d] and [pair][tile][dv][height].
@@ -173,10 +177,14 @@ struct BackwardSpace {
     static void done() { done_multiplying<M>(); }
 };
 
-// dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous; dout [sq, b, n, dv] by its strides.
+// dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous, fp32 if `wide`; dout [sq, b, n, dv] by its strides.
 template <typename M, typename In>
-void backward(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t os, int64_t ob, int64_t on,
-              const Result<In>& dq, const Result<In>& dk, const Result<In>& dv, int threads, Guard& guard) {
+void backward(Guard& guard, const In* q, const In* k, const In* v, const Sizes* sizes, const uint8_t* mask, float scale,
+              const In* out, const float* lse, const In* dout, void* to_dq, void* to_dk, void* to_dv, int wide,
+              int threads) {
+    const Call<In> call{*sizes, q, k, v, mask, scale};
+    const Result<In> dq(to_dq, wide), dk(to_dk, wide), dv(to_dv, wide);
+    const int64_t os = call.os;
     const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height, d = call.d, size = call.dv;
     Buffer<M> all_keys(cut.together * padded * d), all_values(cut.together * padded * size);
@@ -211,7 +219,7 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         const int64_t batch = pair / call.g, head = pair % call.g * cut.per_group + member, i = batch * call.n + head;
         const int64_t q0 = number * QUERIES, queries = std::min(QUERIES, call.sq - q0);
         const int64_t width = rounded_up(queries, QUERIES);
-        const In* grad = dout + q0 * os + batch * ob + head * on;
+        const In* grad = dout + q0 * os + batch * call.ob + head * call.on;
         rows(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, d, width, lines);
         paired_columns(lines, width, d, space.q_columns);
         paired_rows(lines, width, d, space.q_rows);
@@ -273,35 +281,11 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
     in_pieces<BackwardSpace<M>>(call, cut, guard, prepare, run, finish);
 }
 
-// Integers in the order of Call's fields, from `sq` on.
-template <typename In>
-Call<In> describe(const In* q, const In* k, const In* v, const int64_t* n, const uint8_t* mask, float scale) {
-    return {q,     k,     v,     n[0],  n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
-            n[8],  n[9],  n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17], mask,
-            n[18], n[19], n[20], n[21], scale, static_cast<uint32_t>(n[22]), static_cast<uint64_t>(n[23])};
-}
-
 }  // namespace
 
-// wide: results (out; dq, dk and dv) are fp32 instead of T.
-#define EXPORT(NAME, T, M)                                                                                             \
-    extern "C" int32_t forward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask, \
-                                      float scale, void* out, float* lse, int32_t wide, int32_t threads) {             \
-        return guarded([&](Guard& guard) {                                                                             \
-            const Result<T> result(out, wide);                                                                         \
-            forward<M>(describe(q, k, v, numbers, mask, scale), result, lse, threads, guard);                          \
-        });                                                                                                            \
-    }                                                                                                                  \
-    extern "C" int32_t backward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers,                     \
-                                       const uint8_t* mask, float scale, const T* out, const float* lse,               \
-                                       const T* dout, void* dq, void* dk, void* dv, int32_t wide, int32_t threads) {   \
-        return guarded([&](Guard& guard) {                                                                             \
-            const Result<T> to_q(dq, wide), to_k(dk, wide), to_v(dv, wide);                                            \
-            backward<M>(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25],             \
-                        numbers[26], to_q, to_k, to_v, threads, guard);                                                \
-        });                                                                                                            \
-    }
-
-EXPORT(bf16, bf16, bf16)
-EXPORT(bf16_as_float, bf16, float)
-EXPORT(float, float, float)
+EXPORT(forward_bf16, forward<bf16, bf16>);
+EXPORT(forward_bf16_as_float, forward<float, bf16>);
+EXPORT(forward_float, forward<float, float>);
+EXPORT(backward_bf16, backward<bf16, bf16>);
+EXPORT(backward_bf16_as_float, backward<float, bf16>);
+EXPORT(backward_float, backward<float, float>);

@@ -1,11 +1,12 @@
 // cross_entropy on CPU: one read of the logits per pass. Results do not depend on the thread count.
+#include "export.h"
 #include "numbers.h"
 
 // The fp32 block stays in L1 for its second read.
 static constexpr int64_t BLOCK = 2048;
 
 template <typename T>
-static void statistics(const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width, int64_t start,
+static void statistics(Guard&, const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width, int64_t start,
                        int whole, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
@@ -43,7 +44,7 @@ static void statistics(const T* logits, const int64_t* target, float* out, int64
 }
 
 template <typename T>
-static void gradient(const T* logits, const int64_t* target, const float* top, const float* sums, const float* dloss,
+static void gradient(Guard&, const T* logits, const int64_t* target, const float* top, const float* sums, const float* dloss,
                      T* out, int64_t rows, int64_t width, int64_t start, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
@@ -60,16 +61,5 @@ static void gradient(const T* logits, const int64_t* target, const float* top, c
     }
 }
 
-#define EXPORT(NAME, T)                                                                                               \
-    extern "C" void cross_entropy_statistics_##NAME(const T* logits, const int64_t* target, float* out, int64_t rows, \
-                                                    int64_t width, int64_t start, int whole, int threads) {           \
-        statistics<T>(logits, target, out, rows, width, start, whole, threads);                                       \
-    }                                                                                                                 \
-    extern "C" void cross_entropy_gradient_##NAME(const T* logits, const int64_t* target, const float* top,           \
-                                                  const float* sums, const float* dloss, T* out, int64_t rows,        \
-                                                  int64_t width, int64_t start, int threads) {                        \
-        gradient<T>(logits, target, top, sums, dloss, out, rows, width, start, threads);                              \
-    }
-
-EXPORT(bf16, bf16)
-EXPORT(fp32, float)
+EXPORT_DTYPES(statistics, statistics);
+EXPORT_DTYPES(gradient, gradient);

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -13,17 +11,10 @@ from torch import Tensor
 
 from mindspeed_lite.ops.row_kernels import on
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.cross_entropy import Case
-
 # 8 KiB of bf16: two 16-byte vectors per thread.
 BLOCK = 4096
 WARPS = 8
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def supported(case: Case) -> list[str]:
-    return [] if case.dtype in _DTYPES else [f"dtype {case.dtype}: the kernels compute in fp32"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit

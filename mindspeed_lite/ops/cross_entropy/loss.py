@@ -28,10 +28,6 @@ from torch.autograd.function import once_differentiable
 Gather = Callable[[Tensor], Tensor]
 
 
-def precision(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def merge(parts: Tensor) -> Tensor:
     """[shards, 3, T] -> [3, T]."""
     if parts.shape[0] == 1:

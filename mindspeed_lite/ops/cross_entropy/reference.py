@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.ops.cross_entropy import loss
+from mindspeed_lite.ops.rows import precision
 
 # 16 MiB as fp32.
 _BLOCK = 1 << 22
@@ -16,7 +17,7 @@ _BLOCK = 1 << 22
 
 def definition(logits: Tensor, target: Tensor) -> Tensor:
     """Differentiable loss over a whole vocabulary."""
-    wide = logits.to(loss.precision(logits.dtype))
+    wide = logits.to(precision(logits.dtype))
     log_probs = wide.log_softmax(-1)  # [..., K]
     known = (target >= 0) & (target < logits.shape[-1])
     column = target.clamp(0, logits.shape[-1] - 1)[..., None].to(torch.int64)
@@ -27,7 +28,7 @@ def definition(logits: Tensor, target: Tensor) -> Tensor:
 
 def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
-    out = rows.new_empty((3, count), dtype=loss.precision(rows.dtype))
+    out = rows.new_empty((3, count), dtype=precision(rows.dtype))
     for block in _blocks(count, width):
         wide = rows[block].to(out.dtype)  # [t, V]
         top = torch.amax(wide, dim=-1, out=out[0, block])

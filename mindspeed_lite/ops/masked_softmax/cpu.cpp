@@ -2,7 +2,7 @@
 // the thread count.
 #include <vector>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 // Megatron's value of hidden scores.
@@ -28,6 +28,12 @@ struct Form {
     }
 };
 
+// The fields of `Form` as parameters.
+#define FORM                                                                                                \
+    int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride, \
+        int64_t query_stride, int causal, float scale, int threads
+#define MADE {batch, heads, queries, keys, batch_stride, head_stride, query_stride, causal, scale, threads}
+
 // Scaled fp32 scores; a separate loop prevents fusing with the following difference, so that both directions and
 // PyTorch round alike.
 template <typename T>
@@ -45,8 +51,8 @@ static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_
 }
 
 template <typename T>
-static void forward(const T* scores, const uint8_t* mask, T* probs, float* statistics, const Form form,
-                    Guard& guard) {
+static void forward(Guard& guard, const T* scores, const uint8_t* mask, T* probs, float* statistics, FORM) {
+    const Form form MADE;
     const int64_t rows = form.rows();
 #pragma omp parallel num_threads(form.threads)
     {
@@ -86,8 +92,9 @@ static void forward(const T* scores, const uint8_t* mask, T* probs, float* stati
 }
 
 template <typename T>
-static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* dscores, const float* statistics,
-                     const Form form, Guard& guard) {
+static void backward(Guard& guard, const T* dprobs, const T* scores, const uint8_t* mask, T* dscores,
+                     const float* statistics, FORM) {
+    const Form form MADE;
     const int64_t rows = form.rows();
 #pragma omp parallel num_threads(form.threads)
     {
@@ -131,20 +138,5 @@ static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* d
     }
 }
 
-#define SIZES                                                                                                        \
-    int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride,          \
-        int64_t query_stride, int causal, float scale, int threads
-#define FORM {batch, heads, queries, keys, batch_stride, head_stride, query_stride, causal, scale, threads}
-
-#define EXPORT(NAME, T)                                                                                                \
-    extern "C" int32_t masked_softmax_forward_##NAME(const T* scores, const uint8_t* mask, T* probs,                   \
-                                                     float* statistics, SIZES) {                                       \
-        return guarded([&](Guard& guard) { forward<T>(scores, mask, probs, statistics, Form FORM, guard); });          \
-    }                                                                                                                  \
-    extern "C" int32_t masked_softmax_backward_##NAME(const T* dprobs, const T* scores, const uint8_t* mask,           \
-                                                      T* dscores, const float* statistics, SIZES) {                    \
-        return guarded([&](Guard& guard) { backward<T>(dprobs, scores, mask, dscores, statistics, Form FORM, guard); }); \
-    }
-
-EXPORT(bf16, bf16)
-EXPORT(fp32, float)
+EXPORT_DTYPES(forward, forward);
+EXPORT_DTYPES(backward, backward);

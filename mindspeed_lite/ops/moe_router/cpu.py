@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_lite.ops import autograd, native
-from mindspeed_lite.ops.moe_router import reference
+from mindspeed_lite.ops.moe_router import Case, reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.moe_router import Case
-
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    {f"moe_router_forward_{name}": "iplppppp" + "llllll" + "fi" for name in ("bf16_bf16", "fp32_bf16", "fp32_fp32")}
-    | {f"moe_router_backward_{name}": "iplppp" + "lll" + "ifi" for name in _NAMES.values()}
-    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "fi" for name in _NAMES.values()},
-    returns_status=True,
-)
+_lib = native.Library(__file__)
+DTYPES = native.DTYPES
 
 _WORK = 8  # cost of a score in elements of a memory pass
 _AS_THEY_ARE = 2
@@ -39,8 +29,6 @@ _KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}  #
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype not in _NAMES:
-        reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
     if case.form.groups is not None and case.form.groups.best > 2:
         reasons.append(
             f"groups judged by their {case.form.groups.best} best experts: the kernel takes one or two, "
@@ -68,7 +56,7 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
     if kind >= _KINDS[SIGMOID] and not form.normalised:
         kind = _AS_THEY_ARE
     rows, stride = as_rows(scores)
-    getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[dtype]}")(
+    _lib.kernel("forward", scores.dtype, dtype)(
         kind, rows, stride, bias, probs, chosen, indices, kept, tokens, experts, topk, *(form.groups or (0, 0, 0)),
         form.scale, native.threads(_WORK * scores.numel()),
     )  # fmt: skip
@@ -80,15 +68,15 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Seq
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
     dlogits = torch.empty(tokens, experts, dtype=dprobs.dtype)
-    name, threads = _NAMES[dprobs.dtype], native.threads(_WORK * dlogits.numel())
+    threads = native.threads(_WORK * dlogits.numel())
     if form.scores == PRE_SOFTMAX:
         logits, logits_stride = as_rows(kept)
-        getattr(_lib, f"moe_router_backward_all_{name}")(
+        _lib.kernel("backward_all", dprobs.dtype)(
             logits, logits_stride, grad, stride, indices, dlogits,
             tokens, experts, topk, form.scale, threads,
         )  # fmt: skip
     else:
-        getattr(_lib, f"moe_router_backward_{name}")(
+        _lib.kernel("backward", dprobs.dtype)(
             _KINDS[form.scores], grad, stride, indices, kept, dlogits,
             tokens, experts, topk, form.normalised, form.scale, threads,
         )  # fmt: skip

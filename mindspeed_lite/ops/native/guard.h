@@ -31,11 +31,3 @@ class Guard {
         }
     }
 };
-
-// Runs a kernel with a guard; returns its status.
-template <typename Body>
-inline int32_t guarded(Body&& body) noexcept {
-    Guard guard;
-    guard([&] { body(guard); });
-    return guard.status();
-}

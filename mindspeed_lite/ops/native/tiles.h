@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 namespace c10 {
@@ -146,15 +146,16 @@ static bool multiplies() {
         store(b + i, 0.5f);
         c[i] = 2.0f;
     }
-    const int32_t status = guarded([&](Guard&) {
+    Guard guard;
+    guard([&] {
         multiply(TILE, TILE, TILE, a, TILE, b, c, TILE, true);
         done_multiplying<T>();
     });
-    return status == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
+    return guard.status() == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
 }
 
 // Whether the micro-kernel for `size`-byte values works here.
-extern "C" int32_t probe(int32_t size, int32_t* right) {
+static void probe(Guard&, int32_t size, int32_t* right) {
     *right = size == 2 ? multiplies<bf16>() : multiplies<float>();
-    return 0;
 }
+EXPORT(probe, probe);

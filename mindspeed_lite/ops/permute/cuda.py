@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -12,17 +12,11 @@ from mindspeed_lite.ops.permute import autograd, kernels, rows
 from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.permute import Case
-
 # Pairs per row-id program, columns per copy program (16 bytes of a 16-bit tensor per thread).
 _PAIRS, _BLOCK = 1024, 1024
 
 
-def supported(case: Case) -> list[str]:
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return [f"dtype {case.dtype}"]
-    return []
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:

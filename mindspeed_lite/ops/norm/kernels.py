@@ -25,8 +25,6 @@ from torch.autograd.function import once_differentiable
 from mindspeed_lite.ops.row_kernels import add_up, on, programs
 from mindspeed_lite.ops.rows import as_rows
 
-WIDEST = 16384
-
 # Bytes in flight per multiprocessor (B200).
 _UNDER_WAY = 43 * 1024
 
