@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -52,13 +51,9 @@ class OwnLayout:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation. make: shape -> function of the inputs, or `OwnLayout`.
-
-    package: needed on a GPU; always listed if empty. takes: whether it supports the shape.
-    """
+    """Another implementation. make: shape -> function of the inputs, or `OwnLayout`; takes: whether it supports it."""
 
     make: Callable[[Any], Function]
-    package: str = ""
     takes: Callable[[Any], bool] = lambda shape: True
 
 
@@ -183,22 +178,11 @@ class OperatorCases:
         except ValueError as error:
             raise ValueError(f"{error}; want {self.syntax}, for example {self.cpu[0]}") from None
 
-    def problem(self, text: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None) -> Problem:
-        """The problem of a text. peers: names to list on any device; default: those installed."""
-        return self.of(self.parse(text), f"{text} {dtype_name(dtype)}", device, dtype, peers)
+    def problem(self, text: str, device: str, dtype: torch.dtype) -> Problem:
+        return self.of(self.parse(text), f"{text} {dtype_name(dtype)}", device, dtype)
 
-    def of(
-        self, shape: Any, name: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None
-    ) -> Problem:
+    def of(self, shape: Any, name: str, device: str, dtype: torch.dtype) -> Problem:
         forward, backward = shape.work(dtype.itemsize)
-
-        def is_listed(name: str, peer: Peer) -> bool:
-            if not peer.takes(shape):
-                return False
-            if peers is not None and peer.package:
-                return name in peers
-            return not peer.package or (device == "cuda" and _is_installed(peer.package))
-
         return Problem(
             operator=self.operator,
             name=name,
@@ -212,7 +196,7 @@ class OperatorCases:
                 *(
                     Contender(name, functools.partial(peer.make, shape))
                     for name, peer in self.peers.items()
-                    if is_listed(name, peer)
+                    if peer.takes(shape)
                 ),
             ),
             forward=forward,
@@ -277,10 +261,3 @@ def _compile(function: Function) -> Function:
     torch.compiler.reset()
     compiled: Function = torch.compile(function, dynamic=False)
     return compiled
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # broken parent package, or stub without a spec
-        return False

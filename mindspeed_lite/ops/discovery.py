@@ -20,9 +20,13 @@ OPERATORS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def cases(name: str) -> OperatorCases:
-    """The cases of an operator; raises ValueError for an unknown name."""
+def package(name: str) -> str:
+    """The package of an operator; raises ValueError for an unknown name."""
     if name not in OPERATORS:
         raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
-    found: OperatorCases = importlib.import_module(f"{OPERATORS[name]}.cases").CASES
+    return OPERATORS[name]
+
+
+def cases(name: str) -> OperatorCases:
+    found: OperatorCases = importlib.import_module(f"{package(name)}.cases").CASES
     return found

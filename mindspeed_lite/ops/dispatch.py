@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import discovery
 from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.traced import is_traced
 
@@ -153,9 +154,7 @@ def _found_beside(reference: Implementation) -> dict[str, str]:
 
 
 def operator(name: str) -> Operator:
-    if name not in OPERATORS:
-        raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
-    found: Operator = importlib.import_module(OPERATORS[name]).OPERATOR
+    found: Operator = importlib.import_module(discovery.package(name)).OPERATOR
     return found
 
 

@@ -16,7 +16,7 @@ from mindspeed_lite.bench.operators import equivalence
 from mindspeed_lite.bench.selftest import FAILED, numerics
 from mindspeed_lite.ops import discovery
 from mindspeed_lite.ops.attention import cases as attention_cases
-from mindspeed_lite.ops.case import COMPILED, TORCH, Draw, Function, OperatorCases, Problem
+from mindspeed_lite.ops.case import COMPILED, TORCH, Function, OperatorCases, Problem
 from mindspeed_lite.ops.dispatch import OPERATORS, operator
 from tests.harness.processes import clean_environment
 from tools.fuzz.calls import LAYOUTS, Call
@@ -344,14 +344,3 @@ def test_work_of_attention_counts_the_pairs_of_its_mask(options: str) -> None:
     hidden = attention_cases.hidden(declared.parse(f"9x1x1{options}"))
     pairs = 81 if hidden is None else int((~hidden).sum())
     assert declared.problem(f"9x1x1{options}", "cpu", torch.float32).forward.flops == 4 * pairs
-
-
-def test_peers_are_listed_where_installed_and_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_lite.ops.case._is_installed", lambda package: True)
-
-    def names(name: str, text: str, device: str) -> list[str]:
-        return [each.name for each in CASES[name].problem(text, device, torch.bfloat16).contenders]
-
-    assert names("rms_norm", "4x4", "cuda")[3:] == ["liger"] and names("rms_norm", "4x4", "cpu")[3:] == []
-    assert names("attention", "s=4,n=1,d=4", "cuda")[3:] == ["torch sdpa"]
-    assert Draw("cpu", torch.bfloat16)(2, wide=True).dtype == torch.float32

@@ -58,7 +58,7 @@ def test_against_float64(
     weight, bias = normal(width, dtype=weight_dtype), normal(width, dtype=weight_dtype) if centered else None
     tensors = [wide[..., :width], weight, bias, normal(*shape)]
     exact = results(reference.norm, [None if t is None else t.double() for t in tensors], zero_centered)
-    got = results(norm_kernels.Norm.apply, [None if t is None else t.to(DEVICE) for t in tensors], zero_centered)
+    got = results(norm_kernels.norm, [None if t is None else t.to(DEVICE) for t in tensors], zero_centered)
     rows = wide.numel() // (2 * width)
     for name, ours, truth in zip(NAMES, got, exact, strict=False):
         ours = ours.cpu()
@@ -123,7 +123,7 @@ def test_pytorch_serves_small_tensors_long_rows_and_float64(
     taken: list[str] = []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_kernels.Norm, "apply", lambda *given: taken.append("triton"))
+        patch.setattr(norm_kernels, "norm", lambda *given: taken.append("triton"))
         patch.setattr(torch.nn.functional, "rms_norm", lambda *given: taken.append("torch"))
         cuda.norm(x, weight, None, EPS, False)
     assert taken == ["torch" if wanted else "triton"]

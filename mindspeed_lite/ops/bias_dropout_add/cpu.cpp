@@ -18,15 +18,9 @@ static void forward(Guard&, const T* x, const float* bias, const T* residual, T*
         const T* from = x + row * width;
         const T* other = residual + row * width;
         T* to = y + row * width;
-        if (bias == nullptr) {
 #pragma omp simd
-            for (int64_t i = 0; i < width; ++i)
-                store(to + i, load(other + i) + kept<drops>(load(from + i), seed, row, i, dropped, scale));
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < width; ++i)
-                store(to + i, load(other + i) + kept<drops>(load(from + i) + bias[i], seed, row, i, dropped, scale));
-        }
+        for (int64_t i = 0; i < width; ++i)
+            store(to + i, load(other + i) + kept<drops>(load(from + i) + bias[i], seed, row, i, dropped, scale));
     }
 }
 

@@ -40,7 +40,7 @@ def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, dropout_p
 def _forward(inputs: Any, options: Any) -> tuple[Tensor, autograd.Inputs]:
     (x, residual, bias), (draws, _) = inputs, options
     x, residual, width = x.contiguous(), residual.contiguous(), x.shape[-1]
-    wide = None if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
+    wide = torch.zeros(width) if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
     y = torch.empty_like(residual)
     rows = x.numel() // width if width else 0
     kernel = LIBRARY.kernel("forward_dropout" if draws[0] else "forward", x.dtype)

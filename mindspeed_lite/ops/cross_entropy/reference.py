@@ -15,17 +15,6 @@ from mindspeed_lite.ops.rows import precision
 _BLOCK = 1 << 22
 
 
-def definition(logits: Tensor, target: Tensor) -> Tensor:
-    """Differentiable loss over a whole vocabulary."""
-    wide = logits.to(precision(logits.dtype))
-    log_probs = wide.log_softmax(-1)  # [..., K]
-    known = (target >= 0) & (target < logits.shape[-1])
-    column = target.clamp(0, logits.shape[-1] - 1)[..., None].to(torch.int64)
-    # Out-of-vocabulary target: loss as if the target were the likeliest token.
-    picked = torch.where(known, log_probs.gather(-1, column)[..., 0], wide.detach().amax(-1) - wide.logsumexp(-1))
-    return -picked
-
-
 def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
     count, width = rows.shape
     out = rows.new_empty((3, count), dtype=precision(rows.dtype))

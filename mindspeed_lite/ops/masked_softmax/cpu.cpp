@@ -7,8 +7,6 @@
 
 // Megatron's value of hidden scores.
 static constexpr float HIDDEN = -10000.0f;
-// Rows per thread at a time; small, because causal rows grow longer.
-#define ROWS 16
 
 struct Form {
     int64_t batch, heads, queries, keys;
@@ -54,41 +52,33 @@ template <typename T>
 static void forward(Guard& guard, const T* scores, const uint8_t* mask, T* probs, float* statistics, FORM) {
     const Form form MADE;
     const int64_t rows = form.rows();
-#pragma omp parallel num_threads(form.threads)
-    {
-        std::vector<float> buffer;
-        guard([&] { buffer.resize(form.keys); });
+    const auto run = [&](int64_t row, std::vector<float>& buffer) {
         float* s = buffer.data();
-#pragma omp for schedule(static, ROWS)
-        for (int64_t row = 0; row < rows; row++) {
-            if (guard.status()) continue;
-            const int64_t width = form.width(row);
-            T* p = probs + row * form.keys;
-            scaled(scores + row * form.keys, form.hidden(mask, row), form.scale, width, s);
-            float top = width < form.keys ? HIDDEN : -std::numeric_limits<float>::infinity();
+        const int64_t width = form.width(row);
+        T* p = probs + row * form.keys;
+        scaled(scores + row * form.keys, form.hidden(mask, row), form.scale, width, s);
+        float top = width < form.keys ? HIDDEN : -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < width; i++) top = s[i] > top ? s[i] : top;
-            float sum = 0.0f;
+        for (int64_t i = 0; i < width; i++) top = s[i] > top ? s[i] : top;
+        float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < width; i++) {
-                s[i] = exp_(s[i] - top);
-                sum += s[i];
-            }
-            // Zero unless all visible scores are about as low.
-            const float beyond = width < form.keys ? exp_(HIDDEN - top) : 0.0f;
-            sum += beyond * static_cast<float>(form.keys - width);
-            const float factor = 1.0f / sum;
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) store(p + i, s[i] * factor);
-            T last;
-            store(&last, beyond * factor);  // NaN in a row of NaNs
-            std::fill(p + width, p + form.keys, last);
-            if (statistics != nullptr) {
-                statistics[row] = top;
-                statistics[rows + row] = sum;
-            }
+        for (int64_t i = 0; i < width; i++) {
+            s[i] = exp_(s[i] - top);
+            sum += s[i];
         }
-    }
+        // Zero unless all visible scores are about as low.
+        const float beyond = width < form.keys ? exp_(HIDDEN - top) : 0.0f;
+        sum += beyond * static_cast<float>(form.keys - width);
+        const float factor = 1.0f / sum;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) store(p + i, s[i] * factor);
+        T last;
+        store(&last, beyond * factor);  // NaN in a row of NaNs
+        std::fill(p + width, p + form.keys, last);
+        statistics[row] = top;
+        statistics[rows + row] = sum;
+    };
+    each_row(guard, rows, form.threads, [&] { return std::vector<float>(form.keys); }, run);
 }
 
 template <typename T>
@@ -96,46 +86,40 @@ static void backward(Guard& guard, const T* dprobs, const T* scores, const uint8
                      const float* statistics, FORM) {
     const Form form MADE;
     const int64_t rows = form.rows();
-#pragma omp parallel num_threads(form.threads)
-    {
-        std::vector<float> buffer;
-        guard([&] { buffer.resize(form.keys); });
+    const auto run = [&](int64_t row, std::vector<float>& buffer) {
         float* s = buffer.data();
-#pragma omp for schedule(static, ROWS)
-        for (int64_t row = 0; row < rows; row++) {
-            if (guard.status()) continue;
-            const int64_t width = form.width(row);
-            const T* dp = dprobs + row * form.keys;
-            T* dx = dscores + row * form.keys;
-            const uint8_t* hidden = form.hidden(mask, row);
-            const float top = statistics[row], factor = 1.0f / statistics[rows + row], scale = form.scale;
-            scaled(scores + row * form.keys, hidden, scale, width, s);
-            float dot = 0.0f;
+        const int64_t width = form.width(row);
+        const T* dp = dprobs + row * form.keys;
+        T* dx = dscores + row * form.keys;
+        const uint8_t* hidden = form.hidden(mask, row);
+        const float top = statistics[row], factor = 1.0f / statistics[rows + row], scale = form.scale;
+        scaled(scores + row * form.keys, hidden, scale, width, s);
+        float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-            for (int64_t i = 0; i < width; i++) {
-                s[i] = exp_(s[i] - top) * factor;
-                dot += s[i] * load(dp + i);
-            }
-            const float beyond = width < form.keys ? exp_(HIDDEN - top) * factor : 0.0f;
-            if (beyond != 0.0f) {
-                float part = 0.0f;
-#pragma omp simd reduction(+ : part)
-                for (int64_t i = width; i < form.keys; i++) part += load(dp + i);
-                dot += beyond * part;
-            }
-            if (hidden == nullptr) {
-#pragma omp simd
-                for (int64_t i = 0; i < width; i++) store(dx + i, s[i] * (load(dp + i) - dot) * scale);
-            } else {
-#pragma omp simd
-                for (int64_t i = 0; i < width; i++) {
-                    const float value = s[i] * (load(dp + i) - dot) * scale;
-                    store(dx + i, hidden[i] ? 0.0f : value);
-                }
-            }
-            std::fill(dx + width, dx + form.keys, T{});
+        for (int64_t i = 0; i < width; i++) {
+            s[i] = exp_(s[i] - top) * factor;
+            dot += s[i] * load(dp + i);
         }
-    }
+        const float beyond = width < form.keys ? exp_(HIDDEN - top) * factor : 0.0f;
+        if (beyond != 0.0f) {
+            float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+            for (int64_t i = width; i < form.keys; i++) part += load(dp + i);
+            dot += beyond * part;
+        }
+        if (hidden == nullptr) {
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) store(dx + i, s[i] * (load(dp + i) - dot) * scale);
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) {
+                const float value = s[i] * (load(dp + i) - dot) * scale;
+                store(dx + i, hidden[i] ? 0.0f : value);
+            }
+        }
+        std::fill(dx + width, dx + form.keys, T{});
+    };
+    each_row(guard, rows, form.threads, [&] { return std::vector<float>(form.keys); }, run);
 }
 
 EXPORT_DTYPES(forward, forward);

@@ -1,8 +1,7 @@
 // moe_router on the CPU: a row at a time, scores to outputs and gradients to gradients.
 //
 // Ties are chosen as in PyTorch. Without ties at the limit the highest are taken one by one; otherwise torch.topk's CPU
-// algorithms from the standard library run on the same sequence. cpu.py checks the two once.
-#include <optional>
+// algorithms from the standard library run on the same sequence.
 #include <utility>
 #include <vector>
 
@@ -26,7 +25,7 @@ inline bool before(const Ranked& a, const Ranked& b) {
 }
 
 struct Desk {
-    std::vector<float> raw, key, worth, taken;  // scores; keys, padded with LOWEST; of groups; of the chosen
+    std::vector<float> raw, key, worth, taken, probs;  // scores; padded keys; of groups; of the chosen; padded
     std::vector<Ranked> queue;
     std::vector<int32_t> chosen;
     std::vector<char> open;
@@ -36,6 +35,7 @@ struct Desk {
           key(padded(experts)),
           worth(groups),
           taken(topk),
+          probs(padded(topk)),
           queue(experts),
           chosen(topk),
           open(groups) {}
@@ -192,44 +192,34 @@ void forward(Guard& guard, int kind, const In* scores, int64_t stride, const flo
              int64_t* indices, float* kept, int64_t rows, int64_t experts, int64_t topk, int64_t groups,
              int64_t group_topk, int64_t best, float scale, int threads) {
     const Form form{experts, topk, groups, group_topk, best, sizeof(In) == 2};
-#pragma omp parallel num_threads(threads)
-    {
-        // Padded to avoid remainder loops.
-        const int64_t wide = padded(topk);
-        std::optional<Desk> made;
-        std::vector<float> chosen;
-        guard([&] {
-            made.emplace(experts, topk, form.groups);
-            chosen.resize(wide);
-        });
-        const auto run = [&](int64_t row) {
-            Desk& desk = *made;
-            const In* in = scores + row * stride;
-            float* raw = desk.raw.data();
+    // Padded to avoid remainder loops.
+    const int64_t wide = padded(topk);
+    const auto run = [&](int64_t row, Desk& desk) {
+        std::vector<float>& chosen = desk.probs;
+        const In* in = scores + row * stride;
+        float* raw = desk.raw.data();
 #pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) raw[i] = load(in + i);
-            choose(desk, bias, form);
-            bool* routed = map + row * experts;
-            std::memset(routed, 0, experts);
-            for (int64_t j = 0; j < topk; ++j) routed[desk.chosen[j]] = true;
-            for (int64_t j = 0; j < topk; ++j) {
-                indices[row * topk + j] = desk.chosen[j];
-                chosen[j] = desk.raw[desk.chosen[j]];
-            }
-            std::fill(chosen.begin() + topk, chosen.end(), kind == SOFTMAX ? LOWEST : 0.0f);
-            if (kind == SOFTMAX) softmax(chosen.data(), wide);
-            if (kept != nullptr) std::copy_n(chosen.begin(), topk, kept + row * topk);
-            if (kind >= SIGMOID) {
-                const float sum = sum_of(chosen.data(), wide) + EPS;
-                for (float& each : chosen) each /= sum;
-            }
-            Out* out = probs + row * experts;
-            std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
-            for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
-        };
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) guard([&] { run(row); });
-    }
+        for (int64_t i = 0; i < experts; ++i) raw[i] = load(in + i);
+        choose(desk, bias, form);
+        bool* routed = map + row * experts;
+        std::memset(routed, 0, experts);
+        for (int64_t j = 0; j < topk; ++j) routed[desk.chosen[j]] = true;
+        for (int64_t j = 0; j < topk; ++j) {
+            indices[row * topk + j] = desk.chosen[j];
+            chosen[j] = desk.raw[desk.chosen[j]];
+        }
+        std::fill(chosen.begin() + topk, chosen.end(), kind == SOFTMAX ? LOWEST : 0.0f);
+        if (kind == SOFTMAX) softmax(chosen.data(), wide);
+        if (kept != nullptr) std::copy_n(chosen.begin(), topk, kept + row * topk);
+        if (kind >= SIGMOID) {
+            const float sum = sum_of(chosen.data(), wide) + EPS;
+            for (float& each : chosen) each /= sum;
+        }
+        Out* out = probs + row * experts;
+        std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
+        for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
+    };
+    each_row(guard, rows, threads, [&] { return Desk(experts, topk, form.groups); }, run);
 }
 
 // ---- gradients ----
@@ -238,34 +228,28 @@ void forward(Guard& guard, int kind, const In* scores, int64_t stride, const flo
 template <class T>
 void backward(Guard& guard, int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out,
               int64_t rows, int64_t experts, int64_t topk, int normalised, float scale, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> g;
-        guard([&] { g.resize(topk); });
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            if (guard.status()) continue;
-            const int64_t* at = indices + row * topk;
-            const float* s = kept + row * topk;
-            T* dx = out + row * experts;
-            float dot = 0.0f, sum = 0.0f;
-            for (int64_t j = 0; j < topk; ++j) {
-                g[j] = load(grad + row * stride + at[j]) * scale;
-                dot += g[j] * s[j];
-                sum += s[j];
-            }
-            std::memset(static_cast<void*>(dx), 0, experts * sizeof(T));
-            if (kind == SOFTMAX) {
-                for (int64_t j = 0; j < topk; ++j) store(dx + at[j], s[j] * (g[j] - dot));
-                continue;
-            }
-            sum += EPS;
-            for (int64_t j = 0; j < topk; ++j) {
-                const float ds = normalised ? (g[j] - dot / sum) / sum : g[j];
-                store(dx + at[j], ds * slope(kind, s[j]));
-            }
+    const auto run = [&](int64_t row, std::vector<float>& g) {
+        const int64_t* at = indices + row * topk;
+        const float* s = kept + row * topk;
+        T* dx = out + row * experts;
+        float dot = 0.0f, sum = 0.0f;
+        for (int64_t j = 0; j < topk; ++j) {
+            g[j] = load(grad + row * stride + at[j]) * scale;
+            dot += g[j] * s[j];
+            sum += s[j];
         }
-    }
+        std::memset(static_cast<void*>(dx), 0, experts * sizeof(T));
+        if (kind == SOFTMAX) {
+            for (int64_t j = 0; j < topk; ++j) store(dx + at[j], s[j] * (g[j] - dot));
+            return;
+        }
+        sum += EPS;
+        for (int64_t j = 0; j < topk; ++j) {
+            const float ds = normalised ? (g[j] - dot / sum) / sum : g[j];
+            store(dx + at[j], ds * slope(kind, s[j]));
+        }
+    };
+    each_row(guard, rows, threads, [&] { return std::vector<float>(topk); }, run);
 }
 
 // Backward through the softmax over all experts, recomputed.
@@ -273,32 +257,24 @@ template <class T>
 void backward_all(Guard& guard, const T* logits, int64_t logits_stride, const T* grad, int64_t stride,
                   const int64_t* indices, T* out, int64_t rows, int64_t experts, int64_t topk, float scale,
                   int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> p, g;
-        guard([&] {
-            p.resize(experts);
-            g.resize(experts);
-        });
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            if (guard.status()) continue;
-            const T* in = logits + row * logits_stride;
-            const int64_t* at = indices + row * topk;
+    const auto run = [&](int64_t row, std::vector<float>& scratch) {
+        float *const p = scratch.data(), *const g = p + experts;
+        const T* in = logits + row * logits_stride;
+        const int64_t* at = indices + row * topk;
 #pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) p[i] = load(in + i);
-            softmax(p.data(), experts);
-            std::fill(g.begin(), g.end(), 0.0f);
-            float dot = 0.0f;
-            for (int64_t j = 0; j < topk; ++j) {
-                g[at[j]] = load(grad + row * stride + at[j]) * scale;
-                dot += g[at[j]] * p[at[j]];
-            }
-            T* dx = out + row * experts;
-#pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) store(dx + i, p[i] * (g[i] - dot));
+        for (int64_t i = 0; i < experts; ++i) p[i] = load(in + i);
+        softmax(p, experts);
+        std::fill_n(g, experts, 0.0f);
+        float dot = 0.0f;
+        for (int64_t j = 0; j < topk; ++j) {
+            g[at[j]] = load(grad + row * stride + at[j]) * scale;
+            dot += g[at[j]] * p[at[j]];
         }
-    }
+        T* dx = out + row * experts;
+#pragma omp simd
+        for (int64_t i = 0; i < experts; ++i) store(dx + i, p[i] * (g[i] - dot));
+    };
+    each_row(guard, rows, threads, [&] { return std::vector<float>(2 * experts); }, run);
 }
 
 }  // namespace

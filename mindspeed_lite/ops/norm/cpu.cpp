@@ -54,17 +54,11 @@ void run_of_gradients(const T* dy, const T* x, float mean, const float* scale, i
     *product = b;
 }
 
-template <typename T>
-double sum_of_values(const T* x, int64_t width) {
+// Sum of run(start, length) over a row.
+template <typename Run>
+double sum_of(int64_t width, const Run& run) {
     double sum = 0;
-    for (int64_t h = 0; h < width; h += kRun) sum += run_of_values(x + h, std::min(kRun, width - h));
-    return sum;
-}
-
-template <bool centred, typename T>
-double sum_of_squares(const T* x, float mean, int64_t width) {
-    double sum = 0;
-    for (int64_t h = 0; h < width; h += kRun) sum += run_of_squares<centred>(x + h, mean, std::min(kRun, width - h));
+    for (int64_t h = 0; h < width; h += kRun) sum += run(h, std::min(kRun, width - h));
     return sum;
 }
 
@@ -96,8 +90,10 @@ void forward(Guard&, const T* x, const W* weight, const W* bias, T* y, float* me
         float middle[kMostRows] = {}, inverse[kMostRows];
         for (int64_t k = 0; k < count; ++k) {
             const T* row = x + (first + k) * x_stride;
-            if (centred) middle[k] = static_cast<float>(sum_of_values(row, width) / width);
-            squares[k] = sum_of_squares<centred>(row, middle[k], width);
+            const auto values = [&](int64_t h, int64_t length) { return run_of_values(row + h, length); };
+            if (centred) middle[k] = static_cast<float>(sum_of(width, values) / width);
+            const float mean_ = middle[k];
+            squares[k] = sum_of(width, [&](int64_t h, int64_t n) { return run_of_squares<centred>(row + h, mean_, n); });
         }
         for (int64_t k = 0; k < kMostRows; ++k)
             inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));

@@ -7,7 +7,6 @@ On an H100 Triton's three launches take 0.55 of the device time of PyTorch's ker
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +50,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_center
     elif not torch.compiler.is_compiling() and x.numel():
         from mindspeed_lite.ops.norm import kernels
 
-        function: Any = kernels.Norm
-        out: Tensor = function.apply(x, weight, bias, eps, zero_centered)
-        return out
+        return kernels.norm(x, weight, bias, eps, zero_centered)
     return reference.norm(x, weight, bias, eps, zero_centered)
 
 

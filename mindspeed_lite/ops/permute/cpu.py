@@ -13,19 +13,19 @@ LIBRARY = native.Library(__file__)
 DTYPES = native.DTYPES
 
 
-def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
+def row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     flags = routing_map.contiguous()
-    row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
+    ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
     if capacity is None:
-        LIBRARY.row_ids(flags, row_ids, tokens, experts, count, native.threads(flags.numel()))
-        if row_ids[-1] >= 0:
-            return row_ids
+        LIBRARY.row_ids(flags, ids, tokens, experts, count)
+        if ids[-1] >= 0:
+            return ids
     # Unrouted pairs as padding.
     return rows.of_pairs(reference.pairs(routing_map, count, capacity), tokens, experts)
 
 
-def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
+def spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     x, stride = as_rows(tokens)
     size = x.element_size()
     out = x.new_empty(count, x.shape[1])
@@ -34,7 +34,7 @@ def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     return out
 
 
-def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
+def gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
     x, stride = as_rows(permuted)
     weights = None if probs is None else _weights(probs)
     out = x.new_empty(tokens, x.shape[1])
@@ -43,7 +43,7 @@ def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None
     return out
 
 
-def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+def backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
     weights = _weights(probs)
@@ -71,4 +71,4 @@ def _weights(probs: Tensor) -> Tensor:
     return probs.detach().to(torch.float32).contiguous()
 
 
-permute, unpermute = autograd.differentiable(autograd.Kernels(_row_ids, _spread, _gather, _backward))
+permute, unpermute = autograd.differentiable(__name__)
