@@ -137,7 +137,6 @@ class OperatorCases:
     """All shapes of an operator as texts: sizes joined by x, then options, such as `4096x64,k=6`.
 
     correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu, accelerator: timed.
-    quick: for `bench-ops --quick`; default: the first of `cpu`.
     """
 
     operator: str
@@ -146,7 +145,6 @@ class OperatorCases:
     cpu: tuple[str, ...]
     accelerator: tuple[str, ...]
     not_on_npu: tuple[str, ...] = ()
-    quick: str = ""
     peers: Mapping[str, Peer] = field(default_factory=dict)
     is_random: Callable[[Any], bool] = lambda shape: False
 
@@ -155,9 +153,9 @@ class OperatorCases:
         return self.correctness if device == "npu" else self.correctness + self.not_on_npu
 
     def timed(self, device: str, quick: bool) -> tuple[str, ...]:
-        """Shapes that `bench-ops` times."""
+        """Shapes that `bench-ops` times; quick: a small one."""
         if quick:
-            return (self.quick or self.cpu[0],)
+            return self.correctness[:1]
         return self.cpu if device == "cpu" else self.accelerator
 
     @property

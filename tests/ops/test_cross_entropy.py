@@ -51,7 +51,7 @@ def in_slices(count: int, logits: torch.Tensor, target: torch.Tensor) -> torch.T
     width = logits.shape[-1] // count
     slices = logits.split(width, dim=-1)
     statistics = [
-        reference.statistics(part.detach().reshape(-1, width), target.reshape(-1), rank * width, False)
+        reference.statistics(part.detach().reshape(-1, width), target.reshape(-1), rank * width)
         for rank, part in enumerate(slices)
     ]
     found = [

@@ -49,7 +49,7 @@ def cross_entropies() -> Iterator[Row]:
     block, warps = {"BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS
     for dtype in ("bf16", "fp32"):
         types = f"logits_ptr=*{dtype} target_ptr=*i64 start=i32"
-        how = {"WIDTH": 32768, "WHOLE": True, **block}
+        how = {"WIDTH": 32768, **block}
         yield "cross_entropy.cuda:statistics_kernel", f"{types} out_ptr=*fp32 rows=i32", how, warps, 64
         back = f"{types} top_ptr=*fp32 sums_ptr=*fp32 dloss_ptr=*fp32 out_ptr=*{dtype} width=i32"
         yield "cross_entropy.cuda:gradient_kernel", back, block, warps, 64

@@ -110,11 +110,13 @@ void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, f
 // Dropout of one key's probabilities for queries [place, place + count) of all heads, with scaling.
 template <typename In>
 void drop(const Call<In>& call, int64_t place, int64_t count, int64_t key, float* row) {
-    const float kept = static_cast<float>(0x1p32 / (0x1p32 - static_cast<double>(call.dropped)));
+    const uint64_t seed = static_cast<uint64_t>(call.seed);
+    const uint32_t dropped = static_cast<uint32_t>(call.dropped);
+    const float kept = static_cast<float>(0x1p32 / (0x1p32 - dropped));
 #pragma omp simd
     for (int64_t q = 0; q < count; ++q) {
-        const uint32_t drawn = draw(static_cast<uint64_t>(call.seed), static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
-        row[q] = drawn < static_cast<uint32_t>(call.dropped) ? 0.0f : row[q] * kept;
+        const uint32_t drawn = draw(seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
+        row[q] = drawn < dropped ? 0.0f : row[q] * kept;
     }
 }
 

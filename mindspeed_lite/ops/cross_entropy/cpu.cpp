@@ -6,8 +6,8 @@
 static constexpr int64_t BLOCK = 2048;
 
 template <typename T>
-static void statistics(Guard&, const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width, int64_t start,
-                       int whole, int threads) {
+static void statistics(Guard&, const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width,
+                       int64_t start, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * width;
@@ -35,17 +35,13 @@ static void statistics(Guard&, const T* logits, const int64_t* target, float* ou
         out[row] = top;
         out[rows + row] = sum;
         const bool here = column >= 0 && column < width;
-        if (whole) {
-            out[2 * rows + row] = std::log(sum) - (here ? load(x + column) - top : 0.0f);
-        } else {
-            out[2 * rows + row] = here ? load(x + column) : 0.0f;
-        }
+        out[2 * rows + row] = here ? load(x + column) : 0.0f;
     }
 }
 
 template <typename T>
-static void gradient(Guard&, const T* logits, const int64_t* target, const float* top, const float* sums, const float* dloss,
-                     T* out, int64_t rows, int64_t width, int64_t start, int threads) {
+static void gradient(Guard&, const T* logits, const int64_t* target, const float* top, const float* sums,
+                     const float* dloss, T* out, int64_t rows, int64_t width, int64_t start, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * width;

@@ -11,12 +11,12 @@ LIBRARY = native.Library(__file__)
 DTYPES = native.DTYPES
 
 
-def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int) -> Tensor:
     count, width = rows.shape
     out = torch.empty(3, count, dtype=torch.float32)
     kernel = LIBRARY.kernel("statistics", rows.dtype)
     threads = native.threads(rows.numel())
-    kernel(rows, target, out, count, width, start, whole, threads)
+    kernel(rows, target, out, count, width, start, threads)
     return out
 
 

@@ -7,7 +7,7 @@ gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
 
 A backend has two passes over contiguous rows [T, V] of a shard; int64 target [T], possibly outside of it:
 
-    statistics(rows, target, start, whole) -> [3, T] (m, s, p); with `whole` (unsharded), row 2 is the loss
+    statistics(rows, target, start) -> [3, T] (m, s, p)
     gradient(rows, target, start, statistics [2, T] (M, S), dloss [T], out [T, V]); `out` may be `rows`
 
 A row of -inf has the sum 0.
@@ -79,13 +79,10 @@ class CrossEntropy(torch.autograd.Function):
             logits = logits.contiguous()
         rows = logits.view(-1, logits.shape[-1])  # [T, V]
         flat = target.reshape(-1).to(torch.int64)  # [T]
-        statistics = kernels.statistics(rows, flat, shard.start, shard.gather is None)  # [3, T]
-        if shard.gather is None:
-            # Computed by the kernel, which saves calls.
-            loss: Tensor = statistics[2]
-        else:
+        statistics = kernels.statistics(rows, flat, shard.start)  # [3, T]
+        if shard.gather is not None:
             statistics = merge(shard.gather(statistics))
-            loss = losses(statistics, flat, shard.size)
+        loss = losses(statistics, flat, shard.size)
         ctx.save_for_backward(logits, flat, statistics[:2])
         ctx.kernels, ctx.start = kernels, shard.start
         return loss.view(target.shape)

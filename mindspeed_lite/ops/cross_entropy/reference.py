@@ -8,14 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.cross_entropy import loss
 from mindspeed_lite.ops.rows import precision
 
 # 16 MiB as fp32.
 _BLOCK = 1 << 22
 
 
-def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int) -> Tensor:
     count, width = rows.shape
     out = rows.new_empty((3, count), dtype=precision(rows.dtype))
     for block in _blocks(count, width):
@@ -28,8 +27,6 @@ def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
         # Avoids -inf - -inf = NaN; such a row becomes zeros.
         base = torch.where(top == -torch.inf, 0.0, top)
         torch.sum((wide - base[:, None]).exp_(), dim=-1, out=out[1, block])
-    if whole:
-        out[2] = loss.losses(out, target - start, width)
     return out
 
 

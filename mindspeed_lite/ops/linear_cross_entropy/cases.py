@@ -44,5 +44,4 @@ CASES = OperatorCases(
     correctness=("24x16x48", "128x256x4096"),
     cpu=("1024x1024x32768",),
     accelerator=("8192x4096x32768", "8192x4096x128256", "8192x8192x16032"),
-    quick="128x256x4096",
 )

@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         statistics = merge(
             torch.stack(
                 [
-                    kernels.statistics(logits, flat, shard.start + part.start, False)
+                    kernels.statistics(logits, flat, shard.start + part.start)
                     for part, logits in _logits(rows, weight, parts, kept)
                 ]
             )

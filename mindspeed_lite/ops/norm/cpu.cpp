@@ -90,10 +90,10 @@ void forward(Guard&, const T* x, const W* weight, const W* bias, T* y, float* me
         float middle[kMostRows] = {}, inverse[kMostRows];
         for (int64_t k = 0; k < count; ++k) {
             const T* row = x + (first + k) * x_stride;
-            const auto values = [&](int64_t h, int64_t length) { return run_of_values(row + h, length); };
+            const auto values = [&](int64_t h, int64_t n) { return run_of_values(row + h, n); };
             if (centred) middle[k] = static_cast<float>(sum_of(width, values) / width);
-            const float mean_ = middle[k];
-            squares[k] = sum_of(width, [&](int64_t h, int64_t n) { return run_of_squares<centred>(row + h, mean_, n); });
+            const auto deviations = [&](int64_t h, int64_t n) { return run_of_squares<centred>(row + h, middle[k], n); };
+            squares[k] = sum_of(width, deviations);
         }
         for (int64_t k = 0; k < kMostRows; ++k)
             inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));

@@ -71,5 +71,4 @@ CASES = OperatorCases(
     correctness=("24x16x32", "24x16x32,main=1", "256x256x1024"),
     cpu=("1024x1024x8192", "1024x1024x32768,main=1"),
     accelerator=("8192x4096x8192", "8192x4096x32064", "8192x4096x128256,main=1"),
-    quick="256x256x1024",
 )
