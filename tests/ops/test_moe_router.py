@@ -130,7 +130,7 @@ def choices(draw: Any) -> tuple[torch.Tensor, int, tuple[int, int] | None]:
         topk = min(taken * best + draw(st.integers(0, taken - 1)), taken * size)
         groups = (number, taken)
     else:
-        experts = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 128, 256, 300, 512, 1024])))
+        experts = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 128, 256, 300, 512, 1024, 2048])))
         topk = draw(st.integers(1, min(experts, draw(st.sampled_from([1, 4, 8, 16, 40, 200])))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     tokens = draw(st.integers(1, 20))
@@ -186,20 +186,6 @@ def test_the_cpu_kernel_chooses_as_torch_does(
     _, chosen = run(x, topk, **options)
     assert torch.equal(chosen, routing_map(x, expected))
     assert torch.equal(chosen, on(REFERENCE, topk_routing)(x, topk, **options)[1])
-
-
-@compiled
-@pytest.mark.parametrize("experts", [1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 96, 128, 160, 256, 384, 512, 1024, 2048])
-def test_every_size_chooses_as_torch_does(experts: int) -> None:
-    generator = torch.Generator().manual_seed(experts)
-    run = on("cpu", topk_routing)
-    for topk in sorted({1, 2, 4, 6, 7, 8, 9, 15, 16, 30, 31, 32, 64, experts - 1, experts}):
-        if not 1 <= topk <= experts:
-            continue
-        for highest in (2, 5, 300, 1 << 24):
-            x = torch.randint(0, highest, (12, experts), generator=generator).float()
-            wanted = routing_map(x, torch.topk(x, topk, dim=1).indices)
-            assert torch.equal(run(x, topk)[1], wanted), (topk, highest)
 
 
 @compiled
