@@ -21,7 +21,7 @@ COMMANDS = {
     "run": "run a training script with mindspeed_lite, without changing a line of it",
     "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
     "bench": "a training command with features off and on: speed, memory, loss, where the time goes",
-    "bench-ops": "time every operator against plain PyTorch and installed peers",
+    "bench-ops": "time every operator against plain PyTorch",
     "dryrun": "any rank of a training command on this machine without a device: memory, messages, whether they match",
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "plan": "the fastest layouts of a training command over so many devices, by prediction",

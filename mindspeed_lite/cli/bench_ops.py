@@ -1,6 +1,4 @@
-"""Time every operator against plain PyTorch, torch.compile and, on a GPU where it is installed, Liger-Kernel;
-forward and forward+backward.
-"""
+"""Time every operator against plain PyTorch and torch.compile; forward and forward+backward."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Context, Function, Override, Session
+from mindspeed_lite.ops.norm import reference
 
 from .conditions import Condition, every, local
 from .wrappers import at_end
@@ -19,14 +20,13 @@ from .wrappers import at_end
 class FusedNorm(torch.nn.Module):
     """Mixin: a torch norm computed over the last dimension by an operator.
 
-    kind: torch's class name. operator, definition: functions of (x, *parameters, eps, zero_centered).
+    kind: torch's class name. operator: a function of (x, *parameters, eps, zero_centered).
     """
 
     kind: ClassVar[str]
     operator_name: ClassVar[str]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
     operator: ClassVar[Callable[..., Tensor]]
-    definition: ClassVar[Callable[..., Tensor]]
     weight: torch.nn.Parameter
     eps: Any
     verifier: Any = None
@@ -61,8 +61,11 @@ class FusedNorm(torch.nn.Module):
             found: Tensor = torch.func.functional_call(original, given, (x,))
             return found
 
-        def with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            return lambda *tensors: function(*tensors, self.eps, self.zero_centered)
+        def ours(*tensors: Tensor) -> Tensor:
+            return type(self).operator(*tensors, self.eps, self.zero_centered)
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return reference.norm(x, weight, bias, self.eps, self.zero_centered)
 
         against = f"torch.nn.{self.kind}"
         if self.zero_centered:
@@ -73,8 +76,8 @@ class FusedNorm(torch.nn.Module):
             f"use_fused_{self.kind.lower()}",
             self.operator_name,
             "ulp",
-            with_options(type(self).operator),
-            with_options(type(self).definition) if self.zero_centered else torchs,
+            ours,
+            plain if self.zero_centered else torchs,
             {"x": x, **parameters},
             against=against,
             variant="zero-centred" if self.zero_centered else "",

@@ -12,6 +12,8 @@ import torch
 from tests.npu_contract.recorder import Call, Tensor
 
 OPS = Path(__file__).resolve().parents[2] / "mindspeed_lite" / "ops"
+# Of backends that operators share.
+FOLDERS = {"rms_norm": "norm", "layer_norm": "norm"}
 DTYPES = ("float16", "bfloat16", "float32")
 
 Tensors = Mapping[str, torch.Tensor]
@@ -65,7 +67,7 @@ class ContractCase:
 
 def source(operator: str) -> str:
     """The text of an operator's NPU backend."""
-    return (OPS / operator / "npu.py").read_text()
+    return (OPS / FOLDERS.get(operator, operator) / "npu.py").read_text()
 
 
 @dataclass(frozen=True)

@@ -130,11 +130,11 @@ def trace(which: str) -> list[str]:
 @contextlib.contextmanager
 def _broken(operator: str, source: str) -> Iterator[None]:
     """Within the block the operator's NPU backend is what `source` says."""
-    name = f"mindspeed_lite.ops.{operator}.npu"
+    chosen = dispatch.operator(operator)
+    name = chosen.backends["npu"]
     own = importlib.import_module(name)
     module = types.ModuleType(name)
     exec(compile(source, f"<broken {name}>", "exec"), module.__dict__)
-    chosen = dispatch.operator(operator)
     sys.modules[name] = module
     chosen._chosen.clear()
     try:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd, traced
+from mindspeed_lite.ops.rows import precision
 
 # Elements whose intermediates fit a CPU cache.
 _BLOCK = 1 << 17
@@ -50,7 +51,7 @@ PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def definition(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     """f(x + bias) * weights in x's dtype."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = precision(x.dtype)
     wide = x.to(dtype)  # [..., W]
     if bias is not None:
         wide = wide + bias.to(dtype)  # [W]
@@ -82,7 +83,7 @@ def _forward(inputs: Any, spec: ActivationSpec) -> tuple[Tensor, autograd.Inputs
 
 def _backward(dy: Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias, weights = saved
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = precision(x.dtype)
     # fp32, so that gradients of blocks are summed in fp32.
     wide_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wanted[1])
     found: list[list[Tensor]] = [[], [], []]

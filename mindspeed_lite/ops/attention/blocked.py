@@ -7,16 +7,15 @@ Dropout hashes seed, batch, head and positions: independent of rank and block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.attention import autograd
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec
+from mindspeed_lite.ops.attention.spec import AttentionSpec
+from mindspeed_lite.ops.rows import precision
 
 # Scores of one block; 4 MiB in fp32, near a core's cache.
 _SCORES = 1 << 20
@@ -158,7 +157,7 @@ def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> 
 def _batched(t: Tensor, g: int) -> Tensor:
     """[s, b, heads, size] -> [b * g, heads / g, s, size], contiguous in the accumulation dtype."""
     s, b, heads, size = t.shape
-    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+    wide = precision(t.dtype)
     return t.permute(1, 2, 0, 3).to(wide).reshape(b * g, heads // g, s, size)
 
 

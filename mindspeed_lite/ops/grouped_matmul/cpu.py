@@ -7,22 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.grouped_matmul import Case
-
 Tensors = Sequence[Tensor]
 
 COUNTS_ON_HOST = True
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def supported(case: Case) -> list[str]:
-    return [] if case.dtype in _DTYPES else [f"dtype {case.dtype}: there are products of floating-point numbers"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def grouped_matmul(

@@ -529,10 +529,12 @@ MUTATIONS = {
         "atten_mask is [1, 4, 24, 24]",
     ),
     "band beside a mask lost": Mutation(
-        "hidden = hidden | band.hidden(sq, sk, positions, q.device)", "pass",
+        "spec.hidden(sq", "spec._replace(causal=False, window=None).hidden(sq",
         "hide other keys than the caller asked for",
     ),
-    "rows without keys": Mutation("hidden = hidden & ~empty", "pass", "a row without visible keys"),
+    "rows without keys": Mutation(
+        "batches = b if", "hidden = hidden | empty\n        batches = b if", "a row without visible keys"
+    ),
     # modes
     "compressed mode with a full mask": Mutation(
         "_FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 1, 2", "_FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 2, 2",
