@@ -234,7 +234,7 @@ def test_collectives_of_a_stream_travel_while_the_process_computes():
 
     def body(rank):
         lab = Delays()
-        lab.enter(rank)
+        lab.enter()
         activate()
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         given = torch.arange(2.0 * 64).view(2, 64) + 1000 * rank

@@ -38,7 +38,7 @@ def test_lanes():
     def body(rank):
         lab = Delays(latency=DELAY)
         lab.set_rate(1e9)
-        lab.enter(rank)
+        lab.enter()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         view, before = Timeline(), dist.all_reduce
         remove = view.install()
