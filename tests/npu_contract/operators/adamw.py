@@ -31,7 +31,6 @@ class AdamW(ContractCase):
 
     operator = "adamw"
     forward = "_fused_adamw_"
-    kernel = "aclnnApplyAdamWV2"
 
     @property
     def calls(self) -> int:  # type: ignore[override]

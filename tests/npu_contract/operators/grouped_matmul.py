@@ -35,7 +35,6 @@ class _Experts(ContractCase):
 
     operator = "grouped_matmul"
     forward = "npu_grouped_matmul"
-    kernel = "aclnnGroupedMatmulV5"
 
     @property
     def rows(self) -> int:
@@ -117,7 +116,6 @@ class Backward(Product):
     of: str = "x"
 
     backward = "npu_grouped_matmul"
-    backward_kernel = "aclnnGroupedMatmulV5"
     # The products differ in everything but the groups.
     renamed = dict.fromkeys(("x", "weight", "split_item", "group_type"), "of the forward")
 

@@ -21,11 +21,6 @@ from tests.npu_contract.recorder import Call, Tensor
 UNFUSED = ("aten::_softmax",)
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """One per layer of attention that is not one operator."""
-    return 1 if "use_flash_attn" in options.get("without", ()) else 0, 0
-
-
 @dataclass(frozen=True)
 class MaskedSoftmax(ContractCase):
     """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is torch_npu's own default in float16 alone.
@@ -43,7 +38,6 @@ class MaskedSoftmax(ContractCase):
     operator = "masked_softmax"
     forward = "npu_scaled_masked_softmax"
     backward = "npu_scaled_masked_softmax_backward"
-    kernel = "aclop:ScaledMaskedSoftmax"
     saved = {"y": 0}  # noqa: RUF012
 
     def leaves(self, device: str) -> Tensors:

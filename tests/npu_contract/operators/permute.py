@@ -57,7 +57,6 @@ class _Permutation(ContractCase):
 class Permute(_Permutation):
     forward = "npu_moe_token_permute_with_routing_map"
     backward = "npu_moe_token_permute_with_routing_map_grad"
-    kernel = "aclnnMoeTokenPermuteWithRoutingMap"
     saved = {"sorted_indices": 2}  # noqa: RUF012
 
     def run(self, leaves: Tensors) -> Any:
@@ -90,7 +89,6 @@ class Permute(_Permutation):
 class Unpermute(_Permutation):
     forward = "_npu_moe_token_unpermute_with_routing_map"
     backward = "npu_moe_token_unpermute_with_routing_map_grad"
-    kernel = "aclnnMoeTokenUnpermuteWithRoutingMap"
     saved = {"out_index": 1, "permuted_token_id": 2}  # noqa: RUF012
 
     def leaves(self, device: str) -> Tensors:
