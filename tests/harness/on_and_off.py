@@ -1,4 +1,4 @@
-"""Trains a layout without a feature and with it, on Megatron-core alone: two jobs of `training_server`.
+"""Trains a layout without a feature and with it, on Megatron-core alone: two jobs of `tests.harness.jobs`.
 
 A feature brings those it requires; what it sets for a script is in the model's configuration. Lanes stand in the place
 of a device's streams. Where Megatron alone cannot train in a layout, or gives it other weights, a training on one rank

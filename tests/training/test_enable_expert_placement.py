@@ -1,7 +1,7 @@
 """`--enable-expert-placement`: experts that change places at random change no bit, whatever the optimizer and layout.
 
 Two rows of a token add up to the same bits in any order, and gradients are not clipped. Each training goes on for two
-steps after undo. Checkpoints are in `test_checkpoints.py`. As a script of `training_server` on two ranks,
+steps after undo. Checkpoints are in `test_checkpoints.py`. As a script of `tests.harness.jobs` on two ranks,
 `test_enable_expert_placement.py OUT`, each rank writes OUT/<rank>.json, the faults of `predicted` and `refused`.
 """
 
