@@ -32,7 +32,7 @@ EXERCISED = {
     "use_fused_embedding": "tensor",
 }
 # So that it has something to do, whatever it measures.
-BESIDE: dict[str, dict[str, Any]] = {
+MORE_FLAGS: dict[str, dict[str, Any]] = {
     "balanced_moe_experts": {"balanced_moe_break_even": 0.0},
     "enable_expert_placement": {"expert_placement_freq": 1, "expert_placement_break_even": 0.0},
 }
@@ -100,7 +100,7 @@ def train(
     ranks = ranks_of(own)
     if kind and ranks == 1:
         more["micro_batches"] = 2  # a pipeline wants more
-    flags = {**flags_of(feature), **BESIDE.get(name, {}), "host_args": host_args(layout)}
+    flags = {**flags_of(feature), **MORE_FLAGS.get(name, {}), "host_args": host_args(layout)}
     given = {**own, **more, "requested": name}
     try:
         off = reference(trainer, layout, more)

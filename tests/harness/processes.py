@@ -1,4 +1,4 @@
-"""`@forked(...)`: a test runs in a process of its own, forked from one that has the slow imports behind it.
+"""`@forked(...)`: a test runs in a process of its own, forked from one that has made the slow imports.
 
 The device layer changes torch, and features change Megatron, for a whole process. A fork costs milliseconds where
 a fresh interpreter costs seconds. The server is this module run with the name of what it imports first; it never

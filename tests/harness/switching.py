@@ -1,4 +1,4 @@
-"""Trains, generates and trains on with features off meanwhile, beside a training that never switches.
+"""Trains, generates and trains on with features off meanwhile, and compares with a training that never switches.
 
 A script of `tests.harness.jobs`: `switching.py OUT`. Writes OUT/switched.json: what differs, and memory by switch.
 """

@@ -96,7 +96,7 @@ class Environment:
             PYTHONPATH=os.pathsep.join(path),
             # The wheel asks to be imported by every `import torch`; load.py does it in the right order instead.
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-            # Operators run in the caller's thread: behind the queue a failed one is silent.
+            # Operators run in the caller's thread: through the queue a failed one is silent.
             TASK_QUEUE_ENABLE="0",
             # torch_npu refuses to share a process with a visible GPU.
             CUDA_VISIBLE_DEVICES="",

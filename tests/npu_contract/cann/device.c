@@ -26,7 +26,7 @@ static uint32_t devices(void) {
     return (uint32_t)atoi(setting("CANN_STUB_DEVICES", "1"));
 }
 
-/* Behind torch_npu's queue an operator that fails is silent, and what it left would pass for a result. */
+/* Through torch_npu's queue an operator that fails is silent, and what it left would pass for a result. */
 static int is_host(void) { return in_mode("host") && strcmp(setting("TASK_QUEUE_ENABLE", "1"), "0") == 0; }
 
 long cann_stub_if_host(void) { return is_host() ? CANN_OK : CANN_REFUSED; }

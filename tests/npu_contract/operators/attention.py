@@ -519,7 +519,7 @@ MUTATIONS = {
         "batches = b if hidden.shape[0] != 1 or hidden.shape[1] != 1 else 1", "batches = hidden.shape[0]",
         "atten_mask is [1, 4, 24, 24]",
     ),
-    "band beside a mask lost": Mutation(
+    "band with a mask lost": Mutation(
         "hidden = hidden | band.hidden(sq, sk, positions, q.device)", "pass",
         "hide other keys than the caller asked for",
     ),

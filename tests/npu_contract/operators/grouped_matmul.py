@@ -262,7 +262,7 @@ def _of_rows(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None
     if bias is not None:
         wanted = "float16" if x.dtype == "float16" else "float32"
         if first.dim == 3 or len(bias) != len(weights):
-            yield f"{len(bias)} biases beside {len(weights)} weights {first}: want one for each of a list"
+            yield f"{len(bias)} biases for {len(weights)} weights {first}: want one for each of a list"
         for each in bias:
             yield from is_tensor("a bias", each, wanted, (first.shape[-1],))
 

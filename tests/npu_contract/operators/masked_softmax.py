@@ -148,7 +148,7 @@ MUTATIONS = {
         ".expand(-1, -1, queries, keys)", "", "mask is bool[2, 1, 1, 32]: want [2 or 1, 3 or 1, 32, 32]"
     ),
     "a row without keys": Mutation("(hidden & ~empty)", "hidden", "mask hides"),
-    "mask as numbers": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
+    "mask of another dtype": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
     "true sees": Mutation("npu_scaled_masked_softmax(scores, hidden", "npu_scaled_masked_softmax(scores, ~hidden",
                           "mask hides"),
     "a mask for the causal one": Mutation("hidden | _own_mask(", "_own_mask(", "mask is bool[1, 1, 32, 32]: want"),

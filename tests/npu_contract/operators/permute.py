@@ -16,7 +16,7 @@ T, E, H = 6, 4, 32
 
 @dataclass(frozen=True)
 class _Permutation(ContractCase):
-    """T tokens of H numbers and E experts: topk of them for each token, or `capacity` tokens for each of them."""
+    """T tokens of H values and E experts: topk of them for each token, or `capacity` tokens for each of them."""
 
     name: str
     dtype: str = "bfloat16"
