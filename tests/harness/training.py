@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -127,13 +126,9 @@ class Trainer:
         }
         self._errors = (scratch / "forker.log").open("w")
         self._server = Server("training" if training else "core", environment, self._errors)
+        self.version: str = self._ask("megatron_version", {}, timeout=600)
 
-    @functools.cached_property
-    def version(self) -> str:
-        version: str = self._ask("megatron_version", {})
-        return version
-
-    def _ask(self, name: str, arguments: dict[str, Any], timeout: float = 100) -> Any:
+    def _ask(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
         try:
             status, found = self._server.ask("tests.harness.jobs", name, arguments, timeout=timeout)
         except EOFError:
