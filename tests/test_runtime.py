@@ -292,7 +292,7 @@ def test_the_import_line_may_stand_anywhere_and_a_refused_flag_ends_the_run(tmp_
 
 
 def test_the_import_line_costs_little_and_loads_nothing_of_megatron(tmp_path):
-    # Of this process alone: others may run beside it.
+    # Of this process alone: others may run at the same time.
     code = """if True:
         import sys, time, torch
         start = time.process_time()

@@ -67,7 +67,7 @@ def optimizer_of(**options: Any) -> tuple[Any, Any]:
 
 
 def gradients(model: Any, step: int, scale: float = 1.0) -> None:
-    """What a backward pass and its reduction leave behind; some steps are clipped and some are not."""
+    """Gradients as a backward pass and its reduction leave them; some steps are clipped and some are not."""
     generator = torch.Generator().manual_seed(100 + step)
     size = scale * (0.3 if step % 2 else 1e-3)
     for parameter in model.parameters():

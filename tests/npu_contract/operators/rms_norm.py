@@ -22,11 +22,6 @@ from tests.npu_contract.recorder import Call, Tensor
 UNFUSED = ("aten::_fused_rms_norm", "aten::rsqrt")
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """Two per layer, two more over queries and keys, and one at the end."""
-    return 4 if options.get("qk_layernorm") else 2, 1
-
-
 @dataclass(frozen=True)
 class RmsNorm(ContractCase):
     """`mindspeed_lite.ops.rms_norm.rms_norm`; eps is never torch_npu's own default."""
@@ -41,7 +36,6 @@ class RmsNorm(ContractCase):
     operator = "rms_norm"
     forward = "npu_rms_norm"
     backward = "npu_rms_norm_backward"
-    kernel = "aclnnRmsNorm"
     saved = {"rstd": 1}  # noqa: RUF012
 
     def leaves(self, device: str) -> Tensors:
