@@ -60,6 +60,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+def test_what_a_template_leaves_to_write_is_written() -> None:
+    for path in (*PAGES, *(ROOT / "patches").glob("*.py")):
+        assert "EDIT:" not in text(path), f"{path}: write what templates/new.py marked EDIT:"
+
+
 def test_generated_parts_are_current() -> None:
     run = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

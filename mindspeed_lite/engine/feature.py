@@ -107,13 +107,20 @@ class Option:
             ):
                 raise ValueError
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            takes = f"a {convert.__name__}" if isinstance(convert, type) else str(error) or "a value"
-            raise OptionError(f"{self.flag} takes {takes}, not {value!r}.") from error
+            raise OptionError(f"{self.flag} takes {self._values_text(error)}, not {value!r}.") from error
         if self.choices is not None and value not in self.choices:
-            raise OptionError(f"{self.flag} takes one of {', '.join(map(str, self.choices))}, not {value!r}.")
+            raise OptionError(f"{self.flag} takes {self._values_text()}, not {value!r}.")
         if self.least is not None and not self.least <= value < math.inf:
             raise OptionError(f"{self.flag} takes a number of at least {self.least}, not {value!r}.")
         return value
+
+    def _values_text(self, error: Exception | None = None) -> str:
+        if self.choices is not None:
+            return f"one of {', '.join(map(str, self.choices))}"
+        return _KINDS.get(self.convert) or str(error or "") or "another value"
+
+
+_KINDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a number"}
 
 
 def given_flags(options: Iterable[Option], settings: Mapping[str, Any]) -> list[str]:

@@ -200,12 +200,10 @@ class _Planner:
             raise ConflictError(
                 f"features {feature.label} and {self.outcomes[name].feature.label} conflict: {reason}; turn one off."
             )
-        for relation in feature.requires:
-            if relation.feature not in self.enabled:
-                raise RequirementError(
-                    f"feature {feature.label} requires feature `{relation.feature}`, which is off: "
-                    f"{relation.reason}; turn it on too."
-                )
+        missing = [each for each in feature.requires if each.feature not in self.enabled]
+        if missing:
+            listed = ", and ".join(f"feature `{each.feature}`, which is off: {each.reason}" for each in missing)
+            raise RequirementError(f"feature {feature.label} requires {listed}; turn it on too.")
 
     def judge(self, outcome: FeatureOutcome) -> None:
         feature = outcome.feature

@@ -78,9 +78,10 @@ def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Tes
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
+            request = _pickled(test, arguments, environment)
             if preloaded not in _servers:
                 _servers[preloaded] = _Server(preloaded)
-            status, text = _servers[preloaded].ask((test.__module__, test.__name__, arguments, environment))
+            status, text = _servers[preloaded].ask(request)
             if status == "skipped":
                 import pytest
 
@@ -91,6 +92,18 @@ def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Tes
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def _pickled(test: Any, arguments: dict[str, Any], environment: dict[str, str]) -> bytes:
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"@forked pickles the arguments of {test.__name__}, and `{name}` cannot be pickled ({error}): do in "
+                "the test what this fixture does, such as contextlib.redirect_stdout for capsys"
+            ) from None
+    return pickle.dumps((test.__module__, test.__name__, arguments, environment))
 
 
 class _Server:
@@ -104,9 +117,9 @@ class _Server:
         )
         atexit.register(self._process.terminate)
 
-    def ask(self, request: Any) -> tuple[str, str]:
+    def ask(self, request: bytes) -> tuple[str, str]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump(request, self._process.stdin)
+        self._process.stdin.write(request)
         self._process.stdin.flush()
         answer: tuple[str, str] = pickle.load(self._process.stdout)
         return answer
