@@ -168,11 +168,15 @@ class Settings(Mapping[str, Any]):
         return self._values[dest]
 
 
+class PartialArguments(dict[str, Any]):
+    """Host arguments of which some are undecided: those without a key."""
+
+
 @dataclass(frozen=True)
 class Context:
     """Input of conditions.
 
-    host_args: mapping or object. explicit: arguments given by flag. replaced: by feature, values before it set them.
+    host_args: mapping or object, all of the host's arguments unless PartialArguments. explicit: arguments given by flag. replaced: by feature, values before it set them.
     """
 
     settings: Settings
@@ -185,6 +189,11 @@ class Context:
 
     def of(self, feature: str) -> Context:
         return replace(self, _own=self.replaced.get(feature, {}))
+
+    def decides(self, name: str) -> bool:
+        """Whether `arg` is what the host will have."""
+        is_partial = isinstance(self.host_args, PartialArguments)
+        return self.host_args is not None and not (is_partial and name not in self.host_args)
 
     def arg(self, name: str, default: Any = None) -> Any:
         if name in self._own:

@@ -164,6 +164,10 @@ class _Planner:
     def automatic_reasons(self, feature: Feature, enabled: set[str]) -> list[str]:
         """Why auto leaves a feature off, without reading host code."""
         reasons = [self.without[feature.name]] if feature.name in self.without else []
+        try:
+            reasons += self.conditions(feature)
+        except EngineError as error:
+            reasons.append(str(error))
         if feature.not_auto:
             reasons.append(feature.not_auto)
         elif not feature.options or not feature.options[0].is_switch:
@@ -172,10 +176,7 @@ class _Planner:
         reasons += [
             f"requires {each.feature}: {each.reason}" for each in feature.requires if each.feature not in enabled
         ]
-        try:
-            return reasons + self.conditions(feature)
-        except EngineError as error:
-            return [*reasons, str(error)]
+        return reasons
 
     def conditions(self, feature: Feature) -> list[str]:
         context = self.context.of(feature.name)
