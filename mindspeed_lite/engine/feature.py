@@ -176,7 +176,8 @@ class PartialArguments(dict[str, Any]):
 class Context:
     """Input of conditions.
 
-    host_args: mapping or object, all of the host's arguments unless PartialArguments. explicit: arguments given by flag. replaced: by feature, values before it set them.
+    host_args: mapping or object, all of the host's arguments unless PartialArguments. explicit: those given by flag.
+    replaced: by feature, values before it set them.
     """
 
     settings: Settings

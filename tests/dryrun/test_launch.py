@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_torchrun_gives_the_size_of_the_world():
         ("torchrun --nproc-per-node 2 -m package.module --x", ("-m", "package.module", "--x"), 2),
         ("python a.py --x", ("a.py", "--x"), 1),
         ("python -m mindspeed_lite run a.py --x", ("a.py", "--x"), 1),
+        ("mindspeed-lite run a.py --x", ("a.py", "--x"), 1),
         (f"{sys.executable} a.py", ("a.py",), 1),
     ],
 )
@@ -38,6 +40,7 @@ def test_other_launchers(command, words, size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     found = launch.find(command.split())
     assert (found.words, found.world_size) == (words, size)
+    assert found.is_run is ("mindspeed" in command) and Path(found.interpreter).name.startswith("python")
 
 
 def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
