@@ -315,9 +315,10 @@ def _megatron_arguments(machine: Machine) -> Findings:
     from mindspeed_lite.patches._shared import megatron_arguments
 
     missing = {each.flag: each.needs for each in megatron_arguments.DEFAULTS if each.is_missing(machine.device)}
-    for flag, needs in missing.items():
-        yield "note", f"{flag} will be set: the default needs {needs}"
-    if not missing:
+    if missing:
+        flags = ", ".join(f"{flag} (for {needs})" for flag, needs in missing.items())
+        yield "note", f"flags will be set in place of Megatron's defaults, which need what is missing: {flags}"
+    else:
         yield "ok", "everything that Megatron's defaults ask for is there"
 
 
