@@ -173,7 +173,7 @@ class _Planner:
         return reasons
 
     def conditions(self, feature: Feature) -> list[str]:
-        """Why a feature does not apply here, whoever asks for it, without reading host code."""
+        """Why a feature does not apply here, requested or not, without reading host code."""
         context = self.context.of(feature.name)
         reasons = [self.without.get(feature.name, ""), *feature.conflict_reasons(context.arg)]
         if feature.condition is not None:
