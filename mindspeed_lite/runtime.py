@@ -163,7 +163,10 @@ def dest_of(keyword: str) -> str:
 
 
 def by_keyword(flags: Mapping[str, Any], host_args: Any) -> FeatureRequest:
-    return FeatureRequest({dest_of(keyword): value for keyword, value in flags.items()}, host_args)
+    from mindspeed_lite.platform import megatron
+
+    values = {dest_of(keyword): value for keyword, value in flags.items()}
+    return FeatureRequest(values, megatron.arguments_of(host_args))
 
 
 def given_flags(args: Any) -> dict[str, Any]:

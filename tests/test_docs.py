@@ -59,6 +59,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+def test_what_a_template_leaves_to_write_is_written() -> None:
+    for path in (*PAGES, *(ROOT / "patches").glob("*.py")):
+        assert "EDIT:" not in text(path), f"{path}: write what templates/new.py marked EDIT:"
+
+
 def test_a_training_that_exercises_nothing_is_not_called_one() -> None:
     mark = runpy.run_path(str(DOCS / "support_page.py"))["_mark"]
     feature = runtime.catalogue()["use_fused_embedding"]

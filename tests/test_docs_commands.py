@@ -76,6 +76,7 @@ COVERED = {
         "tests/planner/test_parameters.py::test_deepseek_v3_has_as_many_as_were_published"
     ),
     r"mindspeed-lite doctor": "tests/cli/test_doctor.py::test_here_it_says_something_about_everything",
+    r"mindspeed-lite doctor -- .*": "tests/cli/test_doctor.py::test_a_command_is_judged_by_what_it_would_import",
     r"mindspeed-lite doctor --selftest": "tests/bench/test_selftest.py",
     r"mindspeed-lite doctor --npu-selftest --out selftest\.json": "tests/cli/test_npu_doctor.py",
     r"mindspeed-lite bench-ops.*": "tests/bench/test_ops.py",

@@ -232,7 +232,7 @@ def test_a_yaml_files_nested_values_are_seen_and_unknown_ones_are_an_error(tmp_p
     for key, says in (
         ("use_fused_rmsnorm: maybe", "--use-fused-rmsnorm is a switch and takes True or False, not 'maybe'"),
         ("use_flash_attn: 1", "--use-flash-attn is a switch and takes True or False, not 1"),
-        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes a str, not 3"),
+        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes text, not 3"),
     ):
         with pytest.raises(OptionError, match=says):
             validated("--yaml-cfg", yaml_file(tmp_path, key + "\n"), plain=[])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import matrix
+from tests.harness.processes import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "quick_gelu"
@@ -47,12 +48,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def environment(root: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(root), "MINDSPEED_LITE_ALLOCATOR": "system"}
+
+
 def python(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs Python in `root` with its package; an exit status other than 0 fails."""
     ran = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "MINDSPEED_LITE_ALLOCATOR": "system"},
+        env=environment(root),
         capture_output=True,
         text=True,
     )
@@ -83,6 +88,11 @@ def test_it_is_not_written_over_and_its_name_is_a_name(checkout: Path) -> None:
             python(ROOT, "templates/new.py", "operator", name, "--root", checkout)
 
 
+def test_a_fixture_that_a_forked_test_cannot_have_is_named() -> None:
+    with pytest.raises(TypeError, match="`capsys` cannot be pickled"):
+        forked()(lambda tmp_path, capsys: None)(tmp_path=Path(), capsys=sys)
+
+
 FEATURE = "quick_divide"
 # With a line in CHANGELOG.md that is the fourth.
 MOST_FEATURE_FILES = 3
@@ -98,7 +108,10 @@ def test_a_feature_is_its_files_and_what_is_generated_from_them(checkout: Path) 
     walks = ("tests/patches/test_kinds.py", "tests/patches/test_reads.py", f"tests/patches/test_{FEATURE}.py")
     rules = f"{FEATURE} or one_name or public_surface or every_feature_says"
     files = (*walks, "tests/test_docs.py", "tests/test_architecture.py")
-    python(checkout, *PYTEST, *files, "--update", "-k", rules)
+    walked = [sys.executable, *PYTEST, *files, "--update", "-k", f"{rules} or template"]
+    ran = subprocess.run(walked, cwd=checkout, env=environment(checkout), capture_output=True, text=True)
+    failed = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+    assert failed == ["tests/test_docs.py::test_what_a_template_leaves_to_write_is_written"], ran.stdout[-3000:]
     for page in ("tests/golden/surface.json", "docs/flags.md"):
         assert "--quick-divide" in (checkout / page).read_text()
     assert f"features/{FEATURE}.md" in (checkout / "docs" / "index.md").read_text()

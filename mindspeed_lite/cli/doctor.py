@@ -1,5 +1,10 @@
 """What is there, what is missing and how to get it; with a self-test, whether the device computes
-what it should.
+what it should. With COMMAND, for the Python, folder, PYTHONPATH and script that it starts; nothing
+is trained.
+
+examples:
+  mindspeed-lite doctor
+  mindspeed-lite doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
 exit codes: 0 training can start (self-test: every check passed), 1 it cannot (one failed),
 2 bad options or no such device.
@@ -12,13 +17,15 @@ import json
 from pathlib import Path
 
 from . import npu_probe, terminal
-from .doctor_checks import Machine, examine, one_line
+from .doctor_checks import Machine, examine, examine_command, one_line
 from .terminal import CommandError, Parser, option, say, table
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red", "fallback": "yellow", "failed": "red"}
 
 
 def add_options(parser: Parser) -> None:
+    parser.reads_command, parser.needs_command = True, False
+    parser.usage = "%(prog)s [options] [-- COMMAND ...]"
     option(parser, "--json", "print one JSON document")
     tests = parser.add_mutually_exclusive_group()
     option(tests, "--selftest", "run every operator on the device that training would take, against float64 and plain "
@@ -33,10 +40,12 @@ def add_options(parser: Parser) -> None:
 def main(options: argparse.Namespace) -> int:
     machine = Machine(options.timeout)
     if options.selftest or options.npu_selftest:
+        if options.command:
+            raise CommandError("a self-test takes no command")
         return _selftest(options, machine)
     if options.quick or options.out is not None:
         raise CommandError(f"{'--quick' if options.quick else '--out'} belongs to --selftest or --npu-selftest")
-    rows = examine(machine)
+    rows = examine_command(options.command, options.timeout) if options.command else examine(machine)
     problems = sum(row.status == "problem" for row in rows)
     if options.json:
         document = {"schema_version": 1, "ready": not problems, "rows": [row._asdict() for row in rows]}

@@ -34,10 +34,12 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         reads_command: a training command follows `--`; `options.command` has its words.
+        needs_command: it must.
         keeps_unknown: unknown words are in `options.unknown`; otherwise they are an error.
     """
 
     reads_command = False
+    needs_command = True
     keeps_unknown = False
 
     def __init__(self, program: str, text: str) -> None:
@@ -49,12 +51,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         place = arguments.index("--") if self.reads_command and "--" in arguments else len(arguments)
+        command = arguments[place + 1 :]
+        if self.reads_command and self.needs_command and not command and not {"-h", "--help"} & set(arguments):
+            required = [f"{each.option_strings[0]} {each.metavar}" for each in self._actions if each.required]
+            example = " ".join([self.prog, *required, "-- torchrun ... pretrain_gpt.py ..."])
+            self.error(f"no command to read; write it after `--`: {example}")
         options, unknown = self.parse_known_args(arguments[:place])
         if unknown and not self.keeps_unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        options.unknown, options.given, options.command = unknown, arguments, arguments[place + 1 :]
-        if self.reads_command and not options.command:
-            self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
+        options.unknown, options.given, options.command = unknown, arguments, command
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -25,7 +25,7 @@ while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
 name = os.path.basename(words[0]) if words else ""
 if name in ("torchrun", "mindspeed-lite") or name.endswith(".py") or name == "-m" and words[1] in {modules!r}:
     with open({record!r}, "a") as file:
-        found = {{"arguments": words, "folder": os.getcwd(), "environment": dict(os.environ)}}
+        found = {{"python": sys.executable, "arguments": words, "folder": os.getcwd(), "environment": dict(os.environ)}}
         file.write(json.dumps(found) + "\\n")
     os._exit(0)
 """
@@ -37,8 +37,13 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class TrainingLaunch:
-    """A script as a launcher would start it. words: script and its arguments, or `-m`, module and its."""
+    """A script as a launcher would start it.
 
+    words: script and its arguments, or `-m`, module and its. is_run: through `mindspeed-lite run`.
+    """
+
+    interpreter: str
+    is_run: bool
     words: tuple[str, ...]
     folder: str
     environment: dict[str, str]
@@ -72,10 +77,10 @@ def find(command: Sequence[str]) -> TrainingLaunch:
         found = json.loads(record.read_text().splitlines()[-1])
         given = found["environment"]["PYTHONPATH"].split(os.pathsep)
         found["environment"]["PYTHONPATH"] = os.pathsep.join(each for each in given if each and each != folder)
-    return _read(found["arguments"], found["folder"], found["environment"])
+    return _read(found["python"], found["arguments"], found["folder"], found["environment"])
 
 
-def _read(words: list[str], folder: str, environment: dict[str, str]) -> TrainingLaunch:
+def _read(interpreter: str, words: list[str], folder: str, environment: dict[str, str]) -> TrainingLaunch:
     per_node, nodes = environment.get("WORLD_SIZE", "1"), "1"
     launcher = 2 if words[0] == "-m" and words[1] in _MODULES else int(os.path.basename(words[0]) == "torchrun")
     if launcher:
@@ -89,16 +94,15 @@ def _read(words: list[str], folder: str, environment: dict[str, str]) -> Trainin
         per_node, nodes = parsed.nproc_per_node, parsed.nnodes.rpartition(":")[2]
         words = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
     # `mindspeed-lite run` imports what a dry run imports as well.
-    if words[0] == "-m" and words[1:3] == ["mindspeed_lite", "run"]:
-        words = words[3:]
-    elif os.path.basename(words[0]) in ("mindspeed-lite", "mindspeed_lite") and words[1] == "run":
-        words = words[2:]
+    before = words.index("run") + 1 if words[words[0] == "-m"].endswith(("mindspeed-lite", "mindspeed_lite")) else 0
+    words = words[before:]
     if not (per_node.isdecimal() and nodes.isdecimal() and int(per_node) * int(nodes)):
         raise LaunchError(
             f"--nproc-per-node {per_node} and --nnodes {nodes} do not say how many ranks there will be: give numbers"
         )
     local = int(per_node) if launcher else 8
-    return TrainingLaunch(tuple(words), folder, environment, int(per_node) * int(nodes), local)
+    ranks = int(per_node) * int(nodes)
+    return TrainingLaunch(interpreter, before > 0, tuple(words), folder, environment, ranks, local)
 
 
 __all__ = ["TrainingLaunch", "LaunchError", "find"]

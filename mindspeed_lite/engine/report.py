@@ -156,7 +156,7 @@ class Report:
                 console.print(Padding(table, (0, 0, 0, 2)))
             section("", "device layer", [device_layer])
         section("yellow", f"skipped ({len(skipped)})", _reasons(skipped))
-        section("dim", f"off ({len(off) - len(unrequested)})", _reasons(off) if verbose else [])
+        section("dim", f"off ({len(off) - len(unrequested)})", _reasons(off) if verbose else _first_reasons(off))
         section("yellow", "fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks])
         section("cyan", "verification", [each.to_text() for each in self.verifications])
         section("cyan", "notices", self.notices)
@@ -188,6 +188,15 @@ def _details(entry: Entry) -> list[str]:
 
 def _reasons(entries: Iterable[Entry]) -> list[str]:
     return [f"{each.feature}: {'; '.join(each.reasons)}" for each in entries if each.reasons]
+
+
+def _first_reasons(entries: Iterable[Entry]) -> list[str]:
+    """The first reason of each feature, once for all that share it."""
+    features: dict[str, list[str]] = {}
+    for each in entries:
+        if each.reasons:
+            features.setdefault(each.reasons[0], []).append(each.feature)
+    return [f"{', '.join(names)}: {reason}" for reason, names in features.items()]
 
 
 def _entry(outcome: FeatureOutcome, settings: Mapping[str, Any]) -> Entry:

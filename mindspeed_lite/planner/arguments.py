@@ -26,11 +26,13 @@ def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabu
 def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
     """Parse a command without checks."""
     given = _parse(words)
-    for name in flags.REQUIRED:
-        if name not in given:
-            flag = f"--{name.replace('_', '-')}"
-            hint = "; arguments inside a shell script are not seen" if any(w.endswith(".sh") for w in words) else ""
-            raise ArgumentError(f"{flag} is not in the command, and nothing can be predicted without it: add it{hint}")
+    if missing := [f"--{name.replace('_', '-')}" for name in flags.REQUIRED if name not in given]:
+        hint = "; arguments inside a shell script are not seen" if any(w.endswith(".sh") for w in words) else ""
+        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise ArgumentError(
+            f"{', '.join(missing)} {verb} not in the command, and nothing can be predicted without {them}: add "
+            f"{them}{hint}"
+        )
     types: Mapping[str, str] = {field.name: "" for field in dataclasses.fields(TrainingConfig)}
     rest = {name: value for name, value in given.items() if name in types}
     training = TrainingConfig(**rest, world_size=world_size, device=device)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def needs(argument: str, why: str) -> Condition:
     """An argument that is set, where Megatron's arguments are known."""
 
     def condition(context: Context) -> list[str]:
-        is_missing = context.host_args is not None and not context.arg(argument, None)
+        is_missing = context.decides(argument) and not context.arg(argument, None)
         return [f"{flag(argument)} is not given: {why}"] if is_missing else []
 
     return condition

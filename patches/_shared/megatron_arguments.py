@@ -119,10 +119,30 @@ _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path"
 _FILES = ("data_args_path", "per_split_data_args_path")
 
 
+# Megatron's validation asserts one of each, without naming it.
+_REQUIRED = (
+    ("num_layers", "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    ("hidden_size",),
+    ("num_attention_heads",),
+    ("seq_length", "encoder_seq_length"),
+    ("max_position_embeddings",),
+    ("micro_batch_size",),
+)
+
+
 def check_arguments(args: Mapping[str, Any]) -> None:
-    problem = next(iter((*_processes(args), *_data(args))), None)
-    if problem is not None:
-        raise OptionError(problem)
+    """Raise one OptionError with all problems."""
+    problems = [*_missing(args), *_processes(args), *_data(args)]
+    if problems:
+        raise OptionError(" ".join(problems))
+
+
+def _missing(args: Mapping[str, Any]) -> Iterator[str]:
+    flags = [
+        _flag(names[0]) for names in _REQUIRED if names[0] in args and all(args.get(name) is None for name in names)
+    ]
+    if flags:
+        yield f"{', '.join(flags)}: not given, and Megatron needs {'them' if len(flags) > 1 else 'it'}."
 
 
 def _processes(args: Mapping[str, Any]) -> Iterator[str]:

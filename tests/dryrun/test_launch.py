@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,12 +36,14 @@ def test_torchrun_gives_the_size_of_the_world():
         (f"{sys.executable} -u a.py", ("a.py",), 1),
         (f"bash -c '{sys.executable} -m torch.distributed.run --nproc-per-node 2 a.py'", ("a.py",), 2),
         ("torchrun --nproc-per-node 2 mindspeed-lite run a.py", ("a.py",), 2),
+        ("mindspeed-lite run a.py --x", ("a.py", "--x"), 1),
     ],
 )
 def test_other_launchers(command, words, size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     found = launch.find(shlex.split(command))
     assert (found.words, found.world_size) == (words, size)
+    assert found.is_run is ("mindspeed" in command) and Path(found.interpreter).name.startswith("python")
 
 
 def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):

@@ -44,7 +44,9 @@ def test_memory_and_messages_are_those_of_the_real_rank(tmp_path, name):
         cwd=tmp_path, capture_output=True, text=True, env={**clean_environment(), **environment}, timeout=600,
     )  # fmt: skip
     assert not done.returncode, done.stderr[-3000:]
-    launch = TrainingLaunch((str(recorded_script.SCRIPT), *argv), str(tmp_path), dict(os.environ), nproc, 8)
+    launch = TrainingLaunch(
+        sys.executable, False, (str(recorded_script.SCRIPT), *argv), str(tmp_path), dict(os.environ), nproc, 8
+    )
     ranks = rank.run(launch, 600)
     assert [each.error for each in ranks] == [""] * nproc, ranks[0].log_tail
     assert not match.problems({each.number: each.messages for each in ranks})

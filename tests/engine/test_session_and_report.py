@@ -179,7 +179,7 @@ def test_the_text_says_what_is_on_and_what_the_user_must_know(report):
     )
     verbose = report.to_text(verbose=True)
     assert all(part in " ".join(each.split()) for part in known for each in (text, verbose)), text
-    assert "it needs a value" not in text and "adam" not in text
+    assert "auto: it needs a value" in text and "adam" not in text
     for part in (
         "norm --norm [bitwise; by reference]",
         "mod:f (unverified: is in no verified release)",

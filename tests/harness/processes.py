@@ -92,6 +92,7 @@ def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Tes
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
+            _check_pickled(test, arguments)
             if preloaded not in _servers:
                 _servers[preloaded] = Server(preloaded)
             status, text = _servers[preloaded].ask(test.__module__, test.__name__, arguments, environment)
@@ -105,6 +106,17 @@ def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Tes
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def _check_pickled(test: Any, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"@forked pickles the arguments of {test.__name__}, and `{name}` cannot be pickled ({error}): do in "
+                "the test what this fixture does, such as contextlib.redirect_stdout for capsys"
+            ) from None
 
 
 class Server:

@@ -197,6 +197,8 @@ def data(tmp_path):
         {"data_path": ["none"], "mock_data": True},
         {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8},
         {"pipeline_model_parallel_size": 2},
+        {"num_layers": None, "hybrid_layer_pattern": "M*"},
+        {"seq_length": None, "encoder_seq_length": 64},
     ],
 )
 def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
@@ -217,6 +219,10 @@ def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
         ),
         ({"context_parallel_size": 0, "world_size": 2}, r"--context-parallel-size 0: must be at least 1\."),
         ({"tensor_model_parallel_size": -1}, r"--tensor-model-parallel-size -1: must be at least 1\."),
+        (
+            {"num_layers": None, "hidden_size": None, "micro_batch_size": 1, "data_path": ["none"]},
+            r"^--num-layers, --hidden-size: not given, and Megatron needs them\. --data-path none: ",
+        ),
     ],
 )
 def test_what_it_would_end_in_a_traceback_with(data, monkeypatch, arguments, text):
