@@ -9,9 +9,9 @@ evenly over experts.
 
 examples:
   mindspeed-lite dryrun -- torchrun --nnodes 32 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 ...
-  mindspeed-lite dryrun --memory 64 -- bash pretrain_llama3_70b.sh
+  mindspeed-lite dryrun --device h100 -- bash pretrain_llama3_70b.sh
 
-exit code: 0; 1 if a rank fails, collectives do not match, or --memory is exceeded; 2 for bad input; 130 after Ctrl-C.
+exit code: 0; 1 if a rank fails, collectives do not match or memory does not suffice; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from typing import Any
 
 import torch
 
+from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
 from mindspeed_lite.dryrun import launch, match, rank
+from mindspeed_lite.planner import devices
 
+from . import training_command
 from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
@@ -38,7 +41,10 @@ _PLACES = 8
 def add_options(parser: Parser) -> None:
     parser.reads_command = True
     parser.usage = "%(prog)s [options] -- COMMAND ..."
-    option(parser, "--memory GB", "memory of a device: compare the ranks with it", bounded(float, 0, above=True))
+    option(parser, "--device NAME", f"whose memory must suffice: {', '.join(devices.FIGURES)}, or a .json file")
+    option(parser, "--memory SIZE", "memory of a device, as 80GB (default: the device's)", training_command.memory_size)
+    option(parser, "--reserve SIZE", "of it for context, communicators, temporaries and fragments (default: a tenth)",
+           training_command.memory_size)  # fmt: skip
     option(parser, "--vocabulary N", "tokens of the tokenizer, whose files are then not read", bounded(int, 2))
     option(parser, "--timeout S", "seconds for all ranks", bounded(float, 0, above=True), 600.0)
     option(parser, "--json FILE", "write everything as JSON", output_file)
@@ -47,7 +53,8 @@ def add_options(parser: Parser) -> None:
 def main(options: argparse.Namespace) -> int:
     try:
         found = launch.find(options.command)
-    except launch.LaunchError as error:
+        memory = options.memory or (devices.named(options.device)[1].memory if options.device else None)
+    except (launch.LaunchError, planner.ArgumentError) as error:
         raise CommandError(error) from None
     print(f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ...", file=sys.stderr)
     ranks = rank.run(found, options.timeout, options.vocabulary)
@@ -62,16 +69,11 @@ def main(options: argparse.Namespace) -> int:
         say(f"stages of ranks {', '.join(alike)} are like those before and after and were not run")
     _show_messages(ranks[0])
     _show_features(ranks[0])
-    limit = options.memory * 1e9 if options.memory else None
-    most = max(ranks, key=_total)
-    if limit:
-        verdict = "fits" if _total(most) <= limit else "does not fit"
-        taken = f"rank {most.number} takes {size(_total(most))} of {size(limit)}"
-        say(f"\n{verdict}: {taken}, without context, communicators, temporary tensors and fragmentation")
+    fits = memory is None or _show_fit(ranks, memory, memory / 10 if options.reserve is None else options.reserve)
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
     report = {"world_size": found.world_size, "problems": problems, "ranks": [_as_json(each) for each in ranks]}
     write_json(options.json, report)
-    return 1 if problems or (limit and _total(most) > limit) else 0
+    return 0 if fits and not problems else 1
 
 
 def _as_json(one: rank.RankResult) -> dict[str, Any]:
@@ -100,6 +102,31 @@ def _show_memory(ranks: Sequence[rank.RankResult], world_size: int) -> None:
         for each in fullest.memory["kept"][:_PLACES]
     ]
     table(("bytes", "number", "each", "saved in"), kept, f"activations of rank {fullest.number} at their peak")
+
+
+# What holds less, by category; what is on is not said again.
+_SMALLER = {
+    "weights": ("reuse_fp32_param",),
+    "gradients": ("grad_reduce_in_bf16",),
+    "optimizer": ("reuse_fp32_param", "quant_states", "virtual_optimizer", "swap_optimizer"),
+    "activations": ("use_flash_attn", "recompute_activation_function", "recompute_norm", "swap_attention",
+                    "use_fused_linear_cross_entropy", "adaptive_memory"),
+}  # fmt: skip
+
+
+def _show_fit(ranks: Sequence[rank.RankResult], memory: float, reserve: float) -> bool:
+    fullest = max(ranks, key=_total)
+    fits = _total(fullest) + reserve <= memory
+    taken = (
+        f"rank {fullest.number} takes {size(_total(fullest))} of {size(memory)}, {size(reserve)} of which is a reserve"
+    )
+    say(f"\n{'fits' if fits else 'does not fit'}: {taken}")
+    if not fits:
+        most = max(_CATEGORIES, key=lambda name: int(fullest.memory[name]))
+        on = {feature for feature, status, _ in fullest.features if status == "applied"}
+        flags = [f"--{name.replace('_', '-')}" for name in _SMALLER[most] if name not in on]
+        say(f"most are {most}: {', '.join(flags)}, or more ranks for a model, hold less")
+    return fits
 
 
 def _show_messages(one: rank.RankResult) -> None:
