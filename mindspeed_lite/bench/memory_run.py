@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,11 @@ class Run:
     device: str
 
 
-def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
+def run(
+    command: Sequence[str], folder: Path, timeout: float, progress: Callable[[int], None] = lambda steps: None
+) -> Run:
     job = Job(tuple(command), folder, warmup=0, steps=2, timeout=timeout, memory=True)
-    outcome = harness.run(job, Arm("memory", "given"), 1)
+    outcome = harness.run(job, Arm("memory", "given"), 1, progress=progress)
     log = f"(log: {folder / outcome.log})"
     if outcome.status != "ok" or outcome.run is None:
         raise MeasureError(f"{outcome.reason} {log}", outcome.log_tail)

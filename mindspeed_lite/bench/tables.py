@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .wording import UNKNOWN, rate
+from mindspeed_lite.text_layout import is_figure
+
+from .wording import rate
 
 Record = Mapping[str, Any]
 
@@ -32,7 +34,7 @@ class Table:
 
     @property
     def figures(self) -> list[bool]:
-        return [all(map(_is_figure, column)) for column in zip(*self.rows, strict=True)]
+        return [all(map(is_figure, column)) for column in zip(*self.rows, strict=True)]
 
 
 class View(NamedTuple):
@@ -49,10 +51,6 @@ class View(NamedTuple):
 def tone(cell: str) -> str:
     """`good`, `bad`, `warn` or empty, by the cell's last word."""
     return _TONES.get(cell.rpartition(" ")[2], "")
-
-
-def _is_figure(cell: str) -> bool:
-    return cell == UNKNOWN or (cell[:1].isdigit() and ", " not in cell)
 
 
 def findings(record: Record) -> Table:

@@ -89,6 +89,7 @@ class Benchmark:
         trace = self.job.folder / "trace" / arm.name if is_last and self.trace else None
         of = f" of {self._planned}" if self._planned else ""
         what = f"run {len(self.outcomes) + 1}{of}: {arm.name}, repeat {repeat}"
+        self.show(what, 0)
         outcome = harness.run(
             self.job, arm, repeat, profile=is_last and self.profile, trace=trace,
             progress=lambda steps: self.show(what, steps),

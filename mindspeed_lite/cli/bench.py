@@ -110,7 +110,7 @@ def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
     ended: training.BenchError | None = None
     code = 0
     job = benchmark.job
-    with terminal.progress(is_logged=True) as show:
+    with terminal.progress("starting") as show:
         benchmark.show = lambda what, step: show(step, job.warmup + job.steps, what)
         try:
             benchmark.run()

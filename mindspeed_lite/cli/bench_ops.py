@@ -23,10 +23,10 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def add_options(parser: Parser) -> None:
-    parser.epilog = _shapes()
     names = f"an operator ({', '.join(OPERATORS)}); repeatable; default: all"
     option(parser, "--op NAME", names, action="append")
     option(parser, "--shapes SHAPE", "cases in place of the default ones, with one --op", nargs="+", action="extend")
+    option(parser, "--list", "print the operators and the form of their shapes")
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="default: the one a training run would take")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     option(parser, "--out DIR", "write report.json, report.md and report.html there")
@@ -35,18 +35,14 @@ def add_options(parser: Parser) -> None:
     option(parser, "--json", "print the report as JSON")
 
 
-def _shapes() -> str:
-    width = max(map(len, OPERATORS))
-    rows = ((name, cases(name)) for name in OPERATORS)
-    return "shapes:\n" + "".join(
-        f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.cpu[0]}\n"
-        for name, declared in rows
-    )
-
-
 def main(options: argparse.Namespace) -> int:
     """Exit code 1 after a regression or failed operator, 2 for bad input, 130 after Ctrl-C."""
     names = options.op or list(OPERATORS)
+    if options.list:
+        with terminal.progress("importing torch"):
+            rows = [(name, cases(name).syntax, str(cases(name).cpu[0])) for name in OPERATORS]
+        terminal.table(("operator", "shape", "for example"), rows)
+        return 0
     for name in names:
         if name not in OPERATORS:
             raise CommandError(f"--op: there is no operator {name!r}; {suggestion(name, OPERATORS)}")
@@ -99,7 +95,7 @@ def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
         allocator.keep_freed_memory()
     effort = timing.QUICK if options.quick else timing.Effort()
     command = ["mindspeed-lite", "bench-ops", *options.given]
-    with ceiling.products_of_training(device.name), terminal.progress() as tell:
+    with ceiling.products_of_training(device.name), terminal.progress("starting") as tell:
         return run.run(problems, device, dtype, effort, quick=options.quick, command=command, before=before, tell=tell)
 
 

@@ -21,14 +21,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.dryrun import launch, match, rank
 
+from . import terminal
 from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json
+
+if TYPE_CHECKING:
+    from mindspeed_lite.dryrun import rank
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 # Places with the most activations that are shown.
@@ -45,12 +46,15 @@ def add_options(parser: Parser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    with terminal.progress("importing torch"):
+        from mindspeed_lite.dryrun import launch, match, rank
     try:
         found = launch.find(options.command)
     except launch.LaunchError as error:
         raise CommandError(error) from None
-    print(f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ...", file=sys.stderr)
-    ranks = rank.run(found, options.timeout, options.jobs)
+    what = f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ..."
+    with terminal.progress(what):
+        ranks = rank.run(found, options.timeout, options.jobs)
     if failed := next((each for each in ranks if each.error), None):
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
@@ -99,6 +103,8 @@ def _show_memory(ranks: Sequence[rank.RankResult], world_size: int) -> None:
 
 
 def _show_messages(one: rank.RankResult) -> None:
+    import torch
+
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
     elements: Counter[tuple[tuple[int, ...], str]] = Counter()
     for each in one.messages:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
 
-from . import training_command
+from . import terminal, training_command
 from .terminal import CommandError, Parser, bounded, option, say, table, write_json
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-lite-memory-"))
     print(f"two steps of the command are run and counted; log: {folder}", file=sys.stderr)
     try:
-        run = memory_run.run(command, folder, timeout)
+        with terminal.progress("two steps of the command") as tell:
+            run = memory_run.run(command, folder, timeout, lambda steps: tell(steps, 2, "steps of the command"))
     except memory_run.MeasureError as error:
         if error.log_tail:
             print("\n".join(["--- the end of the log", *error.log_tail, "---"]), file=sys.stderr)

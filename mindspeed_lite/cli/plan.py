@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from mindspeed_lite.planner import arguments, candidates, choose_device, devices
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
 
-from . import training_command
+from . import terminal, training_command
 from .calibrate import default_file
 from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json, writing
 
@@ -54,11 +53,12 @@ def main(options: argparse.Namespace) -> int:
     if options.reserve is not None and options.reserve >= options.memory:
         text = f"--reserve {options.reserve:g}: it is a part of --memory {options.memory:g}, and less than that"
         raise CommandError(text)
-    search = _search(options)
-    began = time.perf_counter()
-    result = search.run(options.count)
-    seconds = time.perf_counter() - began
-    answer = why.ask(search, options.why) if options.why else None
+    with terminal.progress("reading the command") as tell:
+        search = _search(options, tell)
+        began = time.perf_counter()
+        result = search.run(options.count)
+        seconds = time.perf_counter() - began
+        answer = why.ask(search, options.why) if options.why else None
     if not result.considered:
         raise CommandError(
             f"no layout of {options.devices} devices divides --global-batch-size, heads, layers and sequence of the "
@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
     return 0 if result.best else 1
 
 
-def _search(options: argparse.Namespace) -> Search:
+def _search(options: argparse.Namespace, tell: terminal.Progress) -> Search:
     file = Path(options.calibration) if options.calibration else default_file()
     pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, len(os.sched_getaffinity(0))))
     words = candidates.without_chosen(options.command)
@@ -109,7 +109,7 @@ def _search(options: argparse.Namespace) -> Search:
         return training.replace(expert_load=options.expert_imbalance)
 
     reserve = options.memory / 10 if options.reserve is None else options.reserve
-    return Search(base, options.devices, options.memory * (1 << 30), pricer, reserve * (1 << 30))
+    return Search(base, options.devices, options.memory * (1 << 30), pricer, reserve * (1 << 30), tell)
 
 
 def _show(search: Search, result: Result, seconds: float) -> None:
@@ -135,7 +135,8 @@ def _show(search: Search, result: Result, seconds: float) -> None:
     table(("", "layout", "step", "tokens/s each", "memory", "what its time goes to"), rows)
     say("\nflags to paste, in place of the command's own\n", "bold")
     for number, each in enumerate(result.best, 1):
-        print(f"{number:2}  {shlex.join(_flags(search, each))}")
+        say(f"{number}  {each.candidate.name}")
+        terminal.show_command(_flags(search, each))
 
 
 def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -> None:

@@ -61,6 +61,7 @@ class Search:
     Args:
         base: the training for a TP size, which affects vocabulary padding.
         budget: bytes per rank.
+        tell: called with (done, total, what is done) while it runs.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Search:
         budget: float,
         pricer: Pricer,
         reserve: float = 0.0,
+        tell: Callable[[int, int, str], None] = lambda done, total, what: None,
     ) -> None:
-        self._base = base
+        self._base, self._tell = base, tell
         self.world_size, self.budget, self.pricer, self._reserve = world_size, budget, pricer, reserve
         self._bases: dict[int, TrainingConfig] = {}
         self._layouts: dict[object, str] = {}
@@ -190,6 +192,9 @@ class Search:
         pruned = 0
         while queue:
             bound, _, candidate, training = heapq.heappop(queue)
+            # It ends when no bound is below the last of the best.
+            share = 100 * bound / best[-1].seconds if len(best) == count else 0
+            self._tell(int(share), 100, f"% searched, {len(every)} layouts simulated")
             if len(best) == count and bound >= best[-1].seconds:
                 queue.append((bound, 0, candidate, training))
                 pruned = sum(1 if each[3] else sum(map(chosen, candidates.variants(base, each[2]))) for each in queue)

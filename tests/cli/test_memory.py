@@ -80,7 +80,7 @@ def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:
 def test_alike_stages_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--pipeline-model-parallel-size 4 --global-batch-size 2 --num-layers 8".split()
     assert cli.main(["memory", "--world-size", "4", "--", *MODEL, *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert [line.split()[:2] for line in lines if line[:1].isdigit() and "-" in line.split()[0]] == [["1-2", "1-2"]]
 
 

@@ -1,0 +1,95 @@
+"""Every command without arguments, with `--help`, a missing file and work: piped, without colour, at two widths."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mindspeed_lite import cli
+from mindspeed_lite.bench import calibration
+from mindspeed_lite.cli import bench_ops
+from mindspeed_lite.parallel.balance import record
+from tests.bench import reports
+
+GPT = (
+    "torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --bf16 --vocab-size 255 --global-batch-size 16 --micro-batch-size 1 --use-flash-attn "
+    "--pipeline-model-parallel-size 4"
+)
+# What is typed after a command: a file that is not there, and work; commands whose work is long are stubbed.
+MISSING = {
+    "run": "none.py",
+    "features": "none --diff --against none",
+    "bench": "-- ./none.sh",
+    "bench-ops": "--op none",
+    "dryrun": "-- ./none.sh",
+    "memory": f"--json none/there -- {GPT}",
+    "plan": f"--devices 8 --memory 40 --calibration none -- {GPT}",
+    "calibrate": "--out none/there",
+    "schedule": f"--trace none -- {GPT}",
+    "balance": "none",
+    "migrate": "none.sh",
+    "doctor": "--selftest --out none/there",
+}
+WORK = {
+    "run": "--help",
+    "features": "quant_states",
+    "bench": "--help",
+    "bench-ops": "--list",
+    "dryrun": "--help",
+    "memory": f"--explain -- {GPT}",
+    "plan": f"--devices 8 --memory 40 --device a100 --count 3 --why PP8 -- {GPT}",
+    "calibrate": "--seconds 1",
+    "schedule": f"--order all -- {GPT}",
+    "balance": "load.jsonl",
+    "migrate": "script.sh",
+    "doctor": "",
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("MINDSPEED_LITE_CACHE", str(tmp_path))
+    (tmp_path / "none").write_text("")  # a file where a folder is wanted
+    (tmp_path / "script.sh").write_text(
+        "torchrun pretrain_gpt.py --use-fused-swiglu --swap-attention --no-such-flag 3\n"
+    )
+    header = record.LoadHeader(experts=4, topk=1, expert_parallel=2, replicas=1, decoder_layers=1, layers=(1,))
+    record.append(tmp_path / "load.jsonl", [record.LoadStep(1, [4], [[1] * 4], [[2, 2]])], header)
+    measured = {"operators": {"1": []}, "collectives": [], "device": "cpu", "seconds": 1.0}
+    monkeypatch.setattr(calibration, "measure", lambda *given: measured)
+    monkeypatch.setattr(bench_ops, "_measure", lambda options, names: reports.operators() | {"complete": True})
+    return tmp_path
+
+
+def shown(typed: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Standard output and error of a command; checks its lines."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code = cli.main(shlex.split(typed))
+    printed = capsys.readouterr()
+    text = re.sub(r"\d\.\d(?=\s+s\b)", "0", printed.out + printed.err)  # what the search took
+    assert code in (0, 1, 2) and text and "Traceback" not in text and "\x1b" not in text
+    lines = [line for line in text.splitlines() if not line.endswith(" \\") and "|" not in line]
+    assert not [line for line in lines if len(line) > columns], text
+    return text
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("given", ["nothing", "help", "missing", "work", "wrong"])
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_is_readable(
+    name: str, given: str, columns: int, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = {"nothing": "", "help": "--help", "missing": MISSING[name], "work": WORK[name], "wrong": "--no-such-flag"}
+    narrow = shown(f"{name} {typed[given]}", columns, monkeypatch, capsys).splitlines()
+    words = [each for line in narrow if not line.startswith("rank ") for each in line.split()]  # not the drawing
+    wide = shown(f"{name} {typed[given]}", 200, monkeypatch, capsys)
+    # A word of the narrow screen is one of the wide screen, or a part of one that is longer than half a line.
+    known, long = set(wide.split()), [each for each in wide.split() if len(each) > columns // 2]
+    broken = [each for each in words if each not in known and each != "\\" and not any(each in one for one in long)]
+    assert not broken, (broken, wide)
