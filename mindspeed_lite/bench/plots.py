@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .tables import Record
+from .tables import Record, profile
 from .training_tables import label
 from .wording import cleaned, seconds
 
@@ -77,7 +77,7 @@ def _time(record: Record) -> Figure | None:
     from matplotlib.ticker import EngFormatter
 
     arms = [arm for arm in record["arms"] if arm["summary"]]
-    profiled = [arm for arm in arms if arm["breakdown"]]
+    profiled = [arm for arm in arms if profile(arm)]
     if not arms:
         return None
     panels = [(arms, _step_times)] + ([(profiled, _categories)] if profiled else [])

@@ -13,6 +13,8 @@ from .wording import rate
 
 Record = Mapping[str, Any]
 
+# How many times as long as a step without it a profiled step may take.
+DISTURBED = 2.0
 SEVERITIES = ("failure", "warning", "note")
 
 # Last word of a cell -> colour.
@@ -46,6 +48,13 @@ class View(NamedTuple):
     summary: Sequence[Table]
     details: Sequence[Table]
     blocks: Sequence[tuple[str, Sequence[str]]]
+
+
+def profile(arm: Record) -> Record | None:
+    """The breakdown of an arm, unless something disturbed the profiled step."""
+    found, summary = arm["breakdown"], arm["summary"]
+    is_disturbed = found and summary and found["wall_seconds"] > DISTURBED * summary["step_seconds"]
+    return None if is_disturbed else found
 
 
 def tone(cell: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .statistics import TOO_FEW
-from .tables import Record, Table, View, conditions, findings
+from .tables import DISTURBED, Record, Table, View, conditions, findings, profile
 from .wording import UNKNOWN, difference, interval, judged, percent, rate, seconds, size, tokens
 
 _HEADLINES = {
@@ -127,7 +127,8 @@ def _ends(runs: Sequence[Record]) -> str:
 
 
 def _breakdown(record: Record) -> Table:
-    arms = [arm for arm in record["arms"] if arm["breakdown"]]
+    arms = [arm for arm in record["arms"] if profile(arm)]
+    disturbed = [label(arm["name"]) for arm in record["arms"] if arm["breakdown"] and not profile(arm)]
     found = [arm["breakdown"] for arm in arms]
     times = [{**each["categories"], "hidden communication": each["communication"]["hidden_seconds"]} for each in found]
     names = [name for name in dict.fromkeys(name for each in times for name in each) if any(t.get(name) for t in times)]
@@ -142,4 +143,6 @@ def _breakdown(record: Record) -> Table:
         "One profiled step, mean of the processes. The profiler slows down arms of many small operators most: compare "
         "shares here, and speeds by the steps without it. Hidden communication overlaps with compute."
     )
+    if disturbed:
+        note += f" Not shown: {', '.join(disturbed)}; the profiled step took over {DISTURBED:g} times as long."
     return Table("Where the time goes", ("category", *(label(arm["name"]) for arm in arms)), rows, note)

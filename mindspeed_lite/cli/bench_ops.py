@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.ops.discovery import OPERATORS, cases
 
 from . import terminal
@@ -30,13 +29,12 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="default: the one a training run would take")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     option(parser, "--out DIR", "write report.json, report.md and report.html there")
-    option(parser, "--compare FILE", "an earlier report.json; a regression is exit code 1")
     option(parser, "--quick", "a small case of each, few rounds, no torch.compile")
     option(parser, "--json", "print the report as JSON")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Exit code 1 after a regression or failed operator, 2 for bad input, 130 after Ctrl-C."""
+    """Exit code 1 after a failed operator, 2 for bad input, 130 after Ctrl-C."""
     names = options.op or list(OPERATORS)
     if options.list:
         with terminal.progress("importing torch"):
@@ -73,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, output, timing
-    from mindspeed_lite.bench.operators import earlier, run
+    from mindspeed_lite.bench.operators import run
     from mindspeed_lite.platform import allocator
 
     try:
@@ -83,12 +81,9 @@ def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     dtype = ceiling.DTYPES[options.dtype]
     problems = _problems(options, names, device.name, dtype)
     try:
-        before = None if options.compare is None else earlier.load(options.compare)
         if options.out is not None:
             output.check_writable(options.out)
         keep = allocator.wanted() == allocator.KEEP
-    except JsonFileError as error:
-        raise CommandError(f"--compare: {error}; give a report.json that this version of bench-ops wrote") from error
     except ValueError as error:
         raise CommandError(error) from error
     if keep and device.name == "cpu":
@@ -96,7 +91,7 @@ def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     effort = timing.QUICK if options.quick else timing.Effort()
     command = ["mindspeed-lite", "bench-ops", *options.given]
     with ceiling.products_of_training(device.name), terminal.progress("starting") as tell:
-        return run.run(problems, device, dtype, effort, quick=options.quick, command=command, before=before, tell=tell)
+        return run.run(problems, device, dtype, effort, quick=options.quick, command=command, tell=tell)
 
 
 def _problems(options: argparse.Namespace, names: Sequence[str], device: str, dtype: Any) -> list[Problem]:

@@ -33,18 +33,18 @@ from .terminal import CommandError, Parser, bounded, option, output_file, say, t
 
 def add_options(parser: Parser) -> None:
     option(parser, "--devices N", "how many devices there are", bounded(int, 1, 10_000_000), required=True)
-    option(parser, "--memory GIB", "memory of each, GiB", bounded(float, 0, 1_000_000, above=True), required=True)
+    option(parser, "--memory GB", "memory of each", bounded(float, 0, 1_000_000, above=True), required=True)
     option(parser, "--device NAME", f"what they are: {', '.join(devices.FIGURES)}, or what was calibrated here",
            default="here")  # fmt: skip
     option(parser, "--calibration FILE", "what `mindspeed-lite calibrate` wrote, for --device here")
-    option(parser, "--reserve GIB", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
+    option(parser, "--reserve GB", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
            bounded(float, 0))  # fmt: skip
     option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
            bounded(float, 1), 1.0)  # fmt: skip
     option(parser, "--count N", "how many to show", bounded(int, 1), 10)
     option(parser, "--why LAYOUT", "why a layout such as 'PP8' or 'TP4 PP2' is not better")
     option(parser, "--plot FILE", "draw time and memory of those that nothing beats in both", output_file)
-    training_command.add_command(parser, "--devices N --memory GIB ")
+    training_command.add_command(parser, "--devices N --memory GB ")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def _search(options: argparse.Namespace, tell: terminal.Progress) -> Search:
         return training.replace(expert_load=options.expert_imbalance)
 
     reserve = options.memory / 10 if options.reserve is None else options.reserve
-    return Search(base, options.devices, options.memory * (1 << 30), pricer, reserve * (1 << 30), tell)
+    return Search(base, options.devices, options.memory * 1e9, pricer, reserve * 1e9, tell)
 
 
 def _show(search: Search, result: Result, seconds: float) -> None:

@@ -36,7 +36,7 @@ def test_the_best_are_shown_and_their_flags_are_a_command(capsys: pytest.Capture
         # In place of the command's own they are read, and take the predicted bytes without the reserve.
         words = candidates.without_chosen(COMMAND)
         ranks = planner.ranks(planner.read([*words, *each["flags"]], 8, "cuda"))
-        assert max(rank.total for rank in ranks) == each["bytes"] - (4 * 2**30)
+        assert max(rank.total for rank in ranks) == each["bytes"] - int(4e9)
         assert cli.main(["memory", "--world-size", "8", "--device", "cuda", "--", *words, *each["flags"]]) == 0
 
 
