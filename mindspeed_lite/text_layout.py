@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 # Least columns of a cell of text that is wrapped; of text after short cells.
-_READABLE, _MAIN_TEXT = 24, 40
+_READABLE, _MAIN_TEXT = 24, 36
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite import planner
-from mindspeed_lite.bench.wording import size
+from mindspeed_lite.bench.wording import significant, size
 from mindspeed_lite.planner import arguments, candidates, choose_device, devices, step_time, why
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
@@ -129,8 +129,8 @@ def _show(search: Search, result: Result, seconds: float) -> None:
     rows = []
     for number, each in enumerate(result.best, 1):
         shares = [(name, value / each.seconds) for name, value in step_time.by_category(each.step.parts)]
-        spent = ", ".join(f"{name} {share:.0%}" for name, share in shares[:4] if share >= 0.02)
-        tokens = f"{_tokens_per_second(each) / search.world_size:.4g}"
+        spent = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares[:4] if share >= 0.02)
+        tokens = significant(_tokens_per_second(each) / search.world_size, 4)
         rows.append((str(number), each.candidate.name, _seconds(each.seconds), tokens, size(each.bytes), spent))
     table(("", "layout", "step", "tokens/s each", "memory", "what its time goes to"), rows)
     say("\nflags to paste, in place of the command's own\n", "bold")
