@@ -139,7 +139,8 @@ def test_plots_show_every_arm_category_and_step() -> None:
     with plots.style():
         figure = plots._time(record)
         assert figure is not None
-        above, below = figure.axes
+        above, memory, below = figure.axes
+        assert len(memory.patches) == 4
         assert [each.get_text() for each in above.get_yticklabels()][::3] == ["off", "rounding baseline, float32"]
         assert sum(len(line.get_xdata()) for line in above.lines) == (3 * 3 + 1) * 6
         used = [each.get_text() for each in figure.legends[0].get_texts()]
@@ -160,7 +161,7 @@ def test_the_breakdown_of_a_disturbed_profile_is_not_shown() -> None:
     with plots.style():
         figure = plots._time(wording.cleaned(record))
         assert figure is not None
-        assert len(figure.axes[1].get_yticklabels()) == len(figure.axes[0].get_yticklabels()) - 1
+        assert len(figure.axes[2].get_yticklabels()) == len(figure.axes[0].get_yticklabels()) - 1
 
 
 def test_colors_follow_the_verdicts() -> None:
