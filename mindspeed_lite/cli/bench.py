@@ -80,11 +80,12 @@ def main(options: argparse.Namespace) -> int:
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise CommandError(f"{package} is not installed: pip install 'mindspeed-lite[bench]'")
-    from mindspeed_lite.bench import harness, output, training
+    with terminal.progress("importing torch"):
+        from mindspeed_lite.bench import harness, output, training
 
+        training.check_features([*options.features, *options.beside])
     folder = Path(options.out or time.strftime("mindspeed-lite-bench-%Y%m%d-%H%M%S")).absolute()
     is_new = not folder.exists()
-    training.check_features([*options.features, *options.beside])
     output.check_writable(folder)
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     job = harness.Job(

@@ -48,7 +48,8 @@ def main(options: argparse.Namespace) -> int:
         raise CommandError("--shapes belongs to one operator: give it with one --op")
     if options.out is not None and importlib.util.find_spec("jinja2") is None:
         raise CommandError("the report needs jinja2: pip install 'mindspeed-lite[bench]'")
-    report = _measure(options, names)
+    with terminal.progress("importing torch") as tell:
+        report = _measure(options, names, tell)
     from mindspeed_lite.bench import output
     from mindspeed_lite.bench import report as pages
 
@@ -68,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
     return 1 if any(finding["severity"] == "failure" for finding in report["findings"]) else 0
 
 
-def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, names: Sequence[str], tell: terminal.Progress) -> dict[str, Any]:
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, output, timing
     from mindspeed_lite.bench.operators import run
@@ -90,7 +91,7 @@ def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
         allocator.keep_freed_memory()
     effort = timing.QUICK if options.quick else timing.Effort()
     command = ["mindspeed-lite", "bench-ops", *options.given]
-    with ceiling.products_of_training(device.name), terminal.progress("starting") as tell:
+    with ceiling.products_of_training(device.name):
         return run.run(problems, device, dtype, effort, quick=options.quick, command=command, tell=tell)
 
 

@@ -51,9 +51,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace, machine: Machine) -> int:
-    if not machine.has_torch:
-        raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
-    device, error = machine.chosen
+    with terminal.progress("importing torch"):
+        if not machine.has_torch:
+            raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
+        device, error = machine.chosen
     if options.npu_selftest:
         device = "npu"
         if machine.npu.trouble is not None:

@@ -216,6 +216,6 @@ def test_nothing_measured_is_a_failure(monkeypatch, capsys):
     for row in report["rows"]:
         for contender in row["contenders"]:
             contender |= {"seconds": None, "of_ceiling": None, "ratio": None, "error": "out of memory"}
-    monkeypatch.setattr(bench_ops, "_measure", lambda options, command: {**report, "complete": True})
+    monkeypatch.setattr(bench_ops, "_measure", lambda *given: {**report, "complete": True})
     assert cli.main(["bench-ops", "--op", "rms_norm"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("error: nothing was measured: out of memory")

@@ -46,7 +46,7 @@ WORK = {
     "schedule": f"--order all -- {GPT}",
     "balance": "load.jsonl",
     "migrate": "script.sh",
-    "doctor": "",
+    "doctor": "--quick",
 }
 
 
@@ -63,7 +63,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     record.append(tmp_path / "load.jsonl", [record.LoadStep(1, [4], [[1] * 4], [[2, 2]])], header)
     measured = {"operators": {"1": []}, "collectives": [], "device": "cpu", "seconds": 1.0}
     monkeypatch.setattr(calibration, "measure", lambda *given: measured)
-    monkeypatch.setattr(bench_ops, "_measure", lambda options, names: reports.operators() | {"complete": True})
+    monkeypatch.setattr(bench_ops, "_measure", lambda *given: reports.operators() | {"complete": True})
     return tmp_path
 
 

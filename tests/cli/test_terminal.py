@@ -1,6 +1,7 @@
 """Width, colour and tables; a real pseudo-terminal where they matter."""
 
 import argparse
+import io
 import os
 import pty
 import re
@@ -53,6 +54,17 @@ def test_piped_output_is_plain_and_one_line_a_row(tmp_path):
     assert "\x1b" not in out
     (row,) = (line for line in out.splitlines() if re.match(r"problem\s+torch\s", line))
     assert "pip install" in row
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_for_a_terminal(monkeypatch, is_terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    with terminal.progress("reading the command") as tell:
+        tell(3, 12, "layouts")
+    shown = ESCAPE.sub("", stream.getvalue())
+    assert ("3/12" in shown and "layouts" in shown) if is_terminal else not shown
 
 
 @pytest.mark.parametrize(
