@@ -80,18 +80,11 @@ def _compared(record: Record) -> Table:
 def _losses(record: Record) -> Table:
     found = [(label(each["arm"]), each["loss"]) for each in record["comparisons"] if each["loss"]]
     rows = [
-        (
-            arm, loss["class"], difference(loss["largest_difference"]), str(loss["step"]),
-            interval(loss["times_rounding_baseline"]), difference(loss["grad_norm_difference"]), loss["verdict"],
-        )
+        (arm, loss["class"], difference(loss["grad_norm_difference"]), f"{loss['verdict']}: {loss['reason']}")
         for arm, loss in found
-    ]  # fmt: skip
-    kinds = {loss["rounding_baseline"]["kind"] for _, loss in found if loss["rounding_baseline"]}
-    note = "Largest difference of a loss from off; largest relative difference of a gradient norm."
-    if kinds:
-        note += f" Of the baseline: root mean square, over that of off from {' or '.join(sorted(kinds))}."
-    headers = ("arm", "promised", "largest difference", "iteration", "of the baseline", "gradient norm", "loss")
-    return Table("Loss", headers, rows, note)
+    ]
+    note = "Gradient norm: the largest relative difference from off."
+    return Table("Loss", ("arm", "promised", "gradient norm", "loss"), rows, note)
 
 
 def _not_applied(record: Record) -> Table:

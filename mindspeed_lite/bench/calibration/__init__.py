@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from mindspeed_lite import platform
 from mindspeed_lite._version import __version__
 from mindspeed_lite.bench.calibration import operators
-from mindspeed_lite.bench.timing import Effort, time_interleaved
+from mindspeed_lite.bench.timing import Effort, time_one
 from mindspeed_lite.planner.calibrated import FORMAT
 from mindspeed_lite.platform import allocator
 
@@ -136,10 +136,7 @@ def host_overheads() -> dict[str, float]:
 
 def _median_seconds(run: Callable[[], object], repeated: float) -> float:
     effort = Effort(sample_seconds=repeated / 10, rounds=(1, 100), seconds=repeated, warmup=1)
-    timed, errors = time_interleaved({"": run}, effort)
-    if errors:
-        raise RuntimeError(errors[""])
-    return timed[""].seconds
+    return time_one(run, effort).seconds
 
 
 def time_collectives(rank: int, ranks: int) -> list[dict[str, Any]]:
