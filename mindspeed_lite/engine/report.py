@@ -183,7 +183,7 @@ def _heading(entry: Entry) -> str:
 
 def _details(entry: Entry) -> list[str]:
     return [
-        *(f"{each.how} {each.target} ({each.verified})" for each in entry.patches),
+        *(f"{each.target} ({each.verified}), {each.how}" for each in entry.patches),
         *(f"sets {name} = {value}" for name, value in entry.arguments.items()),
     ]
 

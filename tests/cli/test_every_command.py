@@ -89,6 +89,8 @@ def test_every_command_is_readable(
     narrow = shown(f"{name} {typed[given]}", columns, monkeypatch, capsys).splitlines()
     words = [each for line in narrow if not line.startswith("rank ") for each in line.split()]  # not the drawing
     wide = shown(f"{name} {typed[given]}", 200, monkeypatch, capsys)
+    if given == "help":
+        assert wide.startswith(f"usage: mindspeed-lite {name} ") and "\noptions:\n" in wide and "None" not in wide
     # A word of the narrow screen is one of the wide screen, or a part of one that is longer than half a line.
     known, long = set(wide.split()), [each for each in wide.split() if len(each) > columns // 2]
     broken = [each for each in words if each not in known and each != "\\" and not any(each in one for one in long)]
