@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from mindspeed_lite import error_exit
 
 from . import terminal
-from .terminal import CommandError, Parser, bounded, option
+from .terminal import CommandError, Parser, bounded, option, suggestion
 
 if TYPE_CHECKING:
     from mindspeed_lite.bench.training import Benchmark
@@ -81,9 +81,13 @@ def main(options: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise CommandError(f"{package} is not installed: pip install 'mindspeed-lite[bench]'")
     with terminal.progress("importing torch"):
+        from mindspeed_lite import runtime
         from mindspeed_lite.bench import harness, output, training
 
-        training.check_features([*options.features, *options.beside])
+        known = [feature.name for feature in runtime.catalogue()]
+    for name in (*options.features, *options.beside):
+        if name not in known:
+            raise CommandError(f"there is no feature {name!r}; {suggestion(name, known)} (see mindspeed-lite features)")
     folder = Path(options.out or time.strftime("mindspeed-lite-bench-%Y%m%d-%H%M%S")).absolute()
     is_new = not folder.exists()
     output.check_writable(folder)
