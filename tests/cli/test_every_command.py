@@ -49,22 +49,29 @@ WORK = {
 }
 
 
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("MINDSPEED_LITE_CACHE", str(tmp_path))
-    (tmp_path / "none").write_text("")  # a file where a folder is wanted
-    (tmp_path / "script.sh").write_text(
-        "torchrun pretrain_gpt.py --use-fused-swiglu --swap-attention --no-such-flag 3\n"
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("work")
+    (path / "none").write_text("")  # a file where a folder is wanted
+    (path / "script.sh").write_text("torchrun pretrain_gpt.py --use-fused-swiglu --swap-attention --no-flag 3\n")
     header = record.LoadHeader(experts=4, topk=1, expert_parallel=2, replicas=1, decoder_layers=1, layers=(1,))
-    record.append(tmp_path / "load.jsonl", [record.LoadStep(1, [4], [[1] * 4], [[2, 2]])], header)
+    record.append(path / "load.jsonl", [record.LoadStep(1, [4], [[1] * 4], [[2, 2]])], header)
+    return path
+
+
+@pytest.fixture
+def work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("MINDSPEED_LITE_CACHE", str(folder))
     measured = {"operators": {"1": []}, "collectives": [], "device": "cpu", "seconds": 1.0}
     monkeypatch.setattr(calibration, "measure", lambda *given: measured)
     monkeypatch.setattr(bench_ops, "_measure", lambda *given: {"complete": False})
     monkeypatch.setattr(report, "text", lambda *given: "its text: tests/bench/test_report.py\n")
-    return tmp_path
+
+
+# Wide screens by what was typed.
+WIDE: dict[str, str] = {}
 
 
 def shown(typed: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -83,12 +90,13 @@ def shown(typed: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.parametrize("given", ["nothing", "help", "missing", "work", "wrong"])
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_is_readable(
-    name: str, given: str, columns: int, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, given: str, columns: int, work: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = {"nothing": "", "help": "--help", "missing": MISSING[name], "work": WORK[name], "wrong": "--no-such-flag"}
-    narrow = shown(f"{name} {typed[given]}", columns, monkeypatch, capsys).splitlines()
-    words = [each for line in narrow if not line.startswith("rank ") for each in line.split()]  # not the drawing
-    wide = shown(f"{name} {typed[given]}", 200, monkeypatch, capsys)
+    line = f"{name} {typed[given]}"
+    narrow = shown(line, columns, monkeypatch, capsys).splitlines()
+    words = [each for row in narrow if not row.startswith("rank ") for each in row.split()]  # not the drawing
+    wide = WIDE[line] = WIDE.get(line) or shown(line, 200, monkeypatch, capsys)
     if given == "help":
         assert wide.startswith(f"usage: mindspeed-lite {name} ") and "\noptions:\n" in wide and "None" not in wide
     # A word of the narrow screen is one of the wide screen, or a part of one that is longer than half a line.
