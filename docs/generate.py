@@ -72,13 +72,15 @@ def results() -> list[str]:
     for row in picture.results():
         name = str(row["name"])
         speed = f"{row['speed_ratio']:.2f}x ({row['speed_low']:.2f} to {row['speed_high']:.2f})"
-        memory = f"{row['memory_ratio']:.2f} of {float(row['bytes_off']) / 1e9:.2f} GB"
+        memory = _off_to_on(float(row["bytes_off"]), float(row["bytes_on"]))
         steps = f"{float(row['seconds_off']):.2f} s to {float(row['seconds_on']):.2f} s"
         link = f"[{name}](docs/benchmarks/cpu/{name}/report.md): {picture.TRAININGS[name]}"
         rows.append(("CPU", link, steps, speed, memory, str(row["loss"])))
     rows += _gpu_results() or [("CUDA", "not run yet", "", "", "", "")]
     rows.append(("Ascend NPU", "not run yet", "", "", "", ""))
-    lines = table(("Device", "Training", "Step, off to on", "Speed (95 % interval)", "Peak memory", "Loss"), rows)
+    lines = table(
+        ("Device", "Training", "Step, off to on", "Speed (95 % interval)", "Peak memory, off to on", "Loss"), rows
+    )
     device = str(picture.results()[0]["device"])
     return [
         *lines,
@@ -86,6 +88,10 @@ def results() -> list[str]:
         f"CPU: {device}, Megatron-core 0.19.2, bf16; every feature that `--mindspeed-lite-auto` takes.",
         "Commands and conditions: [docs/benchmarks/cpu.md](docs/benchmarks/cpu.md).",
     ]
+
+
+def _off_to_on(off: float, on: float) -> str:
+    return f"{off / 1e9:.2f} GB to {on / 1e9:.2f} GB"
 
 
 def _gpu_results() -> list[tuple[str, ...]]:
@@ -102,7 +108,7 @@ def _gpu_results() -> list[tuple[str, ...]]:
                 found = page.compare(runs[OFF], runs[ON])
                 link = f"[{name}](docs/benchmarks/gpu/{file.stem}.md): {parts[name]['about']}"
                 steps = f"{found.seconds_off:.3f} s to {found.seconds_on:.3f} s"
-                memory = f"{found.bytes_on / found.bytes_off:.2f} of {found.bytes_off / 1e9:.2f} GB"
+                memory = _off_to_on(found.bytes_off, found.bytes_on)
                 rows.append((file.stem.upper(), link, steps, found.speed, memory, f"{found.loss_apart:.0e} apart"))
     return rows
 

@@ -30,7 +30,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 FLAGS = DOCS / "flags.md"
 # Flags in README that are not Megatron's parser's: torchrun's and those of our subcommands.
-OTHERS = {"--nproc-per-node", "--selftest"}
+OTHERS = {"--nproc-per-node", "--tiny", "--selftest"}
 
 
 def text(page: Path) -> str:

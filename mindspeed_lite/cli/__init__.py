@@ -37,15 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (given[0], given[1:]) if given else ("", [])
     if command in ("", "-h", "--help"):
-        width = max(map(len, COMMANDS)) + 2
-        listed = "\n".join(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items())
-        print(
-            f"usage: {PROGRAM} COMMAND ...\n\n"
-            "A non-invasive accelerator for Megatron-LM: one import line, features by flag.\n\n"
-            f"commands:\n{listed}\n\n"
-            "options:\n  --version   print the version\n"
-            "  -h, --help  print this; `COMMAND --help` explains one command"
-        )
+        _show_commands()
         return 0 if command else 2
     if command == "--version":
         print(f"{PROGRAM} {__version__}")
@@ -86,3 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if text is None or error_exit.wants_traceback():
             raise
         return terminal.fail(program, text)
+
+
+def _show_commands() -> None:
+    from . import terminal
+
+    options = {"--version": "print the version", "-h, --help": "print this; COMMAND --help explains one command"}
+    terminal.say(f"usage: {PROGRAM} COMMAND ...\n")
+    terminal.say("A non-invasive accelerator for Megatron-LM: one import line, features by flag.\n\ncommands:")
+    terminal.table(("", ""), COMMANDS.items())
+    terminal.say("\noptions:")
+    terminal.table(("", ""), options.items())

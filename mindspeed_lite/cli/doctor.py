@@ -45,7 +45,8 @@ def main(options: argparse.Namespace) -> int:
         return _selftest(options, machine)
     if options.quick or options.out is not None:
         raise CommandError(f"{'--quick' if options.quick else '--out'} belongs to --selftest or --npu-selftest")
-    rows = examine_command(options.command, options.timeout) if options.command else examine(machine)
+    with terminal.progress("starting") as tell:
+        rows = examine_command(options.command, options.timeout) if options.command else examine(machine, tell)
     problems = sum(row.status == "problem" for row in rows)
     if options.json:
         document = {"schema_version": 1, "ready": not problems, "rows": [row._asdict() for row in rows]}
@@ -59,9 +60,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace, machine: Machine) -> int:
-    if not machine.has_torch:
-        raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
-    device, error = machine.chosen
+    with terminal.progress("importing torch"):
+        if not machine.has_torch:
+            raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
+        device, error = machine.chosen
     if options.npu_selftest:
         device = "npu"
         if machine.npu.trouble is not None:
@@ -71,7 +73,7 @@ def _selftest(options: argparse.Namespace, machine: Machine) -> int:
     from mindspeed_lite.bench import output, selftest
 
     facts = machine.npu.facts if device == "npu" else {}
-    with terminal.progress() as tell:
+    with terminal.progress("starting a process on the device") as tell:
         report = selftest.run(device, quick=options.quick, facts=facts, tell=tell)
     if options.out is not None:
         with terminal.writing("--out", options.out):

@@ -126,9 +126,10 @@ class Machine:
         return Megatron(version.partition("+")[0], core, training)
 
 
-def examine(machine: Machine) -> list[Row]:
+def examine(machine: Machine, tell: Callable[[int, int, str], None] = lambda done, total, what: None) -> list[Row]:
     rows: list[Row] = []
-    for name, check in CHECKS.items():
+    for number, (name, check) in enumerate(CHECKS.items()):
+        tell(number, len(CHECKS), name)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -421,24 +422,25 @@ def _features(machine: Machine) -> Findings:
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Context, Settings
     from mindspeed_lite.ops import dispatch
+    from mindspeed_lite.ops.discovery import OPERATORS
 
     device, megatron, catalogue = machine.device, machine.megatron, runtime.catalogue()
     versions = {"megatron-core": megatron.version if megatron is not None else "not found"}
     context = Context(Settings.of((*runtime.GENERAL, *catalogue.options()), {}), device, versions)
-    applying, refused = [], {}
+    refused = {}
     for feature in catalogue:
         reasons = list(feature.condition(context)) if feature.condition is not None else []
         if megatron is not None:
             reasons += feature.patches_for(megatron.version)[1]
             targets = compared(feature, megatron.version, megatron.core.parent.parent)
             reasons += [f"{target} {objection}" for target, (_, objection) in targets.items() if objection]
-        by = ", ".join(f"{name}:{dispatch.selected(name, device).backend}" for name in feature.operators)
         if reasons:
             refused[feature.name] = reasons
-        else:
-            applying.append(feature.name + (f" ({by})" if by else ""))
-    text = f"{len(applying)} of {len(catalogue)} would apply on {device}, as far as known without a model's arguments"
-    yield "ok", f"{text}: {', '.join(applying)}" if applying else text
+    text = (
+        f"{len(catalogue) - len(refused)} of {len(catalogue)} would apply on {device}, as far as known without a model"
+    )
+    others = [name for name in OPERATORS if dispatch.selected(name, device).backend != device]
+    yield "ok", f"{text}; operators by {device}{', but not ' if others else ''}{', '.join(others)}"
     for name, reasons in refused.items():
         yield "note", f"{name} would not apply: {'; '.join(reasons)}"
 

@@ -21,17 +21,17 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.dryrun import launch, match, rank
 from mindspeed_lite.planner import devices
 
-from . import training_command
+from . import terminal, training_command
 from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json
+
+if TYPE_CHECKING:
+    from mindspeed_lite.dryrun import rank
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 # Places with the most activations that are shown.
@@ -51,13 +51,15 @@ def add_options(parser: Parser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    with terminal.progress("importing torch"):
+        from mindspeed_lite.dryrun import launch, match, rank
     try:
         found = launch.find(options.command)
         memory = options.memory or (devices.named(options.device)[1].memory if options.device else None)
     except (launch.LaunchError, planner.ArgumentError) as error:
         raise CommandError(error) from None
-    print(f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ...", file=sys.stderr)
-    ranks = rank.run(found, options.timeout, options.vocabulary)
+    with terminal.progress(f"running ranks of {found.world_size}: {' '.join(found.words[:2])} ..."):
+        ranks = rank.run(found, options.timeout, options.vocabulary)
     if failed := next((each for each in ranks if each.error), None):
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
@@ -130,6 +132,8 @@ def _show_fit(ranks: Sequence[rank.RankResult], memory: float, reserve: float) -
 
 
 def _show_messages(one: rank.RankResult) -> None:
+    import torch
+
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
     elements: Counter[tuple[tuple[int, ...], str]] = Counter()
     for each in one.messages:

@@ -4,10 +4,11 @@ it changes the line that imports mindspeed.megatron_adaptor. The same flags are 
 training too, with a notice each, so a script runs without being migrated. The table has 434 flags.
 
 examples:
-  mindspeed-lite migrate pretrain_qwen3.sh                  what becomes of each flag
-  mindspeed-lite migrate pretrain_qwen3.sh -o translated.sh the same, and the translated script
-  mindspeed-lite migrate --shim DIR                         a package `mindspeed` in DIR that answers the import line;
-                                                            with PYTHONPATH=DIR the Python script stays as it is
+  mindspeed-lite migrate pretrain_qwen3.sh
+  mindspeed-lite migrate pretrain_qwen3.sh -o translated.sh
+  mindspeed-lite migrate --shim DIR
+
+With --shim the Python script stays as it is: PYTHONPATH=DIR answers its import line.
 
 exit code: 0; 1 where a flag is left that will be refused; 2 for bad input.
 """

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,9 +29,9 @@ from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
 from mindspeed_lite.planner.step_time import Pricer
 
-from . import training_command
+from . import terminal, training_command
 from .calibrate import default_file
-from .terminal import CommandError, Parser, bounded, option, output_file, progress, say, table, write_json, writing
+from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json, writing
 
 
 def add_options(parser: Parser) -> None:
@@ -89,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
         write_json(options.json, report | _this(own, search))
         return 0
     began = time.perf_counter()
-    with progress() as show:
+    with terminal.progress("reading the command") as show:
         result = search.run(options.count, progress=show)
         if not result.best:
             result = search.run(options.count, lambda candidate: True, progress=show)
@@ -198,7 +197,8 @@ def _show(search: Search, result: Result, seconds: float, own: FoundLayout | Non
         say(f"\nThe command's own layout is not predicted: {problem}")
     say("\nflags to paste, in place of the command's own\n", "bold")
     for number, each in enumerate(result.best, 1):
-        print(f"{number:2}  {shlex.join(_flags(search, each))}")
+        say(f"{number}  {each.candidate.name}")
+        terminal.show_command(_flags(search, each))
 
 
 def _row(name: str, each: FoundLayout, search: Search) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def _times(text: str) -> StepSeconds:
 def main(options: argparse.Namespace) -> int:
     flags = OrderFlags.read(options.command)
     training = training_command.read(options, flags.rest)
-    limit = None if options.memory is None else options.memory / order_candidates.GIB
+    limit = options.memory
     builder = OrderBuilder(training, flags, options.times, options.overlap, limit)
     found, refused = builder.compare(options.order)
     executed: Simulation | None = None
@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
             "pipeline_ranks": training.pp,
             "microbatches": training.microbatches,
             "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
-            "memory_limit_gib": limit,
+            "memory_limit_bytes": limit,
             "fastest": fastest.name if fastest else None,
             "orders": [_as_json(each, options.steps) for each in found],
             "not_applicable": refused,
@@ -155,12 +155,19 @@ def _show_orders(
         say("Pass what `chunks live` says of zb-auto with --pipeline-schedule-max-live to run it within that.")
     fastest, under = (
         order_candidates.fastest(found),
-        f" within {size(limit * order_candidates.GIB)}" if limit is not None else "",
+        f" within {size(limit)}" if limit is not None else "",
     )
     if fastest is None:
         say(f"\nno order fits{under}: the least is {size(min(each.peak_bytes for each in found))}")
     elif len(found) > 1:
-        say(f"\nfastest{under}: {fastest.name}", "green")
+        is_own = fastest is found[0]
+        say(f"\nfastest{under}: {fastest.name}{', the order of the command' if is_own else ''}", "green")
+        flags = order_candidates.flags(fastest)
+        if flags is None:
+            say(f"{fastest.name} is only simulated; leave it out of --order for the flags of the next")
+        elif not is_own:
+            say("flags to paste, in place of the command's own for its order:")
+            terminal.show_command(flags)
 
 
 def _show_executed(executed: Simulation) -> None:

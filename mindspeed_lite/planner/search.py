@@ -63,6 +63,7 @@ class Search:
     Args:
         base: the training for a TP size, which affects vocabulary padding.
         budget: bytes per rank.
+        tell: called with (done, total, what is done) while it runs.
     """
 
     def __init__(

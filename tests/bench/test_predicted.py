@@ -42,17 +42,17 @@ EVERY = [(NEWEST, name) for name in TRAININGS] + [
     )
 ]  # fmt: skip
 
-Measured = Callable[[str, str], list[memory_run.Measured]]
+Measured = Callable[[str, str], list[harness.Process]]
 
 
-def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
+def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[harness.Process]:
     job = Job((), folder, warmup=0, steps=2, timeout=1e4, memory=True)
     RunPlan(job, Arm("memory", "given"), folder).write(folder / "plan")
     environment = {VARIABLE: str(folder / "plan"), "MINDSPEED_LITE_DEVICE": "cpu"}
     trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()
     processes = harness.read(folder)
     assert len(processes) == nproc
-    return [memory_run.measured(process) for process in processes]
+    return processes
 
 
 def asked(name: str) -> tuple[int, list[str]]:
@@ -66,9 +66,9 @@ def measured(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Measured:
     """What a training took, run when a test first asks for it."""
-    done: dict[tuple[str, str], list[memory_run.Measured]] = {}
+    done: dict[tuple[str, str], list[harness.Process]] = {}
 
-    def of(release: str, name: str) -> list[memory_run.Measured]:
+    def of(release: str, name: str) -> list[harness.Process]:
         if (release, name) not in done:
             done[release, name] = measure(trainer(release), *asked(name), tmp_path_factory.mktemp("memory"))
         return done[release, name]
@@ -85,7 +85,7 @@ def test_every_category_of_every_rank_is_as_predicted(measured: Measured, releas
     off = [(each, each.deviation) for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
     assert not off
     # How many parameters there are is exact.
-    assert [each.parameters for each in found] == [
+    assert [each.memory["parameters"] for each in found] == [
         rank.parameters.total for each in found for rank in predicted if rank.ranks[0] <= each.rank <= rank.ranks[1]
     ]
 
@@ -108,7 +108,7 @@ def test_four_ranks_keep_at_most_three_tenths_of_what_one_keeps(
         found = measure(trainer(NEWEST), size, words, tmp_path_factory.mktemp("long"))
         compared = memory_run.compare(ranks(read(words, size, "cpu")), found)
         assert not [each for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
-        kept[size] = max(each.bytes["activations"] for each in found)
+        kept[size] = max(each.memory["activations"] for each in found)
     assert kept[4] <= 0.3 * kept[1], kept
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite import cli
-from mindspeed_lite.bench.memory_run import Measured, Run, compare
+from mindspeed_lite.bench.harness import Process
+from mindspeed_lite.bench.memory_run import compare
 from mindspeed_lite.cli import memory, training_command
 from mindspeed_lite.planner import ranks, read
 from tests.harness import matrix
@@ -80,7 +81,7 @@ def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:
 def test_alike_stages_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--pipeline-model-parallel-size 4 --global-batch-size 2 --num-layers 8".split()
     assert cli.main(["memory", "--world-size", "4", "--", *MODEL, *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert [line.split()[:2] for line in lines if line[:1].isdigit() and "-" in line.split()[0]] == [["1-2", "1-2"]]
 
 
@@ -91,11 +92,12 @@ def test_more_than_five_percent_of_more_than_a_megabyte_is_off(
     predicted = ranks(read(MODEL, 1, "cpu"))
     counted = {**predicted[0].categories, "host": 0}
     counted["activations"] = int(counted["activations"] / factor)
-    process = Measured(0, 1, counted, 10**9, "the process", [])
+    steps = [{"peak_memory_bytes": 10**9}]
+    process = Process(0, {"memory_kind": "the process"}, steps, end={"memory": counted})
     compared = compare(predicted, [process])
     assert [each.category for each in compared if each.is_off] == (["activations"] if off else [])
     assert not replace(compared[0], predicted=500_000, measured=900_000).is_off
-    memory.show_comparison(compared, Run([process], 1, "cpu"))
+    memory.show_comparison(compared, [process])
     text = capsys.readouterr().out
     assert ("1 of 4 categories" in text) == off and ("all within 5 %" in text) == (not off)
 

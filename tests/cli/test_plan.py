@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from mindspeed_lite import cli, planner
-from mindspeed_lite.cli import training_command
+from mindspeed_lite.cli import terminal, training_command
 from mindspeed_lite.planner import candidates
 from tests.harness.processes import forked
 
@@ -43,6 +44,14 @@ def test_the_best_are_shown_and_their_flags_are_a_command(capsys: pytest.Capture
         ranks = planner.ranks(planner.read([*words, *each["flags"]], 8, "cuda"))
         assert max(rank.total for rank in ranks) == each["bytes"] - 4 * 10**9
         assert cli.main(["memory", "--world-size", "8", "--device", "cuda", "--", *words, *each["flags"]]) == 0
+
+
+def test_the_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(terminal, "progress", lambda what: nullcontext(lambda *given: told.append(given)))
+    assert run("--count", "3") == 0
+    shares = [done for done, _, _ in told]
+    assert shares == sorted(shares) and shares[-1] == 100 and told[-1][2].endswith("layouts simulated")
 
 
 def test_a_full_disk_is_one_line_and_too_little_memory_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
