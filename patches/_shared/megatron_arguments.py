@@ -75,7 +75,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     fields = {_flag(field.name) for field in dataclasses.fields(MLATransformerConfig)}
     for flag, default in _LATENT_YARN.items():
         if flag in fields and flag not in parser._option_string_actions:
-            group.add_argument(flag, type=type(default), default=default, help=f"default: {default:g}")
+            text = f"default: {default:g}"
+            group.add_argument(flag, type=type(default), default=argparse.SUPPRESS, help=text)
 
 
 # Megatron refuses these for the local implementation; features here serve them.

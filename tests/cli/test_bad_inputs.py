@@ -167,7 +167,7 @@ PARSED = [
     ("--no-such-thing", ["unrecognized argument --no-such-thing"]),
     ("--virtual-optimizer much", ["takes all, or a number of GiB", "not 'much'"]),
     ("--yaml-cfg none.yaml", ["--yaml-cfg", "no file none.yaml"]),
-    ("--auto-settings", ["--auto-settings (served in", "Instead: "]),
+    ("--auto-settings", ["--auto-settings (done", "Instead: "]),
 ]
 
 # Removed by the process that made it, not by the forks.
