@@ -22,23 +22,6 @@ def is_equal(one: str, other: str) -> bool:
         return one == other
 
 
-def _rope_scaling_type(use: FlagUse, line: CommandLine) -> Result:
-    value = line.values_of(use)[0]
-    if value == "llama3":
-        return "--use-rope-scaling", "Megatron's name for it"
-    is_latent = line.has("--multi-latent-attention", "--multi-head-latent-attention")
-    if value == "plm":
-        return ("--rope-type rope", "without YaRN, latent attention's default") if is_latent else "it is plain rope"
-    if value != "yarn":
-        raise Refusal(f"--rope-scaling-type {value}: takes llama3, yarn, plm or longrope")
-    if not is_latent:
-        raise Refusal(
-            "--rope-scaling-type yarn: YaRN without latent attention is not translated. Instead: "
-            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
-        )
-    return "YaRN is what latent attention has by default"
-
-
 def _rope_scaling_factor(use: FlagUse, line: CommandLine) -> Result:
     if not line.is_foreign("--rope-scaling-type") or line.value("--rope-scaling-type") != "yarn":
         return None
@@ -155,7 +138,6 @@ def _muon_nesterov(use: FlagUse, line: CommandLine) -> Result:
 
 RULES: dict[str, Rule] = {
     **layer_rules.RULES,
-    "--rope-scaling-type": _rope_scaling_type,
     "--rope-scaling-factor": _rope_scaling_factor,
     "--first-k-dense-replace": _first_k_dense_replace,
     "--moe-layer-freq": _moe_layer_freq,

@@ -111,7 +111,7 @@ def test_a_flag_in_quotes_of_its_own_goes_with_them():
     """If left, they would be an empty argument, and two words in them one argument."""
     text = 'A=(\'--moe-unperm2-mem-optim\' --bf16 "--multi-head-latent-attention" "--yarn-scaling-factor" 40)\n'
     assert read_script(text).text == "A=( --bf16 --multi-latent-attention --rotary-scaling-factor 40)\n"
-    nested = 'A="\n  --seed 1 --num-layer-list "1,2"\n"\nB="--pipeline-model-parallel-size 2"\n'
+    nested = 'A="\n  --seed 1 --num-layer-list "1,2"\n"\nB="--num-layers 3 --pipeline-model-parallel-size 2"\n'
     layout = "--pipeline-model-parallel-layout Et*1|t*2L"
     assert read_script(nested).text == nested.replace('--num-layer-list "1,2"', layout)
     kept = 'echo x.py \'--bf16\' "--own-flag" "--use-mc2"x\n'

@@ -15,14 +15,13 @@ OURS = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().option
 LATENT = "--multi-latent-attention"
 # Flags whose outcome depends on the command: a value that is translated, and the flags it needs.
 NEEDS = {
-    "--rope-scaling-type": ("yarn", LATENT),
     "--rope-scaling-factor": ("40", f"{LATENT} --rope-scaling-type yarn"),
     "--num-layers": ("4", "--noop-layers 3"),
     "--noop-layers": ("3", "--num-layers 4 --pipeline-model-parallel-size 2"),
     "--num-layers-per-virtual-pipeline-stage": ("1", "--num-layers 4 --noop-layers 3"),
     "--num-layers-per-virtual-pipeline-stag": ("1", ""),
     "--pipeline-num-transformer-layers": ("[[1],[2]]", "--num-layers 3 --pipeline-model-parallel-size 2"),
-    "--num-layer-list": ("1,2", "--pipeline-model-parallel-size 2"),
+    "--num-layer-list": ("1,2", "--num-layers 3 --pipeline-model-parallel-size 2"),
     "--first-k-dense-replace": ("1", "--num-layers 4 --num-experts 2"),
     "--moe-layer-freq": ("-1", ""),
     "--n-shared-experts": ("2", "--moe-ffn-hidden-size 8"),

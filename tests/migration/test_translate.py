@@ -62,8 +62,8 @@ def become(text, **more):
          "--mtp-num-layers 1"),
         ("--num-layers 8 --noop-layers 0,7", "--num-layers 6"),
         ("--num-layers-per-virtual-pipeline-stag 2", "--num-layers-per-virtual-pipeline-stage 2"),
-        ("--num-layer-list 6,8,8,6 --pipeline-model-parallel-size 4",
-         "--pipeline-model-parallel-layout Et*6|t*8|t*8|t*6L --pipeline-model-parallel-size 4"),
+        ("--num-layers 28 --num-layer-list 6,8,8,6 --pipeline-model-parallel-size 4",
+         "--num-layers 28 --pipeline-model-parallel-layout Et*6|t*8|t*8|t*6L --pipeline-model-parallel-size 4"),
         ("--num-layers 11 --pipeline-num-transformer-layers [[2,3],[4,2]] --pipeline-model-parallel-size 2",
          "--num-layers 11 --pipeline-model-parallel-layout Et*2|t*4|t*3|t*2L --pipeline-model-parallel-size 2"),
         ("--num-layers 6 --pipeline-num-transformer-layers [[1],[2]*2,[1]] --pipeline-model-parallel-size 4",
@@ -111,7 +111,7 @@ def test_it_becomes(given, expected):
 STAGES = "--pipeline-num-transformer-layers"
 TWO = "--pipeline-model-parallel-size 2"
 REFUSED = [
-    ("--rope-scaling-type yarn", "--rope-scaling-type yarn: YaRN without latent attention"),
+    ("--rope-scaling-type yarn", "--rope-scaling-type yarn (Megatron has it): YaRN without latent attention"),
     ("--profile-ranks -1", "--profile-ranks -1 (Megatron has it): Megatron has no -1 for all ranks. Instead: list"),
     (
         "--post-norm --interleave-sliding-window 8",
@@ -119,7 +119,7 @@ REFUSED = [
         "--post-norm --interleave-sliding-window",
     ),
     ("--rope-scaling-type longrope --long-factor 1 2", "Megatron does not build Phi-3.5 (LongRoPE; SparseMixer and "),
-    ("--rope-scaling-type x", "--rope-scaling-type x: takes llama3, yarn, plm or longrope"),
+    ("--rope-scaling-type x", "--rope-scaling-type (Megatron has it): takes llama3, yarn, plm or"),
     ("--moe-ffn-hidden-size 32 --moe-intermediate-size 64", "--moe-intermediate-size and --moe-ffn-hidden-size are"),
     ("--n-shared-experts 1", "--n-shared-experts needs --moe-ffn-hidden-size."),
     ("--n-shared-experts x", "--n-shared-experts takes a whole number, not 'x'"),
@@ -133,7 +133,8 @@ REFUSED = [
     (f"{STAGES} [1,2,3] {TWO}", f"{STAGES} has 3 rows for 2 pipeline ranks"),
     (f"--num-layers 4 {STAGES} [1,2] {TWO}", f"{STAGES} has 3 layers, and --num-layers 4"),
     (f"--num-layers 3 --noop-layers 1 {STAGES} [1,2] {TWO}", f"{STAGES} with --noop-layers"),
-    ("--num-layer-list 1,2", "--num-layer-list 1,2 has 2 entries for 1 pipeline stages"),
+    ("--num-layer-list 1,2 --pipeline-model-parallel-size 3", "--num-layer-list has 2 rows for 3 pipeline ranks"),
+    (f"--num-layer-list 1;2 {TWO}", "--num-layer-list takes layer counts such as 6,8,8,6, not '1;2'"),
     ("--context-parallel-size 2 --adaptive-cp-without-coarse", "--adaptive-cp-without-coarse"),
     ("--norm-topk-prob --moe-router-pre-softmax --n-group 2", "--moe-router-pre-softmax with --norm-topk-prob and"),
     ("--recompute-mla-up-proj --recompute-modules moe", "--recompute-mla-up-proj with --recompute-modules"),
