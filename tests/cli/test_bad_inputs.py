@@ -97,7 +97,6 @@ ABSURD = [
     ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 cannot be divided by"),
     ("--num-attention-heads 7", "--hidden-size 64 cannot be divided by --num-attention-heads 7"),
     ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 of --num-experts 4"),
-    ("--noop-layers 0,7", "--noop-layers 0,7: it is MindSpeed's"),
 ]
 
 
