@@ -178,18 +178,38 @@ def mindspeed() -> list[str]:
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
-        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)} flags)", ""]
+        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)})", ""]
         # Flags with the same outcome share a line.
         groups: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             outcome = done.get(row.outcome, "")
             text = {"": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
-            if row.outcome == "keep" and row.words:
-                outcome, text = f"as it is, but not {row.words[1:].replace('|', ', ')}", row.note
-            groups.setdefault((outcome, text), []).append(f"`{row.flag}`")
+            if row.kind == "model":
+                text = row.note
+            groups.setdefault((outcome, text), []).append(f"`{row.flag.replace('=', ' ')}`")
         for (outcome, text), names in sorted(groups.items()):
             lines.append(f"- {', '.join(names)}: {': '.join(filter(None, (outcome, text)))}")
     return lines
+
+
+def mindspeed_scripts() -> list[str]:
+    """The launch scripts of MindSpeed-LLM, by the flags that each has, and whether they start."""
+    from mindspeed_lite.migration import translate
+
+    # Left out of every script, in the way that the page says above the table.
+    common = {"--handler-name", "--enable-hf2mg-convert", "--no-shared-storage", "--mla-mm-split"}
+    rows = []
+    lines = (DOCS / "mindspeed_llm_scripts.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    for script, flags in (line.split("\t") for line in lines):
+        found = translate(flags.split())
+        skipped = [each.use.flag for each in found.steps if each.outcome == "skipped" and each.use.flag not in common]
+        starts = "with Transformer Engine" if "--experimental-attention-variant" in found.accepted else "yes"
+        text = ", ".join(f"`{flag}`" for flag in dict.fromkeys(skipped))
+        rows.append((f"`{script}`", "no" if found.refusals else starts, " ".join(found.refusals) or text))
+    accepted = sum(starts != "no" for _, starts, _ in rows)
+    engine = sum(starts not in ("no", "yes") for _, starts, _ in rows)
+    count = f"{accepted} of {len(rows)} start, {engine} of them with Transformer Engine."
+    return [count, "", *table(("Script", "Starts", "Without, or why not"), rows)]
 
 
 EXAMPLES = {
@@ -331,7 +351,7 @@ def pages() -> dict[Path, str]:
         DOCS / "flags.md": {"flags": flags()},
         DOCS / "index.md": {"features": index(), "benchmarks": benchmarks()},
         DOCS / "defaults.md": {"defaults": defaults()},
-        DOCS / "from-mindspeed.md": {"mindspeed": mindspeed()},
+        DOCS / "from-mindspeed.md": {"mindspeed": mindspeed(), "scripts": mindspeed_scripts()},
         DOCS / "guides" / "experts.md": {"deepseek": memory_of_stages()},
     }
     for feature in runtime.catalogue():

@@ -118,6 +118,7 @@ class _CommandLine:
 def _add_arguments(parser: argparse.ArgumentParser, line: _CommandLine) -> None:
     version = megatron.version() or "0"
     line.collisions = add_arguments(parser, runtime.catalogue(), runtime.GENERAL, host_version=version)
+    megatron_arguments.add_flags(parser)
     for action in parser._actions:  # a lone % in the help of 0.18 and 0.19 breaks `--help`
         if action.help and action.help is not argparse.SUPPRESS:
             try:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_lite.engine import (
+    Around,
     Context,
     Feature,
     Function,
@@ -34,6 +35,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 from ._shared.attention_core import (
     CORE,
     HEAD_SIZES,
+    LATENT_NORMS,
     READS,
     RELIES_ON,
     dropout_generator,
@@ -42,6 +44,7 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
     without_mask,
+    without_query_norm,
 )
 from ._shared.conditions import local
 from ._shared.context_parallel import (
@@ -327,6 +330,7 @@ FEATURE = Feature(
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", _init, order=1),
+        Around(LATENT_NORMS, without_query_norm, versions=">=0.19"),
         Override(
             f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG), relies_on=RELIES_ON
         ),

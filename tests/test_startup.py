@@ -361,4 +361,4 @@ def test_keys_of_mindspeed_in_a_yaml_file_are_one_line_or_a_notice(tmp_path):
     with pytest.raises(OptionError) as refused:
         validated("--yaml-cfg", yaml_file(tmp_path, "use_mc2: true\nauto_settings: true\n"), plain=[])
     text = str(refused.value)
-    assert "--use-mc2 is read as --use-ascend-mc2" in text and "--auto-settings (served" in text and "\n" not in text
+    assert "--use-mc2 is read as --use-ascend-mc2" in text and "--auto-settings (done" in text and "\n" not in text

@@ -78,6 +78,11 @@ def _show_traceback(error: Exception, name: str) -> int:
     if trace is None and isinstance(error, ImportError):
         error_exit.print_error(f"there is no module {name!r} to run: {error}", PROGRAM)
         return error_exit.EXIT_CODE
+    missing = str(getattr(error, "name", None))
+    if isinstance(error, ImportError) and missing.partition(".")[0] in ("mindspeed", "mindspeed_llm"):
+        hint = "start Megatron-LM's own script, or see `mindspeed-lite migrate --help`"
+        error_exit.print_error(f"{name} imports {missing}, which is MindSpeed's: {hint}", PROGRAM)
+        return error_exit.EXIT_CODE
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from mindspeed_lite import planner
+from mindspeed_lite import migration, planner
 from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.flags import LARGEST
 
@@ -19,6 +19,11 @@ AUTO = "--mindspeed-lite-auto"
 NEWEST = "0.19.2"
 
 
+# Flags without effect on memory or time, by their first words.
+_NO_WORK = re.compile(
+    "--(?:no-)?(?:ckpt|clip|dist|eval|exit|finetune|init|load|log|lr|manual-gc|mock|num-workers|save|seed|split|"
+    "tensorboard|timing|tokenizer|wandb|weight-decay|(?:train|valid|test|per-split)?-?data)"
+)
 _UNITS = {"": 10**9, "GIB": 1 << 30, "GB": 10**9, "G": 10**9, "TB": 10**12, "MB": 10**6, "MIB": 1 << 20}
 
 
@@ -49,9 +54,8 @@ def add_command(parser: Parser, usage: str = "") -> None:
 
 
 def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingConfig:
-    """The training of a command; warns about likely typos. Raises ArgumentError."""
-    for word, meant in misspelt(words):
-        print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
+    """The training of a command; warns about flags that are not counted. Raises ArgumentError."""
+    words = translated(words)
     device = options.device or os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
     if device not in ("cpu", "cuda", "npu"):
         device = "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
@@ -78,6 +82,27 @@ def with_auto(words: Sequence[str], ranks: int, device: str, vocabulary: int = 0
     context = Context(Settings.of(options, asked), device, versions, host)
     plan = make_plan(runtime.catalogue(), context, host_version=version, fingerprints=None, auto=True)
     return [*found, *(each.feature.flag for each in plan.applied if each.feature.flag not in found)]
+
+
+def translated(words: Sequence[str]) -> Sequence[str]:
+    """The words with MindSpeed's flags translated; warns about flags that are not counted."""
+    found = migration.translate(words)
+    for line in found.refusals:
+        print(f"mindspeed-lite: not counted: {line}", file=sys.stderr)
+    typos = dict(misspelt(found.accepted))
+    for word, meant in typos.items():
+        print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
+    given = [word.partition("=")[0] for word in words[script:] if word.startswith("--")]
+    tables = [table for table in vars(planner.flags).values() if isinstance(table, (dict, tuple, frozenset))]
+    known = set(migration.flags()).union(typos, *tables)
+    if unknown := [flag for flag in dict.fromkeys(given) if flag not in known and not _NO_WORK.match(flag)]:
+        from mindspeed_lite import runtime  # imports torch
+
+        ours = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())}
+        if left := [flag for flag in unknown if flag not in ours]:
+            print(f"mindspeed-lite: not known here, not counted: {' '.join(left)}", file=sys.stderr)
+    return found.accepted
 
 
 def world_size(command: Sequence[str]) -> int:

@@ -103,7 +103,6 @@ ABSURD = [
     ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 cannot be divided by"),
     ("--num-attention-heads 7", "--hidden-size 64 cannot be divided by --num-attention-heads 7"),
     ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 of --num-experts 4"),
-    ("--noop-layers 0,7", "--noop-layers 0,7: it is MindSpeed's"),
 ]
 
 
@@ -173,7 +172,7 @@ PARSED = [
     ("--no-such-thing", ["unrecognized argument --no-such-thing"]),
     ("--virtual-optimizer much", ["takes all, or a number of GiB", "not 'much'"]),
     ("--yaml-cfg none.yaml", ["--yaml-cfg", "no file none.yaml"]),
-    ("--auto-settings", ["--auto-settings (served in", "Instead: "]),
+    ("--auto-settings", ["--auto-settings (done", "Instead: "]),
 ]
 
 # Removed by the process that made it, not by the forks.

@@ -39,6 +39,21 @@ def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys: pytes
     assert error.count("\n") == 1 and "--use-flash-atn" in error and "--use-flash-attn" in error
 
 
+def test_mindspeeds_flags_are_translated_first_and_what_is_not_counted_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted = []
+    for flags in ("--moe-intermediate-size 64", "--moe-ffn-hidden-size 64 --post-norm --softmax-type x --log-timers 1"):
+        command = ["python", "x.py", *MODEL, "--num-experts", "8", *flags.split()]
+        assert cli.main(["memory", "--json", str(tmp_path / "x.json"), "--", *command]) == 0
+        predicted.append((tmp_path / "x.json").read_text())
+    assert predicted[0] == predicted[1]
+    assert capsys.readouterr().err == (
+        "mindspeed-lite: not counted: Megatron does not build Gemma 2 (soft-capping, norms after each block, windows "
+        "in every second layer): --post-norm\nmindspeed-lite: not known here, not counted: --softmax-type\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "ranks"),
     [

@@ -15,6 +15,7 @@ import pytest
 
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
+from tests.harness.commands import python
 from tests.harness.processes import forked
 from tests.harness.training import SCRIPT, Trainer
 
