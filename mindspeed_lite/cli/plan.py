@@ -76,7 +76,8 @@ def main(options: argparse.Namespace) -> int:
     reserve = memory / 10 if options.reserve is None else options.reserve
     if reserve >= memory:
         raise CommandError(f"--reserve {size(reserve)}: it is a part of --memory {size(memory)}, and less than that")
-    options.command = training_command.with_auto(options.command, number, kind, options.vocabulary)
+    words = training_command.translated(options.command)
+    options.command = training_command.with_auto(words, number, kind, options.vocabulary)
     search = _search(options, number, kind, memory, pricer, reserve)
     own, problem = _own(options, number, kind, search)
     report: dict[str, Any] = {"device": pricer.device.name, "devices": number, "budget_bytes": memory}
