@@ -57,3 +57,26 @@ def test_memory_and_messages_are_those_of_the_real_rank(tmp_path, name):
         own = json.loads(json.dumps([asdict(each) for each in dry.messages[: dry.in_step]]))
         even = "--num-experts" not in argv
         assert of_group(own, even) == of_group(real["messages"], even)
+
+
+DIES = """
+import os, signal
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    if not os.fork():
+        raise SystemExit(7)
+    os.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+found = [None, None]
+dist.all_gather_object(found, dist.get_rank())
+raise ValueError(found)
+"""
+
+
+def test_a_rank_that_dies_is_said_and_not_waited_for(tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    launch = TrainingLaunch(sys.executable, False, ("dies.py",), str(tmp_path), clean_environment(), 2, 8)
+    waits, dies = rank.run(launch, 60)
+    assert "ended by SIGKILL before the step did" in dies.error
+    assert waits.error.startswith("ValueError: [0, 0]") and dies.ended_at < waits.ended_at
