@@ -201,7 +201,9 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
 
 def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
-    args.load = args.save = None
+    if getattr(args, "use_checkpoint_args", False):
+        raise ValueError("--use-checkpoint-args: a dry run reads no checkpoint: give the model's arguments in its place")
+    args.load = args.save = args.pretrained_checkpoint = None
     args.data_path, args.mock_data = None, True
     # The learning rate's schedule stays valid; data sets hold samples for one step.
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters

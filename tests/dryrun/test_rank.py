@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite.dryrun import match, rank
+from mindspeed_lite.dryrun import match, rank, worker
 from mindspeed_lite.dryrun.launch import TrainingLaunch
 from tests.harness import matrix, recorded_script
 from tests.harness.counted_trainings import TRAININGS
@@ -80,3 +81,9 @@ def test_a_rank_that_dies_is_said_and_not_waited_for(tmp_path):
     waits, dies = rank.run(launch, 60)
     assert "ended by SIGKILL before the step did" in dies.error
     assert waits.error.startswith("ValueError: [0, 0]") and dies.ended_at < waits.ended_at
+
+
+def test_no_checkpoint_is_read():
+    args = argparse.Namespace(use_checkpoint_args=True)
+    with pytest.raises(ValueError, match="--use-checkpoint-args: a dry run reads no checkpoint"):
+        worker.shorten(args, 2)
