@@ -38,8 +38,8 @@ def child_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in its own session and end it with the block.
 
-    SIGTERM raises KeyboardInterrupt unless the caller handles or ignores it. `end(process)` is called at the end;
-    `options`: of `subprocess.Popen`. Raises OSError.
+    SIGTERM and SIGHUP raise KeyboardInterrupt unless the caller handles or ignores them. `end(process)` is called at
+    the end; `options`: of `subprocess.Popen`. Raises OSError.
     """
     with _termination_raises():
         child = subprocess.Popen(command, start_new_session=True, **options)
@@ -52,21 +52,21 @@ def child_process(
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt once; by default `finally` would not run."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt once; by default `finally` would not run."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    ends = [each for each in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(each) is signal.SIG_DFL]
 
     def leave(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, leave)
+    for each in ends:
+        signal.signal(each, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in ends:
+            signal.signal(each, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def _signals_ignored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

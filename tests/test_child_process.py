@@ -77,17 +77,17 @@ def test_sigterm_ends_what_was_started() -> None:
     assert all(_is_gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_it_is_ended_is_ignored(sign: signal.Signals) -> None:
     def end(child: subprocess.Popen[bytes]) -> None:
         signal.raise_signal(sign)
         kill(child)
 
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with child_process(SLEEP, end) as child:
         pass
     assert child.returncode == -signal.SIGKILL
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_a_handler_of_the_callers_stays() -> None:

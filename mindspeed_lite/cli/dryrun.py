@@ -154,3 +154,6 @@ def _show_messages(one: rank.RankResult) -> None:
 def _show_features(one: rank.RankResult) -> None:
     on = [feature for feature, status, _ in one.features if status == "applied" and not feature.startswith("device_")]
     say(f"\nfeatures on: {', '.join(on) if on else 'none'}")
+    for feature, status, reasons in one.features:
+        if status == "skipped":
+            say(f"not counted: {feature}: {reasons}")

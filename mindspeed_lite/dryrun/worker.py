@@ -29,6 +29,12 @@ _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
     "schedules_method",
 )  # fmt: skip
+# What a dry run cannot do.
+_UNABLE = {
+    "use_checkpoint_args": "reads no checkpoint: give the model's arguments in its place",
+    "use_megatron_fsdp": "has no CUDA device, which it needs",
+    "use_torch_fsdp2": "has no CUDA device, which it needs",
+}
 
 
 def main() -> None:
@@ -201,8 +207,9 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
 
 def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
-    if getattr(args, "use_checkpoint_args", False):
-        raise ValueError("--use-checkpoint-args: a dry run reads no checkpoint: give the model's arguments in its place")
+    for name, reason in _UNABLE.items():
+        if getattr(args, name, False):
+            raise ValueError(f"--{name.replace('_', '-')}: a dry run {reason}")
     args.load = args.save = args.pretrained_checkpoint = None
     args.data_path, args.mock_data = None, True
     # The learning rate's schedule stays valid; data sets hold samples for one step.

@@ -27,14 +27,16 @@ def dryrun(*words, folder, code=0):
 
 def test_sixty_four_ranks_on_one_machine(tmp_path):
     """Rank 0 and the other stage of its pipeline run; a device that is too small is said."""
-    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-flash-attn"
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     said = dryrun(
         "--memory", "0.0005", "--json", "report.json", "--", "torchrun", "--nnodes", "8", "--nproc-per-node", "8",
-        SCRIPT, *MODEL, *flags.split(), "--train-iters", "5", "--global-batch-size", "256",
+        SCRIPT, *MODEL, *flags.split(), "--use-flash-attn", "--swap-attention", "--train-iters", "5",
+        "--global-batch-size", "256",
         folder=tmp_path, code=1,
     )  # fmt: skip
     assert "memory of 2 of 64 ranks; 3 of 8 micro-batches were run" in said
     assert "features on: use_flash_attn" in said and "collectives match on the 2 ranks that ran" in said
+    assert "not counted: swap_attention: cpu has one memory" in said
     assert "does not fit: rank 0 takes" in said and "most are activations: --recompute-" in said
     assert "TENSOR_MODEL_PARALLEL_GROUP" in said
     found = json.loads((tmp_path / "report.json").read_text())

@@ -83,7 +83,7 @@ def test_a_rank_that_dies_is_said_and_not_waited_for(tmp_path):
     assert waits.error.startswith("ValueError: [0, 0]") and dies.ended_at < waits.ended_at
 
 
-def test_no_checkpoint_is_read():
-    args = argparse.Namespace(use_checkpoint_args=True)
-    with pytest.raises(ValueError, match="--use-checkpoint-args: a dry run reads no checkpoint"):
-        worker.shorten(args, 2)
+@pytest.mark.parametrize("name", ["use_checkpoint_args", "use_megatron_fsdp", "use_torch_fsdp2"])
+def test_what_a_dry_run_cannot_do_is_one_line(name):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: a dry run (reads|has) no [^\n]*$"):
+        worker.shorten(argparse.Namespace(**{name: True}), 2)
