@@ -101,7 +101,7 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         "Both arms use the same allocator, threads and data; off is Megatron with the device layer. A ratio is the",
         "mean of consecutive pairs, with its 95 % interval; compare ratios within a row only.",
         "",
-        "| Training | Features | Step off | Step on | Speed | Peak memory | Loss |",
+        "| Training | Features | Step off | Step on | Speed | Peak memory, off to on | Loss |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for name, report in reports.items() for row in _rows(name, report, kept.name)),
         "",
@@ -144,13 +144,14 @@ def _rows(name: str, report: Mapping[str, Any], folder: str) -> Iterator[list[st
         if row["speed"] is None:
             yield [name, row["arm"], "failed", "", "", "", ""]
             continue
+        on = arms[row["arm"]]["summary"]
         speed, memory = (interval(each["ratio"], each["low"], each["high"]) for each in (row["speed"], row["memory"]))
         yield [
             f"[{name}]({folder}/{name}/report.md)",
             ", ".join(arms[row["arm"]]["features"]) or row["arm"],
-            *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, arms[row["arm"]]["summary"])),
+            *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, on)),
             speed,
-            f"{memory} of {size(off['peak_memory_bytes'])}",
+            f"{size(off['peak_memory_bytes'])} to {size(on['peak_memory_bytes'])}, {memory}",
             row["loss"]["verdict"],
         ]
 

@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
         memory = options.memory or (devices.named(options.device)[1].memory if options.device else None)
     except (launch.LaunchError, planner.ArgumentError) as error:
         raise CommandError(error) from None
-    with terminal.progress(f"running ranks of {found.world_size}: {' '.join(found.words[:2])} ..."):
+    with terminal.progress(f"running ranks of {found.world_size}"):
         ranks = rank.run(found, options.timeout, options.vocabulary)
     if errors := [each for each in ranks if each.error]:
         first = min(errors, key=lambda each: each.ended_at)

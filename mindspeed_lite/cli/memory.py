@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite import planner
-from mindspeed_lite.bench.wording import size
+from mindspeed_lite.bench.wording import significant, size
 
 from . import terminal, training_command
 from .terminal import CommandError, Parser, bounded, option, say, table, write_json
@@ -113,6 +113,11 @@ def _measure(command: Sequence[str], world_size: int, timeout: float) -> Outcome
     return run
 
 
+def _number(value: float) -> str:
+    scale, name = next((each for each in ((1e9, " billion"), (1e6, " million")) if value >= each[0]), (1, ""))
+    return f"{significant(value / scale)}{name}"
+
+
 def _show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Rank]) -> None:
     t = training
     parameters = sum(each.parameters.dense * t.tp + each.parameters.experts * t.ep * t.etp for each in ranks)
@@ -120,11 +125,12 @@ def _show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.R
     say(
         f"{t.num_layers} layers of {t.hidden_size}"
         f"{f' and {t.mtp_num_layers} for further tokens' if t.mtp_num_layers else ''}, "
-        f"{f'{t.num_experts} experts, ' if t.num_experts else ''}about {parameters / 1e9:.3g} billion parameters in "
+        f"{f'{t.num_experts} experts, ' if t.num_experts else ''}about {_number(parameters)} parameters in "
         f"{'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}; {t.world_size} ranks, "
         f"{' x '.join(f'{name} {number}' for name, number in layout.items() if number > 1) or 'not split'}"
         f"{', sequence parallel' if t.sequence_parallel else ''}; "
-        f"{t.microbatches} micro-batches of {t.micro_batch_size} x {t.seq_length} tokens; on {t.device}"
+        f"{t.microbatches} micro-batch{'es' * (t.microbatches > 1)} of {t.micro_batch_size} x {t.seq_length} tokens; "
+        f"on {t.device}"
     )
     if t.transformer_impl == "transformer_engine":
         say("Transformer Engine's layers keep other activations than Megatron's own, which are predicted here.")

@@ -3,13 +3,13 @@ With -o it writes a script for the Megatron that Python finds here: flags are
 translated, `torchrun pretrain_gpt.py` becomes
 `torchrun -m mindspeed_lite run pretrain_gpt.py`, and the rest stays. Start it
 in a checkout of Megatron-LM. In a Python script the line that imports
-megatron_adaptor is changed.
+megatron_adaptor is changed. With --shim that import stays and the packages in
+DIR answer it, where PYTHONPATH names DIR.
 
 examples:
   mindspeed-lite migrate pretrain_qwen3.sh
   mindspeed-lite migrate pretrain_qwen3.sh -o translated.sh
-  mindspeed-lite migrate --shim DIR    packages in DIR that answer the import of
-                                       megatron_adaptor, with PYTHONPATH=DIR
+  mindspeed-lite migrate --shim DIR
 
 exit code: 0; 1 where something is left that will be refused; 2 for bad input.
 """

@@ -64,7 +64,8 @@ def main(options: argparse.Namespace) -> int:
     training = training_command.read(options, flags.rest)
     limit = options.memory
     builder = OrderBuilder(training, flags, options.times, options.overlap, limit)
-    found, refused = builder.compare(options.order)
+    with terminal.progress("simulating the orders"):
+        found, refused = builder.compare(options.order)
     executed: Simulation | None = None
     if options.trace:
         try:

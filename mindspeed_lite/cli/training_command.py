@@ -12,6 +12,7 @@ from mindspeed_lite import migration, planner
 from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.flags import LARGEST
 
+from . import terminal
 from .terminal import Parser, bounded, option, output_file
 
 AUTO = "--mindspeed-lite-auto"
@@ -69,11 +70,12 @@ def with_auto(words: Sequence[str], ranks: int, device: str, vocabulary: int = 0
     if len(found) == len(words):
         return found
     # Judging features imports torch.
-    from mindspeed_lite import runtime
-    from mindspeed_lite.engine import Context, Settings, make_plan
+    with terminal.progress("reading the declarations of features"):
+        from mindspeed_lite import runtime
+        from mindspeed_lite.engine import Context, Settings, make_plan
 
+        options = (*runtime.GENERAL, *runtime.catalogue().options())
     training = planner.read(found, ranks, device, vocabulary)
-    options = (*runtime.GENERAL, *runtime.catalogue().options())
     asked = {option.dest: True for option in options if option.default is False and option.flag in found}
     versions = runtime.versions()
     version = versions["megatron-core"].replace("not found", NEWEST)
@@ -97,9 +99,10 @@ def translated(words: Sequence[str]) -> Sequence[str]:
     tables = [table for table in vars(planner.flags).values() if isinstance(table, (dict, tuple, frozenset))]
     known = set(migration.flags()).union(typos, *tables)
     if unknown := [flag for flag in dict.fromkeys(given) if flag not in known and not _NO_WORK.match(flag)]:
-        from mindspeed_lite import runtime  # imports torch
+        with terminal.progress("reading the declarations of features"):
+            from mindspeed_lite import runtime  # imports torch
 
-        ours = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())}
+            ours = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())}
         if left := [flag for flag in unknown if flag not in ours]:
             print(f"mindspeed-lite: not known here, not counted: {' '.join(left)}", file=sys.stderr)
     return found.accepted

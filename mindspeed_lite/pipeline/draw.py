@@ -58,7 +58,7 @@ def text(simulation: Simulation, columns: int, color: bool = False) -> list[str]
     looks = [_LOOKS[kind] for kind in Kind if schedule.units[kind]]
     looks += [_PAIR] if any(isinstance(entry, OverlappedPair) for run in schedule.ranks for entry in run) else []
     legend = ", ".join(f"{look.letter} {look.word}" for look in looks)
-    return [*lines, f"{legend}, {_IDLE} idle; numbers are {'chunk:' * has_chunks}micro-batch"]
+    return [*lines, f"{legend}, {_IDLE} idle; a number is the {'chunk:' * has_chunks}micro-batch"]
 
 
 def png(simulations: Mapping[str, Simulation], file: str | Path, unit: str = "") -> None:

@@ -38,7 +38,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("features quant_states --against empty", "no megatron/core"),
     ("bench", "no command to read"),
     ("bench torchrun --nproc-per-node 2 x.py", "write it after `--`"),
-    ("plan x.py", "plan --devices N --memory GIB -- torchrun"),
+    ("plan x.py", "plan -- torchrun"),
     (f"{BENCH} -- torchrnu", "no program 'torchrnu'"),
     (f"{BENCH} --repeats 0 -- true", "--repeats", "at least 1, not '0'"),
     (f"{BENCH} --features rmsnorm -- true", "no feature 'rmsnorm'"),

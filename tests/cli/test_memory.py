@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from mindspeed_lite import cli
 from mindspeed_lite.bench.harness import Process
 from mindspeed_lite.bench.memory_run import compare
-from mindspeed_lite.cli import memory, training_command
+from mindspeed_lite.cli import memory, terminal, training_command
 from mindspeed_lite.planner import ranks, read
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
@@ -37,6 +38,19 @@ def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys: pytes
     assert cli.main(["memory", "--", "python", *MODEL, "--use-flash-atn"]) == 0
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--use-flash-atn" in error and "--use-flash-attn" in error
+
+
+def test_a_small_model_in_its_units_and_progress_while_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(terminal, "progress", lambda what: nullcontext(shown.append(what)))
+    assert (
+        cli.main(["memory", "--", "python", "x.py", *MODEL, "--mindspeed-lite-auto", "--global-batch-size", "2"]) == 0
+    )
+    assert shown == ["reading the declarations of features"]
+    headline = " ".join(capsys.readouterr().out.split())
+    assert "about 1.38 million parameters" in headline and "1 micro-batch of 2 x 256 tokens" in headline
 
 
 def test_mindspeeds_flags_are_translated_first_and_what_is_not_counted_is_told(

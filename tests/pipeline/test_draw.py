@@ -18,7 +18,7 @@ def test_ranks_are_rows_and_steps_as_long_as_they_take():
     # 9 units of time: 3 columns each.
     lines = draw.text(simulated("1f1b", 2, 2), 7 + 27)
     assert lines[:2] == ["rank 0 F0-F1-......B0----...B1----", "rank 1 ...F0-B0----F1-B1----......"]
-    assert lines[2] == "F forward, B backward, . idle; numbers are micro-batch"
+    assert lines[2] == "F forward, B backward, . idle; a number is the micro-batch"
 
 
 def test_columns_shorter_than_a_step_are_letters():
