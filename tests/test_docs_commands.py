@@ -50,6 +50,7 @@ PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|ben
 COVERED = {
     r"mindspeed-lite balance .*": "tests/cli/test_balance.py",
     r"mindspeed-lite dryrun .*": "tests/cli/test_dryrun.py",
+    r"mindspeed-lite memory --trace .*": "tests/cli/test_memory.py::test_layers_of_a_shell_script_are_traced",
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
     r"mindspeed-lite (plan|calibrate)( .*)?": "tests/cli/test_plan.py",

@@ -39,16 +39,22 @@ def add_options(parser: Parser) -> None:
     option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
            bounded(float, 1), 1.0)  # fmt: skip
     option(parser, "--explain", "show which tensors make up the activations")
+    option(parser, "--trace", "take the activations and parameters from layers that the installed Megatron builds, "
+           "without storage, in place of a list of what is known of them; COMMAND may be a shell script")  # fmt: skip
     option(parser, "--measure", "run two steps of COMMAND and show both")
     option(parser, "--timeout S", "seconds without a step after which a measured run has hung",
            bounded(float, 0, above=True), 600.0)  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> int:
-    training = training_command.read(options, options.command).replace(expert_load=options.expert_imbalance)
-    if training.expert_load > 1 and not training.num_experts:
-        raise CommandError("--expert-imbalance: the command has no --num-experts: leave it out")
-    ranks, compared, run = planner.ranks(training), [], None
+    if options.trace:
+        training, ranks = _traced(options)
+    else:
+        training = training_command.read(options, options.command).replace(expert_load=options.expert_imbalance)
+        if training.expert_load > 1 and not training.num_experts:
+            raise CommandError("--expert-imbalance: the command has no --num-experts: leave it out")
+        ranks = planner.ranks(training)
+    compared, run = [], None
     if options.measure:
         run = _measure(options.command, training.world_size, options.timeout)
         training = training.replace(device=options.device or run.device)
@@ -56,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
 
         ranks = planner.ranks(training)
         compared = memory_run.compare(ranks, run.processes)
-    changes = list(planner.changes(training))
+    changes = [] if options.trace else list(planner.changes(training))
     _show_prediction(training, ranks)
     if options.explain:
         rank = max(ranks, key=lambda each: each.total)
@@ -78,6 +84,23 @@ def main(options: argparse.Namespace) -> int:
     }
     write_json(options.json, report)
     return 1 if any(each.is_off for each in compared) else 0
+
+
+def _traced(options: argparse.Namespace) -> tuple[planner.TrainingConfig, list[planner.Rank]]:
+    if options.measure or options.expert_imbalance > 1:
+        flag = "--measure" if options.measure else "--expert-imbalance"
+        raise CommandError(f"{flag} does not go with --trace: leave one out")
+    from mindspeed_lite.dryrun import launch, pieces
+    from mindspeed_lite.planner.choice import ModelPieces
+
+    try:
+        found = launch.find(options.command)
+    except launch.LaunchError as error:
+        raise CommandError(error) from None
+    training = training_command.read(options, found.words, found.world_size)
+    print("tracing a layer of each kind ...", file=sys.stderr)
+    with pieces.tracer(found, training.device) as trace:
+        return training, planner.ranks(training, ModelPieces(trace))
 
 
 def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:

@@ -32,14 +32,18 @@ def add_command(parser: Parser, usage: str = "") -> None:
     option(parser, "--json FILE", "write everything as JSON", output_file)
 
 
-def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingConfig:
-    """The training of a command; warns about likely typos. Raises ArgumentError."""
+def read(options: argparse.Namespace, words: Sequence[str], launched: int = 0) -> planner.TrainingConfig:
+    """The training of a command; warns about likely typos. Raises ArgumentError.
+
+    launched: ranks, if its layers are traced.
+    """
     for word, meant in misspelt(words):
         print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
     device = options.device or os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
     if device not in ("cpu", "cuda", "npu"):
         device = "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
-    return planner.read(words, options.world_size or world_size(words), device, options.vocabulary)
+    ranks = options.world_size or launched or world_size(words)
+    return planner.read(words, ranks, device, options.vocabulary, is_traced=launched > 0)
 
 
 def world_size(command: Sequence[str]) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from mindspeed_lite.ops import rms_norm as ops_rms_norm
 
 aten = torch.ops.aten
 # Within it tensors have storage.
@@ -21,6 +24,8 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # Called with each operator, its arguments and result.
+        self.observe: Callable[[Any, Any, Any], None] | None = None
         fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,6 +35,8 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         if func is aten.masked_select.default and (share := _share(args[1])) is not None:
             return args[0].new_empty(round(args[1].numel() * share))
         result = super().dispatch(func, types, args, kwargs)
+        if self.observe is not None:
+            self.observe(func, args, result)
         if isinstance(result, FakeTensor):
             if func in _FACTORIES and result.numel() <= _KNOWN and not result.dtype.is_floating_point:
                 with with_storage():
@@ -125,6 +132,22 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         if buffer is not None:
             self._buffers[name] = fn(buffer)
     return self
+
+
+def claim(device: str) -> None:
+    """Runs operators that torch composes on the CPU as the one kernel they are on a device."""
+    functional: Any = torch.nn.functional
+
+    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    def rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
+        return ops_rms_norm.rms_norm(x, x.new_ones(shape) if weight is None else weight, eps or 1e-6)
+
+    if device != "cpu":
+        functional.dropout = dropout
+    if device == "cuda":
+        functional.rms_norm = rms_norm
 
 
 class _HostLoader:

@@ -17,14 +17,21 @@ from .training import ArgumentError, TrainingConfig, pattern
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
-def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """Parse and check a command; vocabulary: unpadded size, if left to a tokenizer."""
-    return check(describe(words, world_size, device, vocabulary))
+def read(
+    words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0, is_traced: bool = False
+) -> TrainingConfig:
+    """Parse and check a command.
+
+    vocabulary: unpadded size, if left to a tokenizer. is_traced: its layers are, so that their flags need no meaning.
+    """
+    return check(describe(words, world_size, device, vocabulary, is_traced), is_traced)
 
 
-def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
+def describe(
+    words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0, is_traced: bool = False
+) -> TrainingConfig:
     """Parse a command without checks."""
-    given = _parse(words)
+    given = _parse(words, is_traced)
     for name in flags.REQUIRED:
         if name not in given:
             flag = f"--{name.replace('_', '-')}"
@@ -97,7 +104,7 @@ def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabular
     return math.ceil(words / multiple) * multiple
 
 
-def check(training: TrainingConfig) -> TrainingConfig:
+def check(training: TrainingConfig, is_traced: bool = False) -> TrainingConfig:
     """Apply layout-dependent values; raises ArgumentError for invalid or unsupported layouts."""
     model_ranks = training.tp * training.pp * training.cp
     if training.world_size % model_ranks:
@@ -138,9 +145,9 @@ def check(training: TrainingConfig) -> TrainingConfig:
         )
     if training.sequence_parallel and training.tp == 1:
         training = training.replace(sequence_parallel=False)  # as in Megatron
-    if training.multi_latent_attention:
+    if training.multi_latent_attention and not is_traced:
         latent.check(training)
-    if training.mtp_num_layers:
+    if training.mtp_num_layers and not is_traced:
         further_tokens.check(training)
     context.check(training)
     if training.group_query_attention and training.num_attention_heads % training.num_query_groups:
@@ -168,7 +175,8 @@ def check(training: TrainingConfig) -> TrainingConfig:
         raise ArgumentError(f"--quant-states is bf16 or fp8, not {training.quant_states!r}")
     if training.recompute_granularity == "full" and training.recompute_method not in ("uniform", "block"):
         raise ArgumentError("--recompute-granularity full needs --recompute-method uniform or block, as in Megatron")
-    if training.recompute_granularity == "selective" and set(training.recompute_modules) - set(flags.MODULES):
+    is_selective = training.recompute_granularity == "selective" and not is_traced
+    if is_selective and set(training.recompute_modules) - set(flags.MODULES):
         raise ArgumentError(
             f"--recompute-modules {' '.join(training.recompute_modules)}: only {', '.join(flags.MODULES)} are predicted"
         )
@@ -211,7 +219,7 @@ def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
         )
 
 
-def _parse(words: Sequence[str]) -> dict[str, object]:
+def _parse(words: Sequence[str], is_traced: bool) -> dict[str, object]:
     found: dict[str, object] = {}
     place = 0
     while place < len(words):
@@ -223,7 +231,8 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         while not has_value and place < len(words) and not words[place].startswith("--"):
             values.append(words[place])
             place += 1
-        _refuse(flag, values)
+        if not (is_traced and flag in flags.TRACED):
+            _refuse(flag, values)
         if flag in flags.ON or flag in flags.TIMED:
             found[flags.ON.get(flag) or flags.TIMED[flag]] = True
         elif flag in flags.OFF or flag in flags.TIMED_OFF:

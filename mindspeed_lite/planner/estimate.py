@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from . import activations, further_tokens, optimizer, orders, parameters, schedule, swapped
+from .choice import ModelPieces
 from .layers import Chunk
 from .optimizer import States
 from .parameters import Parameters
@@ -58,14 +59,15 @@ class Rank:
         return sum(self.categories.values())
 
 
-def ranks(training: TrainingConfig) -> list[Rank]:
-    return [rank(training, stage, chunks) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
+def ranks(training: TrainingConfig, pieces: ModelPieces | None = None) -> list[Rank]:
+    """pieces: traced; None takes the tensors listed in `activations`."""
+    return [rank(training, stage, chunks, pieces) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
 
 
-def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
+def rank(training: TrainingConfig, stage: int, chunks: list[Chunk], pieces: ModelPieces | None = None) -> Rank:
     per_stage = training.world_size // training.pp
-    held = parameters.of_stage(training, chunks)
-    kept, lines = peak(training, stage, chunks)
+    held = parameters.of_stage(training, chunks) if pieces is None else pieces.parameters(training, chunks)
+    kept, lines = peak(training, stage, chunks, pieces)
     return Rank(
         stage=stage,
         ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
@@ -77,10 +79,12 @@ def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
     )
 
 
-def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
+def peak(
+    training: TrainingConfig, stage: int, chunks: list[Chunk], pieces: ModelPieces | None = None
+) -> tuple[int, list[Line]]:
     """Micro-batches held at the activation peak, and its entries."""
-    forward = [_after_forward(training, chunk, number) for number, chunk in enumerate(chunks)]
-    backward = [_in_backward(training, chunk, number) for number, chunk in enumerate(chunks)]
+    forward = [_after_forward(training, chunk, number, pieces) for number, chunk in enumerate(chunks)]
+    backward = [_in_backward(training, chunk, number, pieces) for number, chunk in enumerate(chunks)]
     sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
 
     pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
@@ -89,7 +93,7 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
         assert moment.forward is not None
         both = (moment.forward, moment.chunk)
         if both not in pairs:
-            pairs[both] = _in_pair(training, chunks, *both)
+            pairs[both] = _in_pair(training, chunks, *both, pieces)
         return pairs[both]
 
     def size(moment: schedule.Moment) -> int:
@@ -105,7 +109,7 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
     if moment.forward is not None:
         kept[moment.forward] += 1
     for each in chunks:
-        entries += activations.once(training, len(each.layers) + each.further, _has_mask(training, each))
+        entries += _once(training, each, pieces)
     return sum(kept), _summed(entries)
 
 
@@ -119,8 +123,18 @@ def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
     return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
 
 
-def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
-    found = [entry for group in _groups(training, chunk, number) for entry in group]
+def _once(training: TrainingConfig, chunk: Chunk, pieces: ModelPieces | None) -> list[MemoryEntry]:
+    if pieces is None:
+        return activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk))
+    return pieces.shared(training, chunk)
+
+
+def _after_forward(
+    training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None = None
+) -> list[MemoryEntry]:
+    found = [entry for group in _groups(training, chunk, number, pieces) for entry in group]
+    if pieces is not None:
+        return found + pieces.around(training, chunk)
     found += activations.mask(training) if _has_mask(training, chunk) else []
     found += activations.embedding(training) if chunk.embeds else []
     if chunk.computes_loss:
@@ -128,15 +142,17 @@ def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[
     return found
 
 
-def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
+def _in_pair(
+    training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int, pieces: ModelPieces | None
+) -> list[MemoryEntry]:
     """Peak of a forward that overlaps, layer by layer, with another's backward."""
     halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
     moments: list[list[MemoryEntry]] = []
     for number in (forward, backward):
         chunk = chunks[number]
         bare = replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False)
-        halves.append((_own_groups(training, chunk, number), _after_forward(training, bare, number)))
-        moments.append(_after_forward(training, chunk, number))
+        halves.append((_own_groups(training, chunk, number, pieces), _after_forward(training, bare, number, pieces)))
+        moments.append(_after_forward(training, chunk, number, pieces))
     (there, rest), (back, others) = halves
     for place in range(0, max(len(there), len(back)), 2):
         # Forward attention precedes the other's expert backward, and experts its attention backward.
@@ -147,13 +163,15 @@ def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backwa
     return max(moments, key=_bytes)
 
 
-def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
+def _in_backward(
+    training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None = None
+) -> list[MemoryEntry]:
     """Entries at the backward peak: its start, or when a layer is restored."""
-    groups = _groups(training, chunk, number)
+    groups = _groups(training, chunk, number, pieces)
     others = _after_forward(
-        training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number
+        training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number, pieces
     )
-    moments = [_after_forward(training, chunk, number)]
+    moments = [_after_forward(training, chunk, number, pieces)]
     for place, group in enumerate(groups):
         if any(entry.restored for entry in group):
             # Backward runs in reverse; later layers are released.
@@ -164,20 +182,26 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
         # The previous layer is restored during the last layer's backward.
         coming = [each for group in _last_but_one(training, chunk, number) for each in group]
         returned = [replace(each, bytes=each.restored, restored=0) for each in coming if each.restored]
-        moments.append([*_after_forward(training, chunk, number), *returned])
+        moments.append([*_after_forward(training, chunk, number, pieces), *returned])
     return max(moments, key=_bytes)
 
 
-def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
+def _groups(training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None) -> list[list[MemoryEntry]]:
     """Entries in groups restored together, in layer order."""
-    found = _own_groups(training, chunk, number)
+    found = _own_groups(training, chunk, number, pieces)
+    if pieces is not None:
+        return found + pieces.after_layers(training, chunk, number)
     found += [activations.final_norm(training)] if chunk.normalizes else []
     for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):
         found += further_tokens.groups(training, place, number)
     return found
 
 
-def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
+def _own_groups(
+    training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None
+) -> list[list[MemoryEntry]]:
+    if pieces is not None:
+        return pieces.groups(training, chunk, number)
     own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
     own = swapped.layers(training, own)
     count = training.recompute_num_layers or 1

@@ -222,6 +222,8 @@ REFUSED = {
     "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
+# Of these, about a layer alone: a trace has their effect.
+TRACED = ("--mla-down-proj-fusion", "--distribute-saved-activations", "--moe-latent-size")
 # Of these, disabled by 1.
 COUNTED_FROM_ONE = ("--num-distributed-optimizer-instances",)
 # MindSpeed flags, always refused.

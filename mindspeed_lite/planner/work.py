@@ -72,6 +72,9 @@ PASSES: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "router": ((12.0, 12.0), (4.0, 4.0)),
     "latent": ((4.0, 4.0), (4.0, 4.0)),
     "accumulate": ((0.0, 5.0), (0.0, 4.0)),
+    # Of a trace: bytes of a pass, over the model's width.
+    "bytes": ((1.0, 0.0), (1.0, 0.0)),
+    "backward bytes": ((0.0, 1.0), (0.0, 1.0)),
 }
 
 

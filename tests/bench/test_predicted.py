@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,17 @@ import pytest
 
 from mindspeed_lite.bench import harness, memory_run
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, RunPlan
+from mindspeed_lite.dryrun import pieces
+from mindspeed_lite.dryrun.launch import TrainingLaunch
 from mindspeed_lite.planner import ranks, read
+from mindspeed_lite.planner.choice import ModelPieces
 from tests.harness import checkouts, matrix
 from tests.harness.checkouts import ROOT
 from tests.harness.counted_trainings import LLAMA, TRAININGS
 from tests.harness.processes import clean_environment
 from tests.harness.training import Trainer
 
+EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
 SCRIPT = str(ROOT / "tests" / "bench" / "measured_script.py")
 
 # A sequence that counts beside the weights; and the shape of a large model, which is predicted alone.
@@ -33,6 +38,7 @@ NAMES = (
     "dense, gives up", "ep2, on", "cp2, an algorithm each", "latent, tp2 sp, further tokens, on", "as DeepSeek-V3",
 )  # fmt: skip
 KEPT = [(NEWEST, name) for name in NAMES]
+TRACED = [(NEWEST, "as DeepSeek-V3")]
 # What differs between releases: experts, and what is recomputed.
 EVERY = [(NEWEST, name) for name in TRAININGS] + [
     (release, name)
@@ -85,6 +91,23 @@ def test_every_category_of_every_rank_is_as_predicted(measured: Measured, releas
     off = [(each, each.deviation) for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
     assert not off
     # How many parameters there are is exact.
+    assert [each.parameters for each in found] == [
+        rank.parameters.total for each in found for rank in predicted if rank.ranks[0] <= each.rank <= rank.ranks[1]
+    ]
+
+
+@pytest.mark.parametrize(("release", "name"), matrix.only(TRACED, EVERY))
+def test_traced_layers_keep_what_is_measured(
+    measured: Measured, trainer: Callable[[str], Trainer], release: str, name: str, tmp_path: Path
+) -> None:
+    nproc, words = asked(name)
+    found, folder = measured(release, name), checkouts.folder(release)
+    environment = {**os.environ, "PYTHONPATH": str(folder or "")}
+    launch = TrainingLaunch((EXAMPLE, *words), str(tmp_path), environment, nproc, nproc)
+    with pieces.tracer(launch) as trace:
+        predicted = ranks(read(words, nproc, "cpu", is_traced=True), ModelPieces(trace))
+    compared = memory_run.compare(predicted, found)
+    assert not [(each, each.deviation) for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
     assert [each.parameters for each in found] == [
         rank.parameters.total for each in found for rank in predicted if rank.ranks[0] <= each.rank <= rank.ranks[1]
     ]

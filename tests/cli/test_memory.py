@@ -128,3 +128,36 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     run = command("memory", "--measure", "--", sys.executable, script, *MODEL)
     assert run.returncode == 1 and "no data here" in run.stderr
     assert run.stderr.splitlines()[-1].startswith("mindspeed-lite memory: error: ")
+
+
+def test_layers_of_a_shell_script_are_traced(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.sh"
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --train-iters 5 --lr 1"
+    flags += " --global-batch-size 16"
+    flags += " --recompute-granularity selective --recompute-modules core_attn mlp"
+    training = [str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL, *flags.split()]
+    script.write_text(f"torchrun --nnodes 2 --nproc-per-node 8 {' '.join(training)}\n")
+    done = command("memory", "--trace", "--explain", "--device", "cuda", "--json", "x.json", "--", "bash", str(script),
+                   cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "16 ranks, TP 2 x PP 2 x DP 4, sequence parallel" in done.stdout
+    assert "self_attention.linear_proj bfloat16 [256, 2, 64]" in done.stdout
+    found = json.loads((tmp_path / "x.json").read_text())
+    expected = ranks(read(training, 16, "cuda"))
+    for stage, rank in zip(found["stages"], expected, strict=True):
+        assert stage["bytes"] == pytest.approx({**rank.categories, "total": rank.total}, rel=0.05)
+        assert stage["parameters"]["total"] == rank.parameters.total
+    assert not found["features"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trace", "--measure", "--", "python", "x.py"], "--measure does not go with --trace"),
+        (["--trace", "--", "true"], "starts no torchrun and no python script"),
+        (["--trace", "--", "python", "missing.py", *MODEL], "missing.py"),
+    ],
+)
+def test_what_cannot_be_traced_is_one_line(words, message, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    done = command("memory", *words, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.attention import autograd
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def drawn(q: Tensor, k: Tensor, spec: AttentionSpec) -> AttentionSpec:
     return spec._replace(rng=PositionalDropout(spec.dropout_p, seed, rows, keys, 0, q.shape[2]))
 
 
+@traced.observed
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
     """`forward` of a backend, unrounded; `spec.rng` is a PositionalDropout or None."""
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
@@ -101,6 +103,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pa
     return _unbatched(out, b, n), lse.view(b, n, sq)
 
 
+@traced.observed
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mindspeed_lite.ops import dispatch, native
+from mindspeed_lite.ops import dispatch, native, traced
 from mindspeed_lite.ops.attention import autograd, blocked, reference
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
+@traced.observed
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
     """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
@@ -75,6 +76,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool 
     return out, lse
 
 
+@traced.observed
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Triple:
@@ -98,9 +100,10 @@ UNROUNDED = autograd.Kernels(functools.partial(forward, wide=True), functools.pa
 def _in_kernel(q: Tensor, spec: AttentionSpec) -> bool:
     """True if the C++ kernel takes the call; logs once why it cannot run here."""
     # Dropout state is specific to the implementation.
-    if not takes(spec.case) or isinstance(q, FakeTensor) or not (spec.rng is None or isinstance(spec.rng, int)):
+    has_memory = traced.dry or not isinstance(q, FakeTensor)
+    if not (takes(spec.case) and has_memory and (spec.rng is None or isinstance(spec.rng, int))):
         return False
-    reason = unusable()
+    reason = None if traced.dry else unusable()
     if reason is None:
         return True
     if spec.rng is not None:

@@ -127,8 +127,14 @@ class Library:
         return None
 
 
+def _compute_nothing(*given: Any) -> None:
+    pass
+
+
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    if not traced.dry:
+    if traced.observer is not None:
+        traced.observer(_compute_nothing, *given)
+    elif not traced.dry:
         function(*(address(each) if isinstance(each, Tensor) else each for each in given))
 
 
