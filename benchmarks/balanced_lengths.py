@@ -23,7 +23,7 @@ import torch.fx.experimental.symbolic_shapes  # what a first backward pass impor
 
 import mindspeed_lite
 from benchmarks.harness import Benchmark, Options, Row
-from lab.ranks import Loopback, Rates, on_ranks, ratio_in_words
+from lab.ranks import Rates, on_ranks, ratio_in_words
 from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.balance.lengths import attention_pairs
@@ -124,7 +124,7 @@ def _measure(options: Options) -> list[Row]:
     rows = []
     for micro_batches in options.micro_batches:
         with tempfile.TemporaryDirectory() as folder:
-            found = on_ranks(RANKS, Loopback(), partial(_steps, options, micro_batches, folder))
+            found = on_ranks(RANKS, partial(_steps, options, micro_batches, folder))
         for wait, time_of in (("a step", _slowest), ("a micro-batch", _waited)):
             before, after = ([time_of(step, 0) for step in found[arm]] for arm in ("random", wait))
             off, on = (sum(time_of(step, 1) for step in found[arm]) for arm in ("random", wait))

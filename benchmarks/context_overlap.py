@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
-from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
-from lab.ranks import Measure, Rates, compare
+from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, over_shares
+from lab.ranks import Measure, Rates, compare, on_ranks
 from lab.timeline import Timeline
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context.layout import CAUSAL
@@ -59,10 +59,10 @@ def _rows(options: Options, rates: Rates) -> list[Row]:
 BENCHMARK = Benchmark(
     name="context_overlap",
     title="Context parallelism overlapped with computation",
-    about="Ring attention of two ranks, forward and backward, {links}: {rows} rows of a rank, {heads} heads of {size}, "
-    f"fp32, causal. {RATIOS}",
+    about="Ring attention of two ranks, forward and backward, on modelled links: {rows} rows of a rank, {heads} heads "
+    f"of {{size}}, fp32, causal. {RATIOS}",
     columns={**LINK, **OFF_ON, **WAITS},
-    measure=lambda options: on_links(2, partial(_rows, options)),
+    measure=lambda options: on_ranks(2, partial(_rows, options)),
     options={"rows": 1024, "heads": 8, "size": 64, "repeats": 12, "shares": [0.5, 1.0]},
     tiny={"rows": 64, "heads": 2, "size": 16, "repeats": 2, "shares": [0.5]},
     note="*off*: every message is waited for where it starts.",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row
-from lab.ranks import Loopback, Measure, Rates, compare, on_ranks
+from lab.ranks import Measure, Rates, compare, on_ranks
 
 RANKS = 2
 FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
@@ -112,7 +112,7 @@ BENCHMARK = Benchmark(
         "imbalance on": lambda row: f"{row['imbalance']['on']:.3f}",
         **OFF_ON,
     },
-    measure=lambda options: on_ranks(RANKS, Loopback(), functools.partial(_rows, options)),
+    measure=lambda options: on_ranks(RANKS, functools.partial(_rows, options)),
     options={"feature": COPIES, "skews": [4.0, 1.0], "sequence": 1024, "hidden": 256, "expert_hidden": 1024,
              "layers": 2, "experts": 8, "topk": 2, "micro_batches": 4, "repeats": 6, "copies": 3},
     tiny={"skews": [4.0], "sequence": 64, "hidden": 64, "expert_hidden": 64, "layers": 1, "micro_batches": 1,

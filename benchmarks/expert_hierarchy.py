@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, on_links, rate
-from lab.ranks import Measure, Rates, compare
+from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, rate
+from lab.ranks import Measure, Rates, compare, on_ranks
 from lab.timeline import Timeline
 from mindspeed_lite.bench.wording import size
 
@@ -99,7 +99,7 @@ def _measure(options: Options) -> list[Row]:
     # Megatron takes the collectives by value; it is imported once, and not by each rank.
     remove = timeline.install()
     importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    rows: list[Row] = on_links(
+    rows: list[Row] = on_ranks(
         options.hosts * options.ranks_per_host, partial(_rows, options, timeline), options.ranks_per_host
     )
     remove()
@@ -109,7 +109,7 @@ def _measure(options: Options) -> list[Row]:
 BENCHMARK = Benchmark(
     name="expert_hierarchy",
     title="Experts' exchange on two levels",
-    about="{hosts} hosts of {ranks_per_host} processes, {links}, with and without `moe_hierarchical_alltoallv`: "
+    about="{hosts} hosts of {ranks_per_host} processes, modelled links, with and without `moe_hierarchical_alltoallv`: "
     f"{{tokens}} tokens of {{hidden}} a process in bf16, {{experts}} experts, {{topk}} a token. {RATIOS}",
     columns={
         "between hosts": lambda row: rate(row["rate"]),

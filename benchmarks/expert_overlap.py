@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.expert_balance import RANKS, expert_training
-from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, on_links, over_shares
+from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, over_shares
 from lab import streams
-from lab.ranks import Measure, Rates, compare, slowest
+from lab.ranks import Measure, Rates, compare, on_ranks, slowest
 from lab.timeline import Timeline, is_megatrons_expert_group
 
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
@@ -80,15 +80,15 @@ def _of_feature(options: Options, feature: str, timeline: Timeline, rates: Rates
 BENCHMARK = Benchmark(
     name="expert_overlap",
     title="Experts' exchange overlapped with computation",
-    about="Two processes, a core each, {links}: {layers} layers of {hidden}, 4 experts, 2 a token, {micro_batches} "
-    f"micro-batches of {{sequence}} tokens, bf16. {RATIOS}",
+    about="Two processes, a core each, modelled links: {layers} layers of {hidden}, 4 experts, 2 a token, "
+    f"{{micro_batches}} micro-batches of {{sequence}} tokens, bf16. {RATIOS}",
     columns={
         "feature": lambda row: f"`{row['feature']}`",
         **LINK,
         **OFF_ON,
         **WAITS,
     },
-    measure=lambda options: on_links(RANKS, partial(_rows, options)),
+    measure=lambda options: on_ranks(RANKS, partial(_rows, options)),
     options={"features": [COMBINED, BETWEEN], "sequence": 256, "hidden": 512, "layers": 2, "micro_batches": 8,
              "repeats": 4, "shares": [0.25, 0.5]},
     tiny={"sequence": 32, "hidden": 64, "micro_batches": 2, "repeats": 1, "shares": [0.5]},

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.network import laboratory, why_no_namespaces
-from lab.ranks import Rates, on_ranks
+from lab.ranks import Rates
 from mindspeed_lite.bench import harness as bench
 from mindspeed_lite.bench.plan import Arm
 from mindspeed_lite.bench.wording import seconds
@@ -36,7 +35,7 @@ class Benchmark:
 
     Attributes:
         name: the module's.
-        about: two sentences for the page; `{name}` is the value of an option, `{links}` how ranks are joined.
+        about: two sentences for the page; `{name}` is the value of an option.
         columns: the cell of a row by the column's head.
         measure: returns the rows.
         options: defaults by name; a list takes several values.
@@ -89,12 +88,11 @@ class Benchmark:
 
     def page(self, options: Options, rows: Sequence[Row], command: str) -> str:
         """The page in Markdown."""
-        links = links_in_words() if "{links}" in self.about else ""
         parts = [
             f"# {self.title}",
             f"`{command}`",
             f"On {cpu.describe()}, at a load average of {LOAD:.1f} in the minute before. "
-            f"{self.about.format(**vars(options), links=links)}",
+            f"{self.about.format(**vars(options))}",
             "\n".join(table(self.columns, rows)),
         ]
         return "\n\n".join([*parts, *([self.note] if self.note else [])]) + "\n"
@@ -104,12 +102,6 @@ def table(columns: Columns, rows: Sequence[Row]) -> list[str]:
     """A table in Markdown."""
     lines = [[*columns], ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
     return [f"| {' | '.join(each)} |" for each in lines]
-
-
-def on_links(ranks: int, body: Callable[[Rates], Any], ranks_per_host: int = 1) -> Any:
-    """What `body` returns on rank 0 of processes whose links' rate it sets."""
-    with laboratory(ranks, ranks_per_host) as network:
-        return on_ranks(ranks, network, body)
 
 
 def over_shares(
@@ -130,12 +122,6 @@ def over_shares(
         rows.append({"share": share, "rate": megabits, **measured})
     rates.set(None)
     return rows
-
-
-def links_in_words() -> str:
-    """How `on_links` limits rates here."""
-    reason = why_no_namespaces()
-    return "network namespaces" if reason is None else f"links modelled by delays ({reason})"
 
 
 def train(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.harness import Benchmark, Options, Row
-from lab.ranks import Loopback, Rates, on_ranks
+from lab.ranks import Rates, on_ranks
 from mindspeed_lite.bench.wording import size
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.pipeline import costs, draw, trace
@@ -90,7 +90,7 @@ def _counted(training: Any) -> Iterator[tuple[Tracker, dict[tuple[str, int], int
     """Bytes that autograd holds, and by how much the first pass of each (kind, chunk) changes them."""
     from mindspeed_lite.patches._shared.pipeline_passes import MegatronPasses
 
-    weights = {each.data_ptr() for model in training.models for each in model.module.parameters()}
+    weights = {each.untyped_storage()._cdata for model in training.models for each in model.module.parameters()}
     tracker, changes = Tracker(weights.__contains__), dict[tuple[str, int], int]()
 
     def counting(kind: Kind, own: Any) -> Any:
@@ -188,7 +188,7 @@ def _rows(options: Options, folder: Path, rates: Rates) -> list[Row]:
 
 def _measure(options: Options) -> list[Row]:
     options.folder = Path(tempfile.mkdtemp())
-    found: list[Row] = on_ranks(RANKS, Loopback(), functools.partial(_rows, options, options.folder))
+    found: list[Row] = on_ranks(RANKS, functools.partial(_rows, options, options.folder))
     return found
 
 

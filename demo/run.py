@@ -183,6 +183,9 @@ def demonstrate(steps: int, rounds: int) -> int:
             print(f"FAILED: {arm['name']}: {reason}")
             return 1
     print("PASSED: the loss falls, and off and on agree.")
+    print(
+        f"Picture: {(report / 'time.png').relative_to(ROOT)}; all of it: {(report / 'report.html').relative_to(ROOT)}"
+    )
     return 0
 
 

@@ -72,13 +72,15 @@ def results() -> list[str]:
     for row in picture.results():
         name = str(row["name"])
         speed = f"{row['speed_ratio']:.2f}x ({row['speed_low']:.2f} to {row['speed_high']:.2f})"
-        memory = f"{row['memory_ratio']:.2f} of {float(row['bytes_off']) / 1e9:.2f} GB"
+        memory = _off_to_on(float(row["bytes_off"]), float(row["bytes_on"]))
         steps = f"{float(row['seconds_off']):.2f} s to {float(row['seconds_on']):.2f} s"
         link = f"[{name}](docs/benchmarks/cpu/{name}/report.md): {picture.TRAININGS[name]}"
         rows.append(("CPU", link, steps, speed, memory, str(row["loss"])))
     rows += _gpu_results() or [("CUDA", "not run yet", "", "", "", "")]
     rows.append(("Ascend NPU", "not run yet", "", "", "", ""))
-    lines = table(("Device", "Training", "Step, off to on", "Speed (95 % interval)", "Peak memory", "Loss"), rows)
+    lines = table(
+        ("Device", "Training", "Step, off to on", "Speed (95 % interval)", "Peak memory, off to on", "Loss"), rows
+    )
     device = str(picture.results()[0]["device"])
     return [
         *lines,
@@ -86,6 +88,10 @@ def results() -> list[str]:
         f"CPU: {device}, Megatron-core 0.19.2, bf16; every feature that `--mindspeed-lite-auto` takes.",
         "Commands and conditions: [docs/benchmarks/cpu.md](docs/benchmarks/cpu.md).",
     ]
+
+
+def _off_to_on(off: float, on: float) -> str:
+    return f"{off / 1e9:.2f} GB to {on / 1e9:.2f} GB"
 
 
 def _gpu_results() -> list[tuple[str, ...]]:
@@ -102,7 +108,7 @@ def _gpu_results() -> list[tuple[str, ...]]:
                 found = page.compare(runs[OFF], runs[ON])
                 link = f"[{name}](docs/benchmarks/gpu/{file.stem}.md): {parts[name]['about']}"
                 steps = f"{found.seconds_off:.3f} s to {found.seconds_on:.3f} s"
-                memory = f"{found.bytes_on / found.bytes_off:.2f} of {found.bytes_off / 1e9:.2f} GB"
+                memory = _off_to_on(found.bytes_off, found.bytes_on)
                 rows.append((file.stem.upper(), link, steps, found.speed, memory, f"{found.loss_apart:.0e} apart"))
     return rows
 
@@ -172,18 +178,38 @@ def mindspeed() -> list[str]:
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
-        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)} flags)", ""]
+        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)})", ""]
         # Flags with the same outcome share a line.
         groups: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             outcome = done.get(row.outcome, "")
             text = {"": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
-            if row.outcome == "keep" and row.words:
-                outcome, text = f"as it is, but not {row.words[1:].replace('|', ', ')}", row.note
-            groups.setdefault((outcome, text), []).append(f"`{row.flag}`")
+            if row.kind == "model":
+                text = row.note
+            groups.setdefault((outcome, text), []).append(f"`{row.flag.replace('=', ' ')}`")
         for (outcome, text), names in sorted(groups.items()):
             lines.append(f"- {', '.join(names)}: {': '.join(filter(None, (outcome, text)))}")
     return lines
+
+
+def mindspeed_scripts() -> list[str]:
+    """The launch scripts of MindSpeed-LLM, by the flags that each has, and whether they start."""
+    from mindspeed_lite.migration import translate
+
+    # Left out of every script, in the way that the page says above the table.
+    common = {"--handler-name", "--enable-hf2mg-convert", "--no-shared-storage", "--mla-mm-split"}
+    rows = []
+    lines = (DOCS / "mindspeed_llm_scripts.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    for script, flags in (line.split("\t") for line in lines):
+        found = translate(flags.split())
+        skipped = [each.use.flag for each in found.steps if each.outcome == "skipped" and each.use.flag not in common]
+        starts = "with Transformer Engine" if "--experimental-attention-variant" in found.accepted else "yes"
+        text = ", ".join(f"`{flag}`" for flag in dict.fromkeys(skipped))
+        rows.append((f"`{script}`", "no" if found.refusals else starts, " ".join(found.refusals) or text))
+    accepted = sum(starts != "no" for _, starts, _ in rows)
+    engine = sum(starts not in ("no", "yes") for _, starts, _ in rows)
+    count = f"{accepted} of {len(rows)} start, {engine} of them with Transformer Engine."
+    return [count, "", *table(("Script", "Starts", "Without, or why not"), rows)]
 
 
 EXAMPLES = {
@@ -325,7 +351,7 @@ def pages() -> dict[Path, str]:
         DOCS / "flags.md": {"flags": flags()},
         DOCS / "index.md": {"features": index(), "benchmarks": benchmarks()},
         DOCS / "defaults.md": {"defaults": defaults()},
-        DOCS / "from-mindspeed.md": {"mindspeed": mindspeed()},
+        DOCS / "from-mindspeed.md": {"mindspeed": mindspeed(), "scripts": mindspeed_scripts()},
         DOCS / "guides" / "experts.md": {"deepseek": memory_of_stages()},
     }
     for feature in runtime.catalogue():

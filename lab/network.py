@@ -1,142 +1,26 @@
-"""Processes of one machine joined by links of chosen bandwidth.
+"""Links of chosen bandwidth between processes of one machine.
 
-`Namespaces` puts each host's processes into a network namespace, joined by a bridge; a token bucket limits the bytes
-that leave a host (Linux, root, `ip` and `tc` of iproute2). `Delays` needs nothing: real messages, which count as
-arrived when a link of that bandwidth and latency would have delivered them. `laboratory` takes the first that works.
-
-Adjacent ranks may share a host, within which another rate holds. Ranks of a host share its link in `Namespaces`; each
-rank has its own in `Delays`.
+Messages are real, and count as arrived when a link of that bandwidth and latency would have delivered them. Adjacent
+ranks may share a host, within which another rate holds; each rank has a link of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import os
-import shutil
-import subprocess
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _EXCHANGE = "all_to_all_single"
-_INTERFACE = "lab0"
-_NAMES = Path("/run/netns")
-# Token bucket and its queue, in bytes. A large bucket lets short messages through at once; a packet larger than the
-# bucket is cut into frames of 1500 bytes, which costs the cores that compute more than the link's own time.
-_BURST = 72 * 1024
-_REFILL = 1e-3
-_QUEUE = 4 * 1024 * 1024
-_FRAME = 65000
-
-
-class Network(Protocol):
-    """Links between the processes of one group."""
-
-    def enter(self, rank: int) -> None:
-        """Join as `rank`, before it joins a process group."""
-        ...
-
-    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
-        """Set Mbit/s between hosts and within one, from now on; None is unlimited."""
-        ...
-
-
-def why_no_namespaces() -> str | None:
-    """Why `Namespaces` cannot be used here, or None if it can."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"no {' and no '.join(missing)} on the path (Debian: iproute2)"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        with Namespaces(2) as tried:
-            tried.set_rate(100)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-class Namespaces:
-    """Hosts of `ranks_per_host` ranks on one bridge, made and changed by the process that starts the ranks.
-
-    Another process may `add` a host to a bridge by its `name`; leaving the block removes it with the rest.
-    Raises OSError with the command and its message.
-    """
-
-    def __init__(self, ranks: int, name: str = "", ranks_per_host: int = 1) -> None:
-        self.hosts = -(-ranks // ranks_per_host)
-        self.ranks_per_host = ranks_per_host
-        self.name = name or f"mslite-{uuid.uuid4().hex[:6]}"
-
-    def __enter__(self) -> Namespaces:
-        try:
-            self._build()
-        except OSError:
-            self.__exit__()
-            raise
-        return self
-
-    def _build(self) -> None:
-        bridge = self._host("b")
-        _run("ip", "netns", "add", bridge)
-        _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", bridge, "link", "set", "br0", "up")
-        for number in range(self.hosts):
-            self.add(number)
-
-    def add(self, number: int) -> None:
-        """Add a host, without a limit."""
-        bridge, host, port = self._host("b"), self._host(number), f"port{number}"
-        _run("ip", "netns", "add", host)
-        _run("ip", "link", "add", port, "netns", bridge, "type", "veth", "peer", "name", _INTERFACE, "netns", host)
-        _run("ip", "-n", bridge, "link", "set", port, "mtu", str(_FRAME))
-        _run("ip", "-n", host, "link", "set", _INTERFACE, "mtu", str(_FRAME))
-        _run("ip", "-n", bridge, "link", "set", port, "master", "br0", "up")
-        _run("ip", "-n", host, "addr", "add", f"10.77.{number // 250}.{number % 250 + 1}/16", "dev", _INTERFACE)
-        _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
-        _run("ip", "-n", host, "link", "set", "lo", "up")
-
-    def __exit__(self, *_: object) -> None:
-        for path in sorted(_NAMES.glob(f"{self.name}-*")):
-            with contextlib.suppress(OSError):
-                _run("ip", "netns", "del", path.name)
-
-    def _host(self, number: int | str) -> str:
-        return f"{self.name}-{number}"
-
-    def enter(self, rank: int) -> None:
-        with (_NAMES / self._host(rank // self.ranks_per_host)).open() as namespace:
-            os.setns(namespace.fileno(), os.CLONE_NEWNET)
-        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
-
-    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
-        for number in range(self.hosts):
-            self.set_rate_of(number, megabits, within)
-
-    def set_rate_of(self, number: int, megabits: float | None, within: float | None = None) -> None:
-        """Set the rates of one host."""
-        # Messages within a host go over its loopback, whatever address they use.
-        for interface, rate in ((_INTERFACE, megabits), ("lo", within)):
-            place = ("-n", self._host(number), "qdisc")
-            if rate is None:
-                with contextlib.suppress(OSError):  # there may be none
-                    _run("tc", *place, "del", "dev", interface, "root")
-                continue
-            burst = max(_BURST, round(rate * 1e6 / 8 * _REFILL))
-            bucket = ("burst", str(burst), "limit", str(_QUEUE))
-            _run("tc", *place, "replace", "dev", interface, "root", "tbf", "rate", f"{rate}mbit", *bucket)
 
 
 class Delays:
-    """Links modelled by delays: each process has one to its host's ranks and one to other hosts.
+    """Links of this process, one to its host's ranks and one to other hosts.
 
     `enter` wraps the tensor collectives and point-to-point messages of `torch.distributed` for the whole process.
     """
@@ -146,9 +30,11 @@ class Delays:
         self._ranks_per_host = ranks_per_host
 
     def set_rate(self, megabits: float | None, within: float | None = None) -> None:
+        """Set Mbit/s between hosts and within one, from now on; None is unlimited."""
         self._between.megabits, self._within.megabits = megabits, within
 
-    def enter(self, rank: int) -> None:
+    def enter(self) -> None:
+        """Call it before a process group is initialized."""
         for name in (_EXCHANGE, "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
             setattr(dist, name, self._around(name, getattr(dist, name)))
         isend = self._around_isend(dist.isend)
@@ -161,6 +47,8 @@ class Delays:
 
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
+            if self._between.megabits is None and self._within.megabits is None:
+                return original(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             nonblocking = given.pop("async_op", False)
             ranks = dist.get_process_group_ranks(given.get("group"))
@@ -268,19 +156,3 @@ def sent_to_each(name: str, given: Mapping[str, Any], ranks: int) -> list[int]:
     if name == "all_reduce":
         return [2 * _bytes(given["tensor"]) // ranks] * ranks
     return []
-
-
-@contextlib.contextmanager
-def laboratory(ranks: int, ranks_per_host: int = 1) -> Iterator[Network]:
-    """Links between `ranks` processes: in the kernel where they can be."""
-    if why_no_namespaces() is not None:
-        yield Delays(ranks_per_host=ranks_per_host)
-        return
-    with Namespaces(ranks, ranks_per_host=ranks_per_host) as made:
-        yield made
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"`{' '.join(command)}`: {done.stderr.strip() or done.stdout.strip()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -15,62 +14,44 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lab.network import Delays, Network
+from lab.network import Delays
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.bench.wording import interval
 
 
-class Rates:
+class Rates(NamedTuple):
     """Sets the rates of all links from within the ranks."""
 
-    def __init__(self, network: Network, turn: Any) -> None:
-        self._network, self._turn = network, turn
-        self.are_modelled = isinstance(network, Delays)
+    links: Delays
 
     def set(self, megabits: float | None, within: float | None = None) -> tuple[float | None, float | None]:
         """Set rank 0's rates on all ranks and return them; a collective call."""
-        told: list[Any] = [(megabits, within)]
-        dist.broadcast_object_list(told)
+        found: list[Any] = [(megabits, within)]
+        dist.broadcast_object_list(found)
         dist.barrier()
-        if self.are_modelled:
-            self._network.set_rate(*told[0])
-        elif dist.get_rank() == 0:
-            self._turn.send(told[0])
-            self._turn.recv()
+        self.links.set_rate(*found[0])
         dist.barrier()
-        found: tuple[float | None, float | None] = told[0]
-        return found
+        megabits, within = found[0]
+        return megabits, within
 
 
-class Loopback:
-    """Links without a limit."""
-
-    def enter(self, rank: int) -> None:
-        pass
-
-    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
-        pass
-
-
-def on_ranks(ranks: int, network: Network, body: Callable[[Rates], Any]) -> Any:
+def on_ranks(ranks: int, body: Callable[[Rates], Any], ranks_per_host: int = 1) -> Any:
     """Fork ranks, each on a core if there are enough; returns what `body` returns on rank 0, through JSON.
 
     Raises SystemExit if a rank fails.
     """
     out = Path(tempfile.mkdtemp())
-    ours, theirs = multiprocessing.Pipe()
-    started = []
     for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             try:
-                network.enter(rank)
+                links = Delays(ranks_per_host=ranks_per_host)
+                links.enter()
                 torch.set_num_threads(1)
                 cores = sorted(os.sched_getaffinity(0))
                 if ranks <= len(cores):
                     os.sched_setaffinity(0, {cores[rank]})
                 dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=ranks)
-                found = body(Rates(network, theirs))
+                found = body(Rates(links))
                 if rank == 0:
                     (out / "results.json").write_text(json.dumps(found))
                 dist.barrier()
@@ -78,16 +59,7 @@ def on_ranks(ranks: int, network: Network, body: Callable[[Rates], Any]) -> Any:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-        started.append(pid)
-    codes: list[int] = []
-    while len(codes) < len(started):
-        if ours.poll(0.02):
-            network.set_rate(*ours.recv())
-            ours.send(None)
-        done, status = os.waitpid(-1, os.WNOHANG)
-        if done:
-            codes.append(os.waitstatus_to_exitcode(status))
-    if any(codes):
+    if any([os.wait()[1] for _ in range(ranks)]):
         raise SystemExit("a rank failed")
     return json.loads((out / "results.json").read_text())
 

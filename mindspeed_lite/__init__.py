@@ -47,7 +47,7 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
     win.
 
     Args:
-        host_args: model arguments under Megatron's names, for conditions; None assumes nothing.
+        host_args: for conditions, `model.config` or a script's arguments; None assumes nothing.
         **flags: features (`use_flash_attn=True`), other flags with underscores, and `auto`, `strict`,
             `allow_unverified`.
 

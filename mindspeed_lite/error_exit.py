@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mindspeed_lite.text_layout import columns, wrapped
+
 TRACEBACK_VARIABLE = "MINDSPEED_LITE_TRACEBACK"
 EXIT_CODE = 2
 
@@ -154,7 +156,8 @@ def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, 
     where = "" if is_alone or (rank == "0" and not follows) else f" on rank {rank}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream = _stderr() if stream is None else stream
-        stream.write(f"{program}: error{where}: {text}\n")
+        lines = wrapped(f"{program}: error{where}: {text}", columns(stream))
+        stream.write("\n".join(lines) + "\n")
         stream.flush()
 
 

@@ -115,10 +115,6 @@ def one_of(*values: Any) -> Description[Any]:
     return check
 
 
-def nullable(item: Description[T]) -> Description[T | None]:
-    return lambda value: None if value is None else item(value)
-
-
 def rows(item: Description[T], least: int = 0, count: int | None = None) -> Description[list[T]]:
     def check(value: Any) -> list[T]:
         if not isinstance(value, list) or len(value) < least or count not in (None, len(value)):

@@ -39,6 +39,7 @@ from mindspeed_lite.engine import (
     make_plan,
 )
 from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.text_layout import columns
 
 PATCHES = "mindspeed_lite.patches"
 
@@ -163,7 +164,10 @@ def dest_of(keyword: str) -> str:
 
 
 def by_keyword(flags: Mapping[str, Any], host_args: Any) -> FeatureRequest:
-    return FeatureRequest({dest_of(keyword): value for keyword, value in flags.items()}, host_args)
+    from mindspeed_lite.platform import megatron
+
+    values = {dest_of(keyword): value for keyword, value in flags.items()}
+    return FeatureRequest(values, megatron.arguments_of(host_args))
 
 
 def given_flags(args: Any) -> dict[str, Any]:
@@ -369,8 +373,8 @@ def _complete_report(after: ActiveFeatures) -> None:
         ]
         if missing:
             session.notice(
-                f"{entry.feature} wants {', '.join(missing)}, which only a training script's parser sets: set it "
-                "yourself"
+                f"{entry.feature}: in Python, without a training script's parser, set {', '.join(missing)} in the "
+                "model's configuration before the model is built"
             )
     changed = {name for each in given.values() for name in each}
     for notices in (each.notices for each in after.requests):
@@ -411,8 +415,8 @@ def show_report(active: ActiveFeatures) -> None:
     verbose = settings[REPORT.dest] == VERBOSE
     details = "" if verbose else settings[REPORT.dest] or f"{REPORT.flag} {VERBOSE}"
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    rule = "-" * 40
-    print(f"{rule} mindspeed_lite\n{report.to_text(color=color, verbose=verbose, details=details)}{rule}", flush=True)
+    text, rule = report.to_text(columns(sys.stdout, 80), color, verbose, details), "-" * 40
+    print(f"{rule} mindspeed_lite\n{text}{rule}", flush=True)
     path = _report_path(settings)
     if path is not None:
         try:

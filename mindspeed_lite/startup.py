@@ -118,6 +118,7 @@ class _CommandLine:
 def _add_arguments(parser: argparse.ArgumentParser, line: _CommandLine) -> None:
     version = megatron.version() or "0"
     line.collisions = add_arguments(parser, runtime.catalogue(), runtime.GENERAL, host_version=version)
+    megatron_arguments.add_flags(parser)
     for action in parser._actions:  # a lone % in the help of 0.18 and 0.19 breaks `--help`
         if action.help and action.help is not argparse.SUPPRESS:
             try:
@@ -141,14 +142,16 @@ def _after_parsing(args: Any, line: _CommandLine) -> None:
         change(args)
 
 
-def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
+def _prepare(args: Any, defaults: Mapping[str, Any], line: _CommandLine) -> runtime.FeatureRequest:
     device = platform.activate().name
     notices = dict.fromkeys(line.notices(), "") | megatron_arguments.switch(args, device, line.explicit)
     restore_compile = megatron_arguments.disable_compile(args, device)
     if restore_compile is not None:
         _undo.append(restore_compile)
     flat = _flat(megatron.argument_holders(args))
-    megatron_arguments.check_arguments(flat)
+    megatron_arguments.check_arguments(
+        {**flat, **{name: each for name, each in defaults.items() if not flat.get(name)}}
+    )
     return runtime.FeatureRequest(
         runtime.given_flags(flat),
         flat,
@@ -159,12 +162,12 @@ def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
     )
 
 
-def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any:
+def _validate(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any], line: _CommandLine) -> Any:
     """Set features' arguments, run Megatron's validation, apply features.
 
     If one does not apply to the result, restore and validate without it.
     """
-    request = _prepare(args, line)
+    request = _prepare(args, defaults, line)
     earlier = [each for each in runtime.requests() if each.arguments is None]
     holders = megatron.argument_holders(args)
     before = [dict(vars(holder)) for holder in holders]
@@ -173,7 +176,7 @@ def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any
         hidden = megatron_arguments.hide(args)
         for values in (asked.arguments or {}).values():
             _set(holders, values)
-        validated = validate()
+        validated = validate(args, defaults)
         final = args if validated is None else validated
         asked = replace(asked, host_args=final)
         planned = runtime.plan_requests([*earlier, asked])
@@ -234,7 +237,7 @@ def _features(line: _CommandLine) -> tuple[Feature, ...]:
 
     def around_validate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's signature)
-            return _validate(args, lambda: wrapped(args, defaults), line)
+            return _validate(args, defaults, wrapped, line)
 
         return validate_args
 

@@ -12,16 +12,7 @@ import functools
 import importlib.util
 from typing import Any
 
-from mindspeed_lite.engine import (
-    Around,
-    Context,
-    Feature,
-    Function,
-    Option,
-    OptionError,
-    Relation,
-    Session,
-)
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function

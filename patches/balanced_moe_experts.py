@@ -16,15 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import (
-    Around,
-    Feature,
-    Function,
-    Option,
-    Override,
-    Relation,
-    Session,
-)
+from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Relation, Session
 from mindspeed_lite.parallel.balance import placement
 from mindspeed_lite.parallel.balance.copies import (
     CopyPlan,
@@ -38,14 +30,7 @@ from mindspeed_lite.parallel.balance.placement import hot_experts
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conditions import (
-    CUDA_GRAPH_ARGS,
-    FSDP_ARGS,
-    config_reasons,
-    every,
-    holding,
-    local,
-)
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, config_reasons, every, holding, local
 from ._shared.proxies import AttributeOverride
 from ._shared.wrappers import before
 
@@ -260,9 +245,7 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=every(
-        local("has experts of its own"),
-        moe.spread_experts("every rank has all experts"),
-        moe.dispatchers("alltoall"),
+        local("has experts of its own"), moe.spread_experts("every rank has all experts"), moe.dispatchers("alltoall")
     ),
     conflicting_args={
         **CUDA_GRAPH_ARGS,
@@ -294,7 +277,7 @@ FEATURE = Feature(
         Override(
             "megatron.core.transformer.moe.experts:SequentialMLP.forward",
             _experts,
-            reads=("config", "local_experts", f"{CONFIG}.fp8", f"{CONFIG}.gradient_accumulation_fusion"),
+            reads=(f"{CONFIG}.gradient_accumulation_fusion",),
             order=1,
         ),
         moe.before_gradients_are_reduced(lambda session: _state(session).pending.finish()),

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_lite.engine import (
+    Around,
     Context,
     Feature,
     Function,
@@ -34,6 +35,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 from ._shared.attention_core import (
     CORE,
     HEAD_SIZES,
+    LATENT_NORMS,
     READS,
     RELIES_ON,
     dropout_generator,
@@ -41,6 +43,8 @@ from ._shared.attention_core import (
     packing_of,
     read_call,
     without_head_sizes,
+    without_mask,
+    without_query_norm,
 )
 from ._shared.conditions import local
 from ._shared.context_parallel import (
@@ -226,14 +230,6 @@ def _partition(session: Session) -> Any:
     return SimpleNamespace(thd_get_partitioned_indices=thd_partition)
 
 
-def _algorithm(text: str) -> str:
-    if text in ("adaptive_cp_algo", "hybrid_adaptive_cp_algo"):
-        raise ValueError("one of the algorithms but adaptive ones, which MindSpeed drops too: a zigzag is balanced")
-    if text not in ALGORITHMS:
-        raise ValueError(f"one of {', '.join(ALGORITHMS)}")
-    return text
-
-
 def _is_split(settings: Settings) -> bool:
     return (settings.get("context_parallel_size") or 1) > 1
 
@@ -259,9 +255,7 @@ def _why_not(context: Context) -> list[str]:
 def _arguments(context: Context) -> Mapping[str, Any]:
     if context.host_args is None:
         return {}
-    found: dict[str, Any] = {}
-    if not context.arg("reset_attention_mask", False):
-        found["create_attention_mask_in_dataloader"] = False
+    found = without_mask(context)
     degree, size = context.settings["ulysses_degree_in_cp"], context.settings["context_parallel_size"]
     if degree is not None and degree > 0:
         found["hierarchical_context_parallel_sizes"] = wanted = [degree, size // degree]
@@ -288,9 +282,8 @@ FEATURE = Feature(
             "--context-parallel-algo",
             help="Ring, Ulysses, both or gathered keys; chosen by predicted exposed communication if not given.",
             default=None,
-            type=_algorithm,
+            choices=tuple(ALGORITHMS),
             on=next(iter(ALGORITHMS)),
-            metavar="{" + ",".join(ALGORITHMS) + "}",
         ),
         Option(
             "--ulysses-degree-in-cp",
@@ -336,13 +329,10 @@ FEATURE = Feature(
     arguments=_arguments,
     operators=("attention",),
     patches=(
-        Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
+        Override(f"{CORE}.__init__", _init, order=1),
+        Around(LATENT_NORMS, without_query_norm, versions=">=0.19"),
         Override(
-            f"{CORE}.forward",
-            _forward,
-            order=1,
-            reads=(*READS, "layer_number", *_OF_CONFIG),
-            relies_on=RELIES_ON,
+            f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG), relies_on=RELIES_ON
         ),
         Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions=">=0.16,<0.18"),
         Provide(f"{_UTILS}:tex", _partition, versions=">=0.18"),

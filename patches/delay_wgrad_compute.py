@@ -24,7 +24,7 @@ from . import moe_fb_overlap
 from ._shared import linear_layers, pipeline_orders
 from ._shared.conditions import every, local
 from ._shared.pipeline_passes import QUEUE as _QUEUE
-from ._shared.wrappers import after, before
+from ._shared.wrappers import after, at_end, before
 
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -166,8 +166,7 @@ def _reduction(wrapped: Function, session: Session) -> Function:
                 session.mark(layer, _QUEUE, None)
         wrapped(self, config, ddp_config, module, *args, **kwargs)
         _complete_wrappers(session, module)
-        for layer in _queued(module):
-            session.on_end(functools.partial(_reduce_as_it_comes, weakref.ref(self), weakref.ref(layer)))
+        at_end(session, self, _reduce_as_it_comes)
 
     return __init__
 
@@ -185,17 +184,16 @@ def _backward_dw_within(wrapper: torch.nn.Module) -> None:
         backward_dw(layer)
 
 
-def _reduce_as_it_comes(reduction: weakref.ref[Any], queued: weakref.ref[Any]) -> None:
-    """Let autograd call the queue's hooks, as for a parameter without delay."""
-    ddp, layer = reduction(), queued()
-    queue = getattr(layer, _QUEUE, None)
-    if ddp is None or layer is None or queue is None or not queue.hooks:
-        return
-    with torch.enable_grad():
-        accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
-    for hook in queue.hooks:
-        accumulator.register_hook(hook)
-    ddp.grad_accs.append(accumulator)
+def _reduce_as_it_comes(ddp: Any) -> None:
+    """Let autograd call the queues' hooks, as for parameters without delay."""
+    for layer in _queued(ddp.module):
+        hooks = getattr(layer, _QUEUE).hooks
+        if hooks:
+            with torch.enable_grad():
+                accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
+            for hook in hooks:
+                accumulator.register_hook(hook)
+            ddp.grad_accs.append(accumulator)
 
 
 def _end_step(session: Session, ddp: Any) -> None:
@@ -241,11 +239,7 @@ FEATURE = Feature(
         Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),
         Override(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
         Override(f"{_LAYERS}:RowParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
-        Around(
-            f"{_LAYERS}:ColumnParallelLinear.backward_dw",
-            after(_drain_asked),
-            versions=">=0.16",
-        ),
+        Around(f"{_LAYERS}:ColumnParallelLinear.backward_dw", after(_drain_asked), versions=">=0.16"),
         Around(f"{_LAYERS}:RowParallelLinear.backward_dw", after(_drain_asked), versions=">=0.17"),
         Provide(f"{_LAYERS}:RowParallelLinear.backward_dw", lambda session: backward_dw, versions=">=0.16,<0.17"),
         Around(

@@ -212,9 +212,7 @@ FEATURE = Feature(
             reads=("config", "ep_group", "experts", f"{CONFIG}.num_moe_experts"),
         ),
         Around(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-            after(_end_step),
-            reads=("chained_optimizers",),
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.step", after(_end_step), reads=("chained_optimizers",)
         ),
         Around("megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict", before(_go_home)),
         Around("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", before(_go_home)),

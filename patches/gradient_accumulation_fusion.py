@@ -20,11 +20,12 @@ from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 
 from ._shared import linear_layers
 from ._shared.conditions import every, fsdp_args, local, not_disabled, reenable_default
-from ._shared.wrappers import after, config_field, verify
+from ._shared.wrappers import after, config_field, is_set, verify
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_is_there = is_set(f"{_LAYERS}:_grad_accum_fusion_available")
 
 
 def _extension(session: Session) -> ModuleType:
@@ -57,12 +58,6 @@ class _WhileEnabled:
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
         return bool, (self.on,)
-
-
-def _is_there() -> bool:
-    from megatron.core.tensor_parallel import layers
-
-    return bool(layers._grad_accum_fusion_available)
 
 
 def _fuse_while_enabled(session: Session, layer: Any) -> None:

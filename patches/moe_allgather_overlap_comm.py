@@ -40,11 +40,7 @@ class _SharedExpert:
         if self._middle is None:
             from megatron.core.transformer.mlp import MLP
 
-            part = AttributeOverride(
-                self._mlp,
-                linear_fc2=FunctionModule(lambda y: (y, None)),
-                **{RECOMPUTED: False},
-            )
+            part = AttributeOverride(self._mlp, linear_fc2=FunctionModule(lambda y: (y, None)), **{RECOMPUTED: False})
             self._middle = MLP.forward(part, self._hidden)[0]
         return self._middle
 
@@ -189,7 +185,7 @@ FEATURE = Feature(
         Override(
             f"{_LAYER}.shared_experts_compute",
             _shared_expert,
-            reads=("shared_experts", "shared_experts_recompute", "token_dispatcher", "use_shared_expert"),
+            reads=("token_dispatcher",),
         ),
         Override(f"{_LAYER}.postprocess", _postprocess),
     ),

@@ -49,12 +49,9 @@ LINEAR_LAYERS = tuple(
     )
 )
 _READS = (
-    "config",
-    "local_experts",
-    "num_local_experts",
     *(f"{_MLP}.{name}" for name in ("linear_fc1", "linear_fc2")),
-    *(f"{_LINEAR}.{name}" for name in ("bias", "config", "gradient_accumulation_fusion", "weight")),
-    *(f"{CONFIG}.{name}" for name in ("fp8", "recompute_granularity", "recompute_modules")),
+    *(f"{_LINEAR}.{name}" for name in ("bias", "gradient_accumulation_fusion", "weight")),
+    *(f"{CONFIG}.{name}" for name in ("recompute_granularity", "recompute_modules")),
 )
 
 
@@ -286,10 +283,6 @@ FEATURE = Feature(
             relies_on=LINEAR_LAYERS,
         ),
         Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.13", by_name=True),
-        Override(
-            "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
-            _spec,
-            versions="<0.13",
-        ),
+        Override("megatron.core.models.gpt.moe_module_specs:get_moe_module_spec", _spec, versions="<0.13"),
     ),
 )

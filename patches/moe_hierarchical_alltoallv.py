@@ -12,17 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_lite.engine import (
-    Around,
-    Context,
-    Feature,
-    Function,
-    Option,
-    Override,
-    Relation,
-    Session,
-    Settings,
-)
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Relation, Session, Settings
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
 
 from ._shared import moe

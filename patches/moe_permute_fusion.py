@@ -16,7 +16,7 @@ from mindspeed_lite.ops.permute import reference
 
 from ._shared import moe
 from ._shared.conditions import turn_on
-from ._shared.wrappers import config_field, placeholder, verify
+from ._shared.wrappers import config_field, is_set, placeholder, verify
 
 # Imports that TransformerConfig checks.
 # Called only to pad for fp8 or fp4.
@@ -118,12 +118,6 @@ def _sort_chunks(wrapped: Function, session: Session) -> Function:
     return sort_chunks_by_idxs
 
 
-def _is_there() -> bool:
-    from megatron.core.transformer.moe import moe_utils
-
-    return getattr(moe_utils, "fused_permute", None) is not None
-
-
 FEATURE = Feature(
     name="moe_permute_fusion",
     summary="tokens moved to their experts and back by one operator",
@@ -138,6 +132,6 @@ FEATURE = Feature(
         Override(f"{moe.UTILS}:unpermute", _unpermute, by_name=True),
         Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks),
         *(Provide(f"{moe.UTILS}:{name}", placeholder(_PADDING)) for name in _NAMES),
-        config_field("moe_permute_fusion", _is_there),
+        config_field("moe_permute_fusion", is_set(f"{moe.UTILS}:fused_permute")),
     ),
 )

@@ -17,7 +17,7 @@ from mindspeed_lite.ops import moe_router as ops
 
 from ._shared import moe
 from ._shared.conditions import turn_on
-from ._shared.wrappers import config_field, verify
+from ._shared.wrappers import config_field, is_set, verify
 
 _ROUNDED = (
     "this release rounds the scores of 16-bit logits before it chooses, and the operator does not; "
@@ -122,12 +122,6 @@ def _aux_loss(wrapped: Function, session: Session) -> Function:
     return switch_load_balancing_loss_func
 
 
-def _is_there() -> bool:
-    from megatron.core.transformer.moe import moe_utils
-
-    return getattr(moe_utils, "fused_topk_with_score_function", None) is not None
-
-
 FEATURE = Feature(
     name="moe_router_fusion",
     summary="the router's scores, choice and probabilities by one operator",
@@ -154,6 +148,6 @@ FEATURE = Feature(
             by_name=True,
         ),
         Override(f"{moe.UTILS}:switch_load_balancing_loss_func", _aux_loss, by_name=True),
-        config_field("moe_router_fusion", _is_there),
+        config_field("moe_router_fusion", is_set(f"{moe.UTILS}:fused_topk_with_score_function")),
     ),
 )

@@ -80,7 +80,7 @@ class _State:
         self.tokens: weakref.WeakKeyDictionary[Any, tuple[Tensor, str]] = weakref.WeakKeyDictionary()
         self.given: tuple[Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
-        self.shared: weakref.WeakKeyDictionary[Any, LinearCall] = weakref.WeakKeyDictionary()
+        self.shared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _state(session: Session) -> _State:
@@ -249,35 +249,20 @@ def _release_shared(session: Session, shared: Any, first: LinearCall, second: Li
 
 
 def _shared(wrapped: Function, session: Session) -> Function:
-    def forward(self: Any, hidden_states: Any) -> Any:
-        with seen(self.linear_fc1) as first, seen(self.linear_fc2) as second:
-            found = wrapped(self, hidden_states)
-        _release_shared(session, self, first, second)
-        return found
+    """For the whole shared expert, and for its two layers where they overlap messages."""
 
-    return forward
-
-
-def _shared_first(wrapped: Function, session: Session) -> Function:
-    def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with seen(self.linear_fc1) as first:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = _state(session).shared
+        first, second = shared.pop(self, None) or (LinearCall(), LinearCall())
+        with seen(self.linear_fc1, first), seen(self.linear_fc2, second):
             found = wrapped(self, *args, **kwargs)
-        _state(session).shared[self] = first
-        return found
-
-    return linear_fc1_forward_and_act
-
-
-def _shared_second(wrapped: Function, session: Session) -> Function:
-    def linear_fc2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with seen(self.linear_fc2) as second:
-            found = wrapped(self, *args, **kwargs)
-        first = _state(session).shared.pop(self, None)
-        if first is not None:
+        if second.output is None:
+            shared[self] = first, second
+        else:
             _release_shared(session, self, first, second)
         return found
 
-    return linear_fc2_forward
+    return method
 
 
 def _layer_reasons(value_of: Callable[[str], Any]) -> list[str]:
@@ -344,8 +329,9 @@ FEATURE = Feature(
             ),
         ),
         Around(f"{moe.DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
-        Around(f"{_SHARED_EXPERT}.forward", _shared, reads=("linear_fc1", "linear_fc2")),
-        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _shared_first, reads=("linear_fc1",)),
-        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _shared_second, reads=("linear_fc1", "linear_fc2")),
+        *(
+            Around(f"{_SHARED_EXPERT}.{name}", _shared, reads=("linear_fc1", "linear_fc2"))
+            for name in ("forward", "linear_fc1_forward_and_act", "linear_fc2_forward")
+        ),
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_lite.engine import Around, Feature, Function, Override, Session
+from mindspeed_lite.parallel.groups import new_groups
 
 from ._shared.conditions import several_stages
 from ._shared.wrappers import after
@@ -19,29 +20,19 @@ _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 
 
 def _make_second_group(session: Session, communicator: Any) -> None:
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
     group = communicator.pp_group
     if group is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
         session.fallback(NAME, "a communicator of other ranks than Megatron's pipeline group: it keeps one group")
     elif group.size() > 1 and group not in _second_groups(session):
-        _make(group, session)
+        (_second_groups(session)[group],) = new_groups(group, dist.get_process_group_ranks(group))
 
 
 def _second_groups(session: Session) -> dict[Any, Any]:
     made: dict[Any, Any] = session.state(NAME, dict)
     return made
-
-
-def _make(group: Any, session: Session) -> None:
-    import torch.distributed as dist
-
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
-    for ranks in sorted(set(map(tuple, pipelines))):
-        made = dist.new_group(list(ranks), backend=dist.get_backend(group))
-        if dist.get_rank() in ranks:
-            _second_groups(session)[group] = made
 
 
 def _in_two_groups(wrapped: Function, session: Session) -> Function:

@@ -65,7 +65,7 @@ FEATURE = Feature(
         Override(
             "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
             _gather,
-            reads=("buckets", "_ParamAndGradBucket.params"),
+            reads=("_ParamAndGradBucket.params",),
         ),
     ),
 )

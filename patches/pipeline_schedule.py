@@ -61,10 +61,9 @@ def _executing(original: Function, session: Session) -> Function:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
         is_v = bool(settings.get(pipeline_orders.METHOD))
-        model = listed(given["model"])[0]
-        config = schedules.get_model_config(model)
+        config = schedules.get_model_config(listed(given["model"])[0])
         reasons = config_reasons(_LEFT_TO_MEGATRON if is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
-        reasons += _call_reasons(given) + pipeline_passes.unsupported_reasons(schedules, model)
+        reasons += _call_reasons(given)
         if reasons:
             if is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
@@ -143,6 +142,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="communication",
+    unsupported=pipeline_orders.UNSUPPORTED,
     condition=_why_not,
     enabled=lambda settings: bool(pipeline_orders.name_of(settings) or settings.get("pipeline_schedule_trace")),
     conflicting_args=_LEFT_TO_MEGATRON,

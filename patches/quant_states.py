@@ -15,13 +15,16 @@ from mindspeed_lite.engine import Feature, Option, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 
-from ._shared.optimizer_state import MOMENT_ARGS, state_patches
+from ._shared.optimizer_state import MOMENT_ARGS, main_params, state_patches
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
 def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
-    wanted, tied = _DTYPES[session.settings.quant_states], _tied(optimizer)
+    wanted = _DTYPES[session.settings.quant_states]
+    # Stages shard a shared weight at different places, so fp8 blocks would differ, and copies must round alike.
+    mains = main_params([optimizer]).items()
+    tied = {main for weight, (_, main) in mains if getattr(weight, "shared_embedding", False)}
 
     def dtype(parameter: torch.Tensor) -> torch.dtype:
         if parameter.dtype != torch.float32:
@@ -29,23 +32,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
         return torch.bfloat16 if parameter in tied else wanted
 
     inner.quantized_moments = QuantizedMoments(inner, dtype)
-
-
-def _tied(optimizer: Any) -> set[torch.Tensor]:
-    """Main parameters of weights shared between stages, which must round alike.
-
-    Stages shard such a weight at different places, so fp8 blocks would differ.
-    """
-    return {
-        main
-        for mains, models in (
-            (f"{shard}fp32_from_float16_groups", f"{model}float16_groups")
-            for shard, model in (("", ""), ("shard_", "model_"))
-        )
-        for some, others in zip(getattr(optimizer, mains, ()), getattr(optimizer, models, ()), strict=True)
-        for main, weight in zip(some, others, strict=True)
-        if main is not None and getattr(weight, "shared_embedding", False)
-    }
 
 
 FEATURE = Feature(

@@ -98,9 +98,7 @@ def _forward(wrapped: Function, session: Session) -> Function:
 
 
 # For features that mark an MLP with `RECOMPUTED`.
-MLP_PATCH = Override(
-    "megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True, reads=("linear_fc1", "linear_fc2")
-)
+MLP_PATCH = Override("megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True)
 FEATURE = recompute.feature_of_layers(
     "recompute_activation_function",
     summary="the MLP's activation released after use and recomputed",

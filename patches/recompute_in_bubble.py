@@ -80,6 +80,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
+    unsupported=pipeline_orders.UNSUPPORTED,
     condition=every(several_stages("one rank has no bubble"), _why_not),
     enabled=lambda settings: bool(settings.get(_IN_BUBBLE) or settings.get(_IN_ADVANCE)),
     conflicting_args=_CONFLICTING_ARGS,

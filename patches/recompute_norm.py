@@ -9,12 +9,12 @@ the first N layers of each pipeline rank.
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 from mindspeed_lite.engine import Session
 
 from ._shared import recompute
+from ._shared.wrappers import at_end
 
 
 def prepare(layer: Any, session: Session) -> None:
@@ -28,14 +28,12 @@ def prepare(layer: Any, session: Session) -> None:
         switch = f"recompute_{name}"
         if not getattr(layer, switch, False):
             # Megatron keeps the last checkpoint in the layer.
-            session.on_end(functools.partial(_forget, weakref.ref(layer), checkpoint))
+            at_end(session, layer, functools.partial(_forget, checkpoint))
         session.mark(layer, switch, not isinstance(getattr(layer, name), IdentityOp))
 
 
-def _forget(layer: weakref.ref[Any], name: str) -> None:
-    found = layer()
-    if found is not None:
-        vars(found).pop(name, None)
+def _forget(name: str, layer: Any) -> None:
+    vars(layer).pop(name, None)
 
 
 FEATURE = recompute.feature_of_layers(

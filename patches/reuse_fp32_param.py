@@ -77,11 +77,7 @@ FEATURE = Feature(
             reads=("optimizer",),
         ),
         *state_patches(
-            "reuse_fp32_param",
-            _use,
-            reads=use_fused_adamw.CAST_TARGET_READS,
-            has_fp32=False,
-            moves_main_params=True,
+            "reuse_fp32_param", _use, reads=use_fused_adamw.CAST_TARGET_READS, has_fp32=False, moves_main_params=True
         ),
     ),
 )

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
-from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import pipeline_orders
 from ._shared.conditions import several_stages
@@ -36,25 +35,27 @@ def _is_up(vp_stage: int | None) -> bool:
     return vp_stage == 1
 
 
-def _offset(wrapped: Function, session: Session) -> Function:
+def _rank() -> int:
     from megatron.core import parallel_state
 
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _offset(wrapped: Function, session: Session) -> Function:
     session.state(pipeline_orders.PLACED, object)
 
     def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
         if not _is_up(vp_stage):
             return wrapped(config, vp_stage, pp_rank)
-        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        rank = _rank() if pp_rank is None else pp_rank
         return wrapped(config, vp_stage, config.pipeline_model_parallel_size - 1 - rank)
 
     return get_transformer_layer_offset
 
 
 def _vp_last(wrapped: Function, session: Session) -> Function:
-    from megatron.core import parallel_state
-
     def is_vp_last_stage(vp_stage: int, vp_size: int | None) -> Any:
-        return wrapped(vp_stage, vp_size) and parallel_state.get_pipeline_model_parallel_rank() == 0
+        return wrapped(vp_stage, vp_size) and _rank() == 0
 
     return is_vp_last_stage
 
@@ -68,22 +69,18 @@ def _pp_last(wrapped: Function, session: Session) -> Function:
 
 
 def _last(wrapped: Function, session: Session) -> Function:
-    from megatron.core import parallel_state
-
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> Any:
         if ignore_virtual:
             return wrapped(ignore_virtual, vp_stage)
-        return _is_up(vp_stage) and parallel_state.get_pipeline_model_parallel_rank() == 0
+        return _is_up(vp_stage) and _rank() == 0
 
     return is_pipeline_last_stage
 
 
 def _needs_all(wrapped: Function, session: Session) -> Function:
-    from megatron.core import parallel_state
-
     def mtp_on_this_rank(*args: Any, **kwargs: Any) -> Any:
         # Such a rank gets tokens and labels; without these layers nothing else asks.
-        return wrapped(*args, **kwargs) or parallel_state.get_pipeline_model_parallel_rank() == 0
+        return wrapped(*args, **kwargs) or _rank() == 0
 
     return mtp_on_this_rank
 
@@ -134,11 +131,7 @@ FEATURE = Feature(
     not_auto="it places layers in another way: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Override(
-            "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
-            _offset,
-            reads=(f"{CONFIG}.pipeline_model_parallel_size",),
-        ),
+        Override("megatron.core.transformer.transformer_layer:get_transformer_layer_offset", _offset),
         Override(f"{_UTILS}:is_vp_last_stage", _vp_last),
         Override(f"{_UTILS}:is_pp_last_stage", _pp_last),
         Override("megatron.core.parallel_state:is_pipeline_last_stage", _last),

@@ -147,11 +147,7 @@ FEATURE = Feature(
             "--coc-fused-kernel",
             help="On CUDA, PyTorch's operators over symmetric memory for sequence parallel layers, instead of chunks.",
         ),
-        Option(
-            "--tp-comm-overlap",
-            help="As --use-ascend-coc, with the local implementation.",
-            upstream=">=0.12",
-        ),
+        Option("--tp-comm-overlap", help="As --use-ascend-coc, with the local implementation.", upstream=">=0.12"),
     ),
     numerics="ulp",
     theme="communication",

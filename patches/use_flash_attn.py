@@ -13,12 +13,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.attention_core import (
     CORE,
+    LATENT_NORMS,
     READS,
     RELIES_ON,
     check,
@@ -27,6 +28,8 @@ from ._shared.attention_core import (
     packing_of,
     read_call,
     without_head_sizes,
+    without_mask,
+    without_query_norm,
 )
 from ._shared.conditions import every, local
 
@@ -117,12 +120,6 @@ def _why_not(context: Context) -> list[str]:
     return ["--attention-backend unfused asks for Megatron's own attention"]
 
 
-def _arguments(context: Context) -> Mapping[str, Any]:
-    if context.host_args is None or context.arg("reset_attention_mask", False):
-        return {}
-    return {"create_attention_mask_in_dataloader": False}
-
-
 FEATURE = Feature(
     name="use_flash_attn",
     summary="attention as one operator that never stores the matrix of scores",
@@ -140,10 +137,11 @@ FEATURE = Feature(
     theme="operators",
     condition=every(_why_not, local("uses Transformer Engine's own attention")),
     enabled=_enabled,
-    arguments=_arguments,
+    arguments=without_mask,
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", without_head_sizes),
+        Around(LATENT_NORMS, without_query_norm, versions=">=0.19"),
         Override(f"{CORE}.forward", _forward, reads=(*READS, f"{CONFIG}.window_size"), relies_on=RELIES_ON),
     ),
 )

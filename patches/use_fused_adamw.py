@@ -25,7 +25,7 @@ from mindspeed_lite.optim.grad_norm import l2norm
 
 from ._shared.conditions import fsdp_args
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, copy_main, has_fused_step
-from ._shared.wrappers import before, verify, within
+from ._shared.wrappers import at_end, before, verify, within
 
 # Adopted optimizer -> whether Megatron counts zeros in its gradients.
 _adopted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -51,8 +51,7 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
         session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
         return
     _adopted[fused] = counts_zeros
-    owner = weakref.ref(fused)
-    session.on_end(lambda: release(owner()))
+    at_end(session, fused, release)
     fused.on_fallback = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
     if session.verifier is not None:
         fused.before_update = _verification(session)
@@ -134,7 +133,7 @@ def cast_targets(optimizer: Any) -> dict[Tensor, Tensor]:
             buffer, _, bucket = optimizer.model_param_gbuf_map[model]
             shard = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
             # An fp32 parameter is usually a piece of that buffer.
-            if shard.data_ptr() != main.data_ptr():
+            if shard.untyped_storage()._cdata != main.untyped_storage()._cdata:
                 found[main] = shard
     return found
 

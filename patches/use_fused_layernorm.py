@@ -12,7 +12,7 @@ import importlib.util
 import torch
 
 from mindspeed_lite.engine import Context, Feature
-from mindspeed_lite.ops.layer_norm import layer_norm, reference
+from mindspeed_lite.ops.layer_norm import layer_norm
 
 from ._shared.conditions import every
 from ._shared.local_norms import MEMORY_EFFICIENT, FusedNorm, local_norm, norm_patch
@@ -25,7 +25,6 @@ class FusedLayerNorm(FusedNorm, torch.nn.LayerNorm):
     operator_name = "layer_norm"
     parameter_names = ("weight", "bias")
     operator = staticmethod(layer_norm)
-    definition = staticmethod(reference.layer_norm)
 
 
 def _why_not(context: Context) -> list[str]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from mindspeed_lite.engine import Feature, Function, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
-from mindspeed_lite.platform.megatron import CONFIG
 
 from . import use_fused_cross_entropy
 from ._shared import linear_layers
@@ -30,16 +29,7 @@ from ._shared.wrappers import leave_out, verify
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
 _OUTPUT = "megatron.core.tensor_parallel.layers:ColumnParallelLinear"
-_READS = (
-    "compute_language_model_loss",
-    "config",
-    "output_layer",
-    "post_process",
-    "share_embeddings_and_output_weights",
-    "shared_embedding_or_output_weight",
-    f"{CONFIG}.mtp_num_layers",
-    *(f"{_OUTPUT}.{name}" for name in ("_forward_impl", "bias", "gather_output", "weight")),
-)
+_READS = tuple(f"{_OUTPUT}.{name}" for name in ("_forward_impl", "bias", "gather_output", "weight"))
 _RELIES_ON = (
     "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
     use_fused_cross_entropy.UNFUSED,

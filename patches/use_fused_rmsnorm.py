@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_lite.engine import Feature
-from mindspeed_lite.ops.rms_norm import reference, rms_norm
+from mindspeed_lite.ops.rms_norm import rms_norm
 
 from ._shared.local_norms import MEMORY_EFFICIENT, FusedNorm, local_norm, norm_patch
 
@@ -21,7 +21,6 @@ class FusedRMSNorm(FusedNorm, torch.nn.RMSNorm):
     kind = "RMSNorm"
     operator_name = "rms_norm"
     operator = staticmethod(rms_norm)
-    definition = staticmethod(reference.rms_norm)
 
 
 FEATURE = Feature(

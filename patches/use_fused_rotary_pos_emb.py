@@ -16,14 +16,13 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Function, Override, Provide, Session, matches
 from mindspeed_lite.ops.rope import RotationSpec, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
-from mindspeed_lite.platform.megatron import CONFIG, HOST
+from mindspeed_lite.platform.megatron import HOST
 
 from ._shared.conditions import every, local
-from ._shared.wrappers import config_field, placeholder, verify
+from ._shared.wrappers import config_field, is_set, placeholder, verify
 
 UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
 LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
-_READS = tuple(f"{CONFIG}.{name}" for name in ("apply_rope_fusion", "multi_latent_attention", "rotary_interleaved"))
 _REPLACED = "use_fused_rotary_pos_emb replaces apply_rotary_pos_emb, which is to be called: leave the flag out."
 
 
@@ -171,12 +170,6 @@ def _arguments(context: Context) -> Mapping[str, Any]:
     return {} if refused else {"apply_rope_fusion": True}
 
 
-def _is_there() -> bool:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    return getattr(rope_utils, "fused_apply_rotary_pos_emb", None) is not None
-
-
 FEATURE = Feature(
     name="use_fused_rotary_pos_emb",
     summary="rotary embedding in one pass, also where Megatron's own fusion demands Transformer Engine",
@@ -186,10 +179,10 @@ FEATURE = Feature(
     arguments=_arguments,
     operators=("rope",),
     patches=(
-        Override(f"{UTILITIES}:apply_rotary_pos_emb", _rotate, by_name=True, reads=_READS),
+        Override(f"{UTILITIES}:apply_rotary_pos_emb", _rotate, by_name=True),
         *(Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb{form}", placeholder(_REPLACED)) for form in ("", "_thd")),
         Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query, by_name=True, versions=">=0.13"),
         Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value, by_name=True, versions=">=0.13"),
-        config_field("apply_rope_fusion", _is_there),
+        config_field("apply_rope_fusion", is_set(f"{UTILITIES}:fused_apply_rotary_pos_emb")),
     ),
 )

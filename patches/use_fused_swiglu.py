@@ -155,12 +155,7 @@ FEATURE = Feature(
         Around(
             f"{CONFIG}.__post_init__",
             _configuration,
-            reads=(
-                "activation_func",
-                "activation_func_fp8_input_store",
-                "bias_activation_fusion",
-                "gated_linear_unit",
-            ),
+            reads=("activation_func", "activation_func_fp8_input_store", "bias_activation_fusion", "gated_linear_unit"),
         ),
     ),
 )

@@ -1,5 +1,7 @@
 """Makes the files of a new feature or operator: the placeholder, in names and contents, becomes its name.
 
+What is yours to write is marked EDIT:; the tests fail until no mark is left.
+
 python templates/new.py feature NAME [--root FOLDER]
 python templates/new.py operator NAME [--root FOLDER]
 """

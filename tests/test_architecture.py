@@ -111,7 +111,7 @@ def test_the_rules_below_see_every_spelling_of_an_import(tmp_path, monkeypatch):
 # What each room may import: rooms of the package, itself aside, and libraries; None: any library. Only one file of
 # them names Megatron.
 MAY_IMPORT = {
-    "engine": ((), ("packaging", "rich")),
+    "engine": ((), ("packaging",)),
     "platform": (("engine",), ("torch", "torch_npu", "wrapt")),
     "ops": (("platform",), None),
     "optim": (("ops", "platform"), None),
@@ -124,8 +124,8 @@ MAY_IMPORT = {
     "verify.py": (("comparison", "engine"), ("torch",)),
     "comparison.py": (("ops.traced",), ("torch",)),
 }
-# Any room may import it, and the package for its version.
-JSON_FILE = "mindspeed_lite.json_file"
+# Any room may import them, and the package for its version.
+SHARED = {"mindspeed_lite", "mindspeed_lite.json_file", "mindspeed_lite.text_layout"}
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -133,7 +133,7 @@ def test_a_room_imports_those_below_it_and_does_not_name_megatron(room):
     rooms, libraries = MAY_IMPORT[room]
     below = [f"mindspeed_lite.{each}" for each in (room, *rooms)]
     for path in files(f"mindspeed_lite/{room}"):
-        for name in imports(path) - {"mindspeed_lite", JSON_FILE}:
+        for name in imports(path) - SHARED:
             top = name.partition(".")[0]
             is_library = top != "mindspeed_lite" and (
                 libraries is None or top in (*sys.stdlib_module_names, *libraries)
@@ -148,7 +148,7 @@ def test_a_room_imports_those_below_it_and_does_not_name_megatron(room):
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "cli/npu_probe"),
     *("cli/doctor_checks", "bench/harness", "bench/training", "bench/calibration/__init__"),
-    *("dryrun/launch", "dryrun/pieces", "dryrun/rank", "dryrun/worker"),
+    *("dryrun/launch", "dryrun/rank", "dryrun/worker"),
 }
 
 
@@ -195,7 +195,7 @@ def test_a_feature_has_one_name_everywhere():
         assert (module.__doc__ or "").startswith(f"`--{name.replace('_', '-')}`: ")
         assert {each.feature for each in (*module.FEATURE.requires, *module.FEATURE.conflicts)} <= set(names)
     shared = {path.stem for path in (ROOT / "patches" / "_shared").glob("*.py")} - {"__init__"}
-    for folder, modules in ((".", {*names, "drift", "kinds", "misread", "reads", "reasons"}), ("_shared", shared)):
+    for folder, modules in ((".", {*names, "calls", "drift", "kinds", "reads", "reasons"}), ("_shared", shared)):
         tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "patches" / folder).glob("test_*.py")}
         assert tested == modules, folder
 
@@ -299,22 +299,22 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
-    "mindspeed_lite/bench": 35_400,
-    "mindspeed_lite/cli": 20_900,
-    "mindspeed_lite/dryrun": 8_000,
-    "mindspeed_lite/engine": 17_500,
+    "mindspeed_lite/bench": 34_300,
+    "mindspeed_lite/cli": 24_300,
+    "mindspeed_lite/dryrun": 9_900,
+    "mindspeed_lite/engine": 17_700,
     "mindspeed_lite/memory": 14_900,
-    "mindspeed_lite/migration": 6_700,
-    "mindspeed_lite/ops": 83_800,
+    "mindspeed_lite/migration": 7_300,
+    "mindspeed_lite/ops": 78_800,
     "mindspeed_lite/optim": 4_200,
-    "mindspeed_lite/parallel": 30_400,
-    "mindspeed_lite/pipeline": 16_000,
-    "mindspeed_lite/planner": 37_700,
-    "mindspeed_lite/platform": 11_600,
+    "mindspeed_lite/parallel": 30_200,
+    "mindspeed_lite/pipeline": 15_700,
+    "mindspeed_lite/planner": 41_200,
+    "mindspeed_lite/platform": 12_000,
     "mindspeed_lite/tuning": 1_300,
-    "patches": 61_200,
-    "benchmarks": 26_200,
-    "lab": 10_600,
+    "patches": 60_600,
+    "benchmarks": 28_300,
+    "lab": 9_100,
     "tools": 16_200,
 }
 

@@ -1,4 +1,4 @@
-"""`mindspeed_lite.child_process`: no way out of its block leaves a process behind."""
+"""`mindspeed_lite.child_process`: no way out of its block leaves a process running."""
 
 import contextlib
 import os

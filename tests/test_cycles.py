@@ -82,7 +82,7 @@ def different(before, after):
 
 
 def left_over():
-    """What of ours there is beside swapped attributes: sites, waiting hooks, listeners, threads, device."""
+    """What of ours there is besides swapped attributes: sites, waiting hooks, listeners, threads, device."""
     return {
         "sites": len(swaps._SITES),
         "listeners": len(dispatch._subscribers),

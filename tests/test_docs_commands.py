@@ -50,10 +50,10 @@ PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|ben
 COVERED = {
     r"mindspeed-lite balance .*": "tests/cli/test_balance.py",
     r"mindspeed-lite dryrun .*": "tests/cli/test_dryrun.py",
-    r"mindspeed-lite memory --trace .*": "tests/cli/test_memory.py::test_layers_of_a_shell_script_are_traced",
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
     r"mindspeed-lite (plan|calibrate)( .*)?": "tests/cli/test_plan.py",
+    r"python -m benchmarks\.published_times.*": "tests/planner/test_published.py",
     r"python -m benchmarks\.balanced_lengths.*": "tests/bench/test_benchmarks.py",
     r"python -m benchmarks\.expert_balance.*": "tests/bench/test_benchmarks.py",
     r"make demo": "tests/demo/test_run.py::test_a_small_demo_passes",
@@ -67,7 +67,7 @@ COVERED = {
     r"python -m benchmarks\.gpu\.wheels .*": "tests/bench/test_gpu_campaign.py",
     r"pip install -e .*": "Makefile",
     r"pytest tests/test_architecture\.py --update": "tests/test_architecture.py",
-    r"python docs/generate\.py": "tests/test_docs.py::test_generated_parts_are_current",
+    r"python docs/generate\.py": "Makefile",
     r"python templates/new\.py .*": "tests/test_templates.py",
     r"python -m tools\.fingerprints .*": "tests/test_templates.py",
     r"export DATA_PATH=.*|examples/llama3_8b\.sh.*": "tests/training/test_examples.py::test_small_sizes_train",
@@ -76,6 +76,7 @@ COVERED = {
         "tests/planner/test_parameters.py::test_deepseek_v3_has_as_many_as_were_published"
     ),
     r"mindspeed-lite doctor": "tests/cli/test_doctor.py::test_here_it_says_something_about_everything",
+    r"mindspeed-lite doctor -- .*": "tests/cli/test_doctor.py::test_a_command_is_judged_by_what_it_would_import",
     r"mindspeed-lite doctor --selftest": "tests/bench/test_selftest.py",
     r"mindspeed-lite doctor --npu-selftest --out selftest\.json": "tests/cli/test_npu_doctor.py",
     r"mindspeed-lite bench-ops.*": "tests/bench/test_ops.py",

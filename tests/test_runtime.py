@@ -292,7 +292,7 @@ def test_the_import_line_may_stand_anywhere_and_a_refused_flag_ends_the_run(tmp_
 
 
 def test_the_import_line_costs_little_and_loads_nothing_of_megatron(tmp_path):
-    # Of this process alone: others may run beside it.
+    # Of this process alone: others may run at the same time.
     code = """if True:
         import sys, time, torch
         start = time.process_time()
@@ -340,3 +340,27 @@ def test_a_feature_that_only_sets_arguments_is_skipped_where_nothing_sets_them()
     host_args |= {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
     with pytest.raises(PlanError, match="strict mode"):
         mindspeed_lite.enable(moe_tp_extend_ep=True, strict=True, host_args=host_args)
+
+
+@forked("megatron")
+def test_what_a_configuration_object_does_not_decide_is_no_reason():
+    import torch.nn.functional as F
+    from megatron.core.transformer import TransformerConfig
+
+    def chosen(**fields):
+        sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "add_bias_linear": False}
+        report = mindspeed_lite.enable(auto=True, host_args=TransformerConfig(**sizes, **fields))
+        found = on()
+        mindspeed_lite.disable()
+        return found, " ".join(report.to_text().split())
+
+    gated = {"gated_linear_unit": True, "activation_func": F.silu}
+    found, text = chosen(normalization="RMSNorm", **gated)
+    of_the_default = {"use_flash_attn", "use_fused_rmsnorm", "use_fused_rotary_pos_emb", "use_fused_swiglu"}
+    assert found >= {*of_the_default, "gradient_accumulation_fusion", "reset_bucket_group_order"}
+    assert "quant_states, virtual_optimizer: it needs a value" in text
+    assert "use_fused_layernorm: the model has --normalization RMSNorm" in text
+    assert "moe_router_fusion" not in found and "moe_router_fusion" in text
+    found, text = chosen(num_moe_experts=4)
+    assert {"moe_router_fusion", "use_fused_layernorm"} <= found and "use_fused_swiglu" not in found
+    assert "use_fused_swiglu: the model's activation is GELU without bias" in text

@@ -232,7 +232,7 @@ def test_a_yaml_files_nested_values_are_seen_and_unknown_ones_are_an_error(tmp_p
     for key, says in (
         ("use_fused_rmsnorm: maybe", "--use-fused-rmsnorm is a switch and takes True or False, not 'maybe'"),
         ("use_flash_attn: 1", "--use-flash-attn is a switch and takes True or False, not 1"),
-        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes a str, not 3"),
+        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes text, not 3"),
     ):
         with pytest.raises(OptionError, match=says):
             validated("--yaml-cfg", yaml_file(tmp_path, key + "\n"), plain=[])
@@ -361,4 +361,4 @@ def test_keys_of_mindspeed_in_a_yaml_file_are_one_line_or_a_notice(tmp_path):
     with pytest.raises(OptionError) as refused:
         validated("--yaml-cfg", yaml_file(tmp_path, "use_mc2: true\nauto_settings: true\n"), plain=[])
     text = str(refused.value)
-    assert "--use-mc2 is read as --use-ascend-mc2" in text and "--auto-settings (served" in text and "\n" not in text
+    assert "--use-mc2 is read as --use-ascend-mc2" in text and "--auto-settings (done" in text and "\n" not in text

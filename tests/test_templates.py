@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import matrix
+from tests.harness.processes import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "quick_gelu"
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 # With a line in CHANGELOG.md that is the eighth.
 MOST_FILES = 7
 
@@ -26,6 +27,9 @@ checks = [check for check in numerics.checks("cpu", True) if "{NAME}" in check.n
 assert [check.group for check in checks] == ["numerics"] * 5, checks
 for line in map(perform, checks):
     assert line["status"] == "ok", line
+# Its calls need torch_npu, and are proven by a test of the whole run.
+from tests.npu_contract.operators import CASES
+assert any(each.startswith("{NAME}/") for each in CASES), CASES
 """
 
 
@@ -44,12 +48,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def environment(root: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(root), "MINDSPEED_LITE_ALLOCATOR": "system"}
+
+
 def python(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs Python in `root` with its package; an exit status other than 0 fails."""
     ran = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "MINDSPEED_LITE_ALLOCATOR": "system"},
+        env=environment(root),
         capture_output=True,
         text=True,
     )
@@ -60,14 +68,7 @@ def python(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_its_own_tests_and_those_that_walk_all_operators_pass(checkout: Path) -> None:
     python(checkout, "docs/generate.py")
     files = ("tests/ops/test_operators.py", "tests/ops/test_npu.py")
-    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/test_{NAME}.py", *files, "-k", NAME)
-
-
-def test_bench_ops_times_it(checkout: Path) -> None:
-    arguments = ("--op", NAME, "--shapes", "32x64", "--quick", "--json", "--device", "cpu")
-    report = json.loads(python(checkout, "-m", "mindspeed_lite", "bench-ops", *arguments).stdout)
-    assert [row["case"] for row in report["rows"]] == ["32x64 bf16"] * 2
-    assert all(each["seconds"] > 0 for row in report["rows"] for each in row["contenders"])
+    python(checkout, *PYTEST, f"tests/ops/test_{NAME}.py", *files, "-k", NAME)
 
 
 def test_the_self_test_judges_it(checkout: Path) -> None:
@@ -78,13 +79,18 @@ def test_the_self_test_judges_it(checkout: Path) -> None:
 def test_its_calls_of_torch_npu_keep_their_contract(checkout: Path) -> None:
     if os.environ.get("NPU_CONTRACT") not in ("1", "auto") or not (ROOT / ".npu").is_dir():
         pytest.skip("needs torch_npu in .npu: make test-npu")
-    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/npu_contract", "-k", NAME)
+    python(checkout, *PYTEST, "tests/npu_contract", "-k", NAME)
 
 
 def test_it_is_not_written_over_and_its_name_is_a_name(checkout: Path) -> None:
     for name, word in ((NAME, "exists already"), ("Quick-GELU", "lower-case")):
         with pytest.raises(AssertionError, match=word):
             python(ROOT, "templates/new.py", "operator", name, "--root", checkout)
+
+
+def test_a_fixture_that_a_forked_test_cannot_have_is_named() -> None:
+    with pytest.raises(TypeError, match="`capsys` cannot be pickled"):
+        forked()(lambda tmp_path, capsys: None)(tmp_path=Path(), capsys=sys)
 
 
 FEATURE = "quick_divide"
@@ -99,21 +105,13 @@ def test_a_feature_is_its_files_and_what_is_generated_from_them(checkout: Path) 
     tables = ("--package", "mindspeed_lite.patches", "--out", "patches/fingerprints.json")
     python(checkout, "-m", "tools.fingerprints", *tables, "--root", f"{release}={site}")
     python(checkout, "docs/generate.py")
-    python(
-        checkout,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/test_architecture.py",
-        "--update",
-        "-k",
-        "surface",
-    )
     walks = ("tests/patches/test_kinds.py", "tests/patches/test_reads.py", f"tests/patches/test_{FEATURE}.py")
     rules = f"{FEATURE} or one_name or public_surface or every_feature_says"
     files = (*walks, "tests/test_docs.py", "tests/test_architecture.py")
-    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", rules)
-    assert "--quick-divide" in (checkout / "docs" / "flags.md").read_text()
+    walked = [sys.executable, *PYTEST, *files, "--update", "-k", f"{rules} or template"]
+    ran = subprocess.run(walked, cwd=checkout, env=environment(checkout), capture_output=True, text=True)
+    failed = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+    assert failed == ["tests/test_docs.py::test_what_a_template_leaves_to_write_is_written"], ran.stdout[-3000:]
+    for page in ("tests/golden/surface.json", "docs/flags.md"):
+        assert "--quick-divide" in (checkout / page).read_text()
     assert f"features/{FEATURE}.md" in (checkout / "docs" / "index.md").read_text()

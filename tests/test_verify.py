@@ -1,4 +1,4 @@
-"""`--mindspeed-lite-verify`: the original beside the replacement, judged by class, without a trace in the training."""
+"""`--mindspeed-lite-verify`: original and replacement compared, judged by class, without a trace in the training."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ TO_REWRITE: set[str] = set()
 SHARED_NAMES = {
     "Case",
     "Event",
-    "Kernels",
     "Plan",
     "Shape",
     "Table",

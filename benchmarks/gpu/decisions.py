@@ -34,10 +34,10 @@ def _triton_norm(has_bias: bool, case: Problem) -> Sequence[Contender]:
         return []
 
     def load() -> Function:
-        norm = importlib.import_module("mindspeed_lite.ops.norm_kernels").Norm
+        norm = importlib.import_module("mindspeed_lite.ops.norm.kernels").norm
 
         def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            out: torch.Tensor = norm.apply(x, weight, bias, 1e-5, False)
+            out: torch.Tensor = norm(x, weight, bias, 1e-5, False)
             return out
 
         return run

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from benchmarks.gpu import liger
 from benchmarks.gpu.units import Figures, SkippedError, Unit
 from mindspeed_lite.bench import timing
 from mindspeed_lite.bench.operators.run import equivalent_contenders, one_calls
@@ -25,6 +27,7 @@ SHAPES: Mapping[str, str] = {
     "accumulate_wgrad": "8192x4096x14336",
     "masked_softmax": "4x16x2048x2048",
 }
+_HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 EFFORT = timing.Effort(sample_seconds=0.02, rounds=(5, 5), warmup=2)
 Extra = Callable[[Problem], Sequence[Contender]]
 Keep = Callable[[Figures], None]
@@ -53,7 +56,8 @@ def case_unit(operator: str, text: str, device: str, tiny: bool, extra: Extra = 
         shape = declared.correctness[1 if "main" in text else 0] if tiny else text
         case = declared.problem(shape, device, torch.bfloat16)
         contenders = [each for each in case.contenders if each.name != COMPILED]
-        return measure_case(case, [*contenders, *extra(case)], keep)
+        peers = liger.contenders(operator, declared.parse(shape)) if device == "cuda" and _HAS_LIGER else []
+        return measure_case(case, [*contenders, *peers, *extra(case)], keep)
 
     return Unit(operator, run)
 

@@ -19,7 +19,7 @@ class _Watch:
             sys.path.append(os.path.dirname(os.path.dirname(_HERE)))
             from lab import links
 
-            links.join(links.Links(**json.loads(os.environ[links.VARIABLE])))
+            links.join(**json.loads(os.environ[links.VARIABLE]))
 
 
 def _run_the_shadowed_one() -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from mindspeed_lite.bench.timing import Effort, time_interleaved
+from mindspeed_lite.bench.timing import Effort, time_one
 from mindspeed_lite.ops.case import DTYPES as DTYPES
 from mindspeed_lite.planner.devices import FIGURES
 from mindspeed_lite.platform import cpu_matmul
@@ -92,10 +92,8 @@ def _copy(device: str, size: int) -> float:
 
 
 def _best_seconds(run: Callable[[], object], device: str, seconds: float) -> float:
-    timed, errors = time_interleaved({"": run}, Effort(0.0, rounds=(1, 50), seconds=seconds, warmup=1), device)
-    if errors:
-        raise RuntimeError(errors[""])
-    return min(sample.seconds for sample in timed[""].samples)
+    timed = time_one(run, Effort(0.0, rounds=(1, 50), seconds=seconds, warmup=1), device)
+    return min(sample.seconds for sample in timed.samples)
 
 
 def main(device: str, dtype: str, threads: str) -> None:

@@ -35,6 +35,15 @@ class Process:
     breakdown: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Counted bytes by category, with `parameters` and the activations `kept`; empty if not counted."""
+        return (self.end or {}).get("memory") or {}
+
+    @property
+    def peak(self) -> int:
+        return max((step["peak_memory_bytes"] for step in self.steps), default=0)
+
 
 @dataclass
 class Outcome:
@@ -89,7 +98,7 @@ class Outcome:
 
     @property
     def peaks(self) -> list[int]:
-        return [process.steps[-1]["peak_memory_bytes"] for process in self.processes if process.steps]
+        return [process.peak for process in self.processes if process.steps]
 
 
 def run(

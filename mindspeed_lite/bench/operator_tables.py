@@ -6,9 +6,11 @@ import statistics
 from collections import Counter
 
 from .tables import Record, Table, View, conditions, findings
-from .wording import UNKNOWN, judged, percent, seconds
+from .wording import UNKNOWN, interval, percent, seconds
 
 OURS = "mindspeed_lite"
+# Plain PyTorch: always there to compare with.
+PLAIN = ("torch", "torch sdpa")
 
 
 def view(record: Record) -> View:
@@ -24,23 +26,20 @@ def view(record: Record) -> View:
 
 
 def _headline(record: Record) -> tuple[str, str]:
-    ours = [each for row in record["rows"] for each in row["contenders"] if each["name"] == OURS]
-    shares = [each["of_ceiling"] for each in ours if each["of_ceiling"] is not None]
-    if not shares:
+    every = [each for row in record["rows"] for each in row["contenders"]]
+    if not any(each["seconds"] for each in every if each["name"] == OURS):
         return f"No operator of {OURS} was measured.", "bad"
-    title = f"{OURS} reaches {percent(statistics.median(shares))} of the ceiling in the median case."
-    worse = sum(row["earlier"] is not None and row["earlier"]["verdict"] == "regression" for row in record["rows"])
-    if worse:
-        return f"{worse} of {len(record['rows'])} cases are slower than in the earlier run. {title}", "bad"
-    return title, ""
+    ratios = [each["ratio"] for each in every if each["name"] in PLAIN and each["ratio"] is not None]
+    if not ratios:
+        return f"{OURS} was measured with nothing to compare it with.", ""
+    middle, least, most = (interval(each(ratios)) for each in (statistics.median, min, max))
+    return f"{OURS} is {middle} as fast as plain PyTorch in the median of {len(ratios)} cases ({least} to {most}).", ""
 
 
 def _facts(record: Record) -> Table:
     rows = record["rows"]
     counts = ", ".join(f"{many} {margin}" for margin, many in Counter(map(_margin, rows)).most_common())
     facts = [("cases", f"{len(rows)}: {counts}")] if rows else []
-    if verdicts := Counter(row["earlier"]["verdict"] for row in rows if row["earlier"]):
-        facts.append(("since the earlier run", ", ".join(f"{many} {verdict}" for verdict, many in verdicts.items())))
     note = f"Other columns than our time are times over it: above 1, {OURS} is faster."
     return Table("", ("", ""), facts, note)
 
@@ -48,25 +47,22 @@ def _facts(record: Record) -> Table:
 def _margin(row: Record) -> str:
     others = [each for each in row["contenders"] if each["name"] != OURS and each["ratio"] is not None]
     if not others:
-        return "without anything to compare with"
+        return "not compared"
     if any(each["ratio_high"] < 1 for each in others):
-        return "behind at least one"
-    return "ahead of every other contender" if all(each["ratio_low"] > 1 for each in others) else "too close to tell"
+        return "slower than another contender"
+    return "faster than every other" if all(each["ratio_low"] > 1 for each in others) else "too close to tell"
 
 
 def _operator(name: str, rows: list[Record]) -> Table:
     others = list(dict.fromkeys(each["name"] for row in rows for each in row["contenders"] if each["name"] != OURS))
-    earlier = any(row["earlier"] for row in rows)
     cells = []
     for row in rows:
         found = {each["name"]: each for each in row["contenders"]}
         ours = found.get(OURS, {})
         times = (_failure(ours) or seconds(ours.get("seconds")), percent(ours.get("of_ceiling")))
         against = (_against(found.get(other, {})) for other in others)
-        since = [judged(row["earlier"])] if earlier else []
-        cells.append((f"{row['case']}, {row['direction']}", *times, *against, *since))
-    headers = ("case", "time", "of ceiling", *others)
-    return Table(name, (*headers, "since the earlier run") if earlier else headers, cells)
+        cells.append((f"{row['case']}, {row['direction']}", *times, *against))
+    return Table(name, ("case", "time", "of ceiling", *others), cells)
 
 
 def _failure(contender: Record) -> str:

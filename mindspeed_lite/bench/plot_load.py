@@ -1,4 +1,4 @@
-"""Plots expert load: heat map of experts x layers, and imbalance over time."""
+"""Plots expert load: heat map of experts x layers; imbalance, and the fullest rank by policy, over time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .plots import COLORS, WIDTH, style
 _POINTS = 600
 
 
-def draw(record: LoadRecord, file: str | Path) -> None:
-    """Write both plots as PNG. Raises ImportError without matplotlib, OSError."""
+def draw(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: str | Path) -> None:
+    """Write the plots as PNG. Raises ImportError without matplotlib, OSError."""
     layers = record.header.layers
     height = min(5.0, 0.16 * len(layers))
     with style():
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
-        figure = Figure(figsize=(WIDTH, 5.2 + height), layout="constrained")
-        upper, lower = figure.subplots(2, 1, height_ratios=[2.2 + height, 3.0])
+        figure = Figure(figsize=(WIDTH, 8.4 + height), layout="constrained")
+        upper, lower, balanced = figure.subplots(3, 1, height_ratios=[2.2 + height, 3.0, 3.0])
         relative = [[each * len(row) / (sum(row) or 1) for each in row] for row in record.totals()]
         image = upper.imshow(relative, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
         figure.colorbar(image, ax=upper, label="load / mean of the layer")
@@ -42,16 +42,8 @@ def draw(record: LoadRecord, file: str | Path) -> None:
         }
         _plot(lower, record, curves, "Imbalance (max / mean; 1 is even)")
         lower.set_ylim(bottom=1 - 0.02 * (lower.get_ylim()[1] - 1))
-        figure.savefig(file, format="png", dpi=150)
-
-
-def draw_policies(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: str | Path) -> None:
-    with style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
-        curves = {outcome.name: outcome.by_step for outcome in outcomes}
-        _plot(figure.subplots(), record, curves, f"Fullest rank over even load, {_span(record)} (1 is even)")
+        policies = {outcome.name: outcome.by_step for outcome in outcomes}
+        _plot(balanced, record, policies, "Fullest rank over even load, by policy (1 is even)")
         figure.savefig(file, format="png", dpi=150)
 
 
@@ -66,7 +58,7 @@ def _plot(axes: Any, record: LoadRecord, curves: Mapping[str, Sequence[float]], 
         axes.plot(steps, points, color=color, linewidth=1.4, marker=marker, markersize=3, label=label)
     axes.set(title=title, xlabel="step")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(loc="upper right", ncols=3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def _span(record: LoadRecord) -> str:

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .tables import Record
+from .tables import Record, profile
 from .training_tables import label
-from .wording import cleaned, seconds
+from .wording import cleaned, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAPTIONS = {
-    "time.png": "Step time of every arm, and where it goes",
+    "time.png": "Step time and peak memory of every arm, and where the time goes",
     "loss.png": "Loss of every arm, and its distance from off",
 }
 
@@ -77,10 +77,10 @@ def _time(record: Record) -> Figure | None:
     from matplotlib.ticker import EngFormatter
 
     arms = [arm for arm in record["arms"] if arm["summary"]]
-    profiled = [arm for arm in arms if arm["breakdown"]]
+    profiled = [arm for arm in arms if profile(arm)]
     if not arms:
         return None
-    panels = [(arms, _step_times)] + ([(profiled, _categories)] if profiled else [])
+    panels = [(arms, _step_times), (arms, _memory)] + ([(profiled, _categories)] if profiled else [])
     heights = [0.9 + 0.55 * len(shown) for shown, _ in panels]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.2 * bool(profiled)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
@@ -88,7 +88,7 @@ def _time(record: Record) -> Figure | None:
         panel.set_yticks(range(len(shown)), [label(arm["name"]) for arm in shown])
         panel.set_ylim(len(shown) - 0.45, -0.55)
         panel.grid(False, axis="y")
-        panel.xaxis.set_major_formatter(EngFormatter("s"))
+        panel.xaxis.set_major_formatter(EngFormatter("B" if paint is _memory else "s"))
         paint(panel, shown)
     return figure
 
@@ -105,6 +105,14 @@ def _step_times(axes: Any, arms: Sequence[Record]) -> None:
         axes.vlines(summary["step_seconds"], place - 0.4, place + 0.4, color=_TEXT, linewidth=2)
         _write_at_the_right(axes, place, seconds(summary["step_seconds"]))
     axes.set_title("Step time (dots: steps, a lane per run; bar: 10 % to 90 %; tick: median)")
+
+
+def _memory(axes: Any, arms: Sequence[Record]) -> None:
+    for place, arm in enumerate(arms):
+        peak = arm["summary"]["peak_memory_bytes"]
+        axes.barh(place, peak, height=0.72, color=_color(arm["name"], arms), alpha=0.6)
+        _write_at_the_right(axes, place, size(peak))
+    axes.set_title("Peak memory of a process")
 
 
 def _categories(axes: Any, arms: Sequence[Record]) -> None:

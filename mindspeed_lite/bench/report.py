@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
+
+from mindspeed_lite import text_layout
+from mindspeed_lite.text_layout import painted, wrapped
 
 from . import operator_tables, training_tables
 from .tables import Record, View, tone
@@ -47,36 +49,23 @@ def _escaped(value: Any) -> Any:
 
 
 def text(record: Record, columns: int, color: bool) -> str:
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    stream, shown = io.StringIO(), view(record)
-    console = Console(
-        file=stream, width=columns, color_system="standard" if color else None, force_terminal=color,
-        force_jupyter=False, legacy_windows=False, no_color=not color, highlight=False, markup=False, emoji=False,
-        _environ={},
-    )  # fmt: skip
+    shown = view(record)
+    lines: list[str] = []
 
     def show(content: str, style: str = "", indent: int = 0) -> None:
-        console.print(Padding(Text(content, style, overflow="fold"), (0, 0, 0, indent)))
+        lines.extend(painted(line, style, color) for line in wrapped(content, columns, indent))
 
     show(shown.title, "bold")
     show(shown.headline, f"bold {_STYLES.get(shown.tone, '')}")
     for table in (*shown.summary, *shown.details):
         if table.title:
             show(f"\n{table.title}", "bold")
-        grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.headers), header_style="dim")
-        for header, is_figure in zip(table.headers, table.figures, strict=True):
-            grid.add_column(header, justify="right" if is_figure else "left", overflow="fold")
-        for row in table.rows:
-            grid.add_row(*(Text(cell, _STYLES.get(tone(cell), "")) for cell in row))
-        console.print(Padding(grid, (0, 0, 0, 2)))
+        style = (lambda cell: _STYLES.get(tone(cell), "")) if color else None
+        lines += [f"  {line}".rstrip() for line in text_layout.table(table.headers, table.rows, columns - 2, style)]
         if table.note:
             show(table.note, "dim", 2)
-    for title, lines in shown.blocks:
+    for title, block in shown.blocks:
         show(f"\n{title}", "bold")
-        for line in lines[-_LOG_LINES:]:
+        for line in block[-_LOG_LINES:]:
             show(line, indent=2)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    return "\n".join(lines) + "\n"

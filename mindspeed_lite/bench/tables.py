@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .wording import UNKNOWN, rate
+from mindspeed_lite.text_layout import is_figure
+
+from .wording import rate
 
 Record = Mapping[str, Any]
 
+# How many times as long as a step without it a profiled step may take.
+DISTURBED = 2.0
 SEVERITIES = ("failure", "warning", "note")
 
 # Last word of a cell -> colour.
@@ -32,7 +36,7 @@ class Table:
 
     @property
     def figures(self) -> list[bool]:
-        return [all(map(_is_figure, column)) for column in zip(*self.rows, strict=True)]
+        return [all(map(is_figure, column)) for column in zip(*self.rows, strict=True)]
 
 
 class View(NamedTuple):
@@ -46,13 +50,16 @@ class View(NamedTuple):
     blocks: Sequence[tuple[str, Sequence[str]]]
 
 
+def profile(arm: Record) -> Record | None:
+    """The breakdown of an arm, unless something disturbed the profiled step."""
+    found, summary = arm["breakdown"], arm["summary"]
+    is_disturbed = found and summary and found["wall_seconds"] > DISTURBED * summary["step_seconds"]
+    return None if is_disturbed else found
+
+
 def tone(cell: str) -> str:
     """`good`, `bad`, `warn` or empty, by the cell's last word."""
     return _TONES.get(cell.rpartition(" ")[2], "")
-
-
-def _is_figure(cell: str) -> bool:
-    return cell == UNKNOWN or (cell[:1].isdigit() and ", " not in cell)
 
 
 def findings(record: Record) -> Table:

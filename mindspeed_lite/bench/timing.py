@@ -108,6 +108,14 @@ def time_interleaved(
     return {name: Timing.of(samples[name]) for name in calls}, errors
 
 
+def time_one(run: Call, effort: Effort, device: str = "cpu") -> Timing:
+    """Timing of one function; raises RuntimeError if it fails."""
+    timed, errors = time_interleaved({"": run}, effort, device)
+    if errors:
+        raise RuntimeError(errors[""])
+    return timed[""]
+
+
 def format_error(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:400].rstrip(": ")

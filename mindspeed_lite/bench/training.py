@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -89,6 +88,7 @@ class Benchmark:
         trace = self.job.folder / "trace" / arm.name if is_last and self.trace else None
         of = f" of {self._planned}" if self._planned else ""
         what = f"run {len(self.outcomes) + 1}{of}: {arm.name}, repeat {repeat}"
+        self.show(what, 0)
         outcome = harness.run(
             self.job, arm, repeat, profile=is_last and self.profile, trace=trace,
             progress=lambda steps: self.show(what, steps),
@@ -134,15 +134,3 @@ class Benchmark:
         except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
             return None
         return found
-
-
-def check_features(names: Sequence[str]) -> None:
-    """Raise BenchError for an unknown feature; the text names the closest one."""
-    from mindspeed_lite import runtime
-
-    known = [feature.name for feature in runtime.catalogue()]
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise BenchError(f"there is no feature {name!r}; {hint} (see mindspeed-lite features)")

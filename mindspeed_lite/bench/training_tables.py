@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .statistics import TOO_FEW
-from .tables import Record, Table, View, conditions, findings
+from .tables import DISTURBED, Record, Table, View, conditions, findings, profile
 from .wording import UNKNOWN, difference, interval, judged, percent, rate, seconds, size, tokens
 
 _HEADLINES = {
@@ -80,18 +80,11 @@ def _compared(record: Record) -> Table:
 def _losses(record: Record) -> Table:
     found = [(label(each["arm"]), each["loss"]) for each in record["comparisons"] if each["loss"]]
     rows = [
-        (
-            arm, loss["class"], difference(loss["largest_difference"]), str(loss["step"]),
-            interval(loss["times_rounding_baseline"]), difference(loss["grad_norm_difference"]), loss["verdict"],
-        )
+        (arm, loss["class"], difference(loss["grad_norm_difference"]), f"{loss['verdict']}: {loss['reason']}")
         for arm, loss in found
-    ]  # fmt: skip
-    kinds = {loss["rounding_baseline"]["kind"] for _, loss in found if loss["rounding_baseline"]}
-    note = "Largest difference of a loss from off; largest relative difference of a gradient norm."
-    if kinds:
-        note += f" Of the baseline: root mean square, over that of off from {' or '.join(sorted(kinds))}."
-    headers = ("arm", "promised", "largest difference", "iteration", "of the baseline", "gradient norm", "loss")
-    return Table("Loss", headers, rows, note)
+    ]
+    note = "Gradient norm: the largest relative difference from off."
+    return Table("Loss", ("arm", "promised", "gradient norm", "loss"), rows, note)
 
 
 def _not_applied(record: Record) -> Table:
@@ -127,7 +120,8 @@ def _ends(runs: Sequence[Record]) -> str:
 
 
 def _breakdown(record: Record) -> Table:
-    arms = [arm for arm in record["arms"] if arm["breakdown"]]
+    arms = [arm for arm in record["arms"] if profile(arm)]
+    disturbed = [label(arm["name"]) for arm in record["arms"] if arm["breakdown"] and not profile(arm)]
     found = [arm["breakdown"] for arm in arms]
     times = [{**each["categories"], "hidden communication": each["communication"]["hidden_seconds"]} for each in found]
     names = [name for name in dict.fromkeys(name for each in times for name in each) if any(t.get(name) for t in times)]
@@ -142,4 +136,6 @@ def _breakdown(record: Record) -> Table:
         "One profiled step, mean of the processes. The profiler slows down arms of many small operators most: compare "
         "shares here, and speeds by the steps without it. Hidden communication overlaps with compute."
     )
+    if disturbed:
+        note += f" Not shown: {', '.join(disturbed)}; the profiled step took over {DISTURBED:g} times as long."
     return Table("Where the time goes", ("category", *(label(arm["name"]) for arm in arms)), rows, note)

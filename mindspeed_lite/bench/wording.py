@@ -13,14 +13,13 @@ UNKNOWN = "-"
 
 # Escape sequences, and control characters except tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_NOT_FINITE = ("nan", "inf", "-inf")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 
 def cleaned(value: Any) -> Any:
     if isinstance(value, str):
-        return float(value) if value in _NOT_FINITE else _CONTROL.sub("", value)
+        return _CONTROL.sub("", value)
     if isinstance(value, Mapping):
         return {_CONTROL.sub("", key): cleaned(each) for key, each in value.items()}
     return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value

@@ -21,7 +21,7 @@ COMMANDS = {
     "run": "run a training script with mindspeed_lite, without changing a line of it",
     "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
     "bench": "a training command with features off and on: speed, memory, loss, where the time goes",
-    "bench-ops": "time every operator against plain PyTorch and installed peers",
+    "bench-ops": "time every operator against plain PyTorch",
     "dryrun": "any rank of a training command on this machine without a device: memory, messages, whether they match",
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "plan": "the fastest layouts of a training command over so many devices, by prediction",
@@ -37,15 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (given[0], given[1:]) if given else ("", [])
     if command in ("", "-h", "--help"):
-        width = max(map(len, COMMANDS)) + 2
-        listed = "\n".join(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items())
-        print(
-            f"usage: {PROGRAM} COMMAND ...\n\n"
-            "A non-invasive accelerator for Megatron-LM: one import line, features by flag.\n\n"
-            f"commands:\n{listed}\n\n"
-            "options:\n  --version   print the version\n"
-            "  -h, --help  print this; `COMMAND --help` explains one command"
-        )
+        _show_commands()
         return 0 if command else 2
     if command == "--version":
         print(f"{PROGRAM} {__version__}")
@@ -86,3 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if text is None or error_exit.wants_traceback():
             raise
         return terminal.fail(program, text)
+
+
+def _show_commands() -> None:
+    from . import terminal
+
+    options = {"--version": "print the version", "-h, --help": "print this; COMMAND --help explains one command"}
+    terminal.say(f"usage: {PROGRAM} COMMAND ...\n")
+    terminal.say("A non-invasive accelerator for Megatron-LM: one import line, features by flag.\n\ncommands:")
+    terminal.table(("", ""), COMMANDS.items())
+    terminal.say("\noptions:")
+    terminal.table(("", ""), options.items())

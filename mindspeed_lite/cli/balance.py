@@ -8,7 +8,7 @@ has the attention cost of the slowest data-parallel rank: in the order that sequ
 --balance-sequence-lengths.
 
 examples:
-  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot load.png --plot-policies policies.png
+  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot load.png
   mindspeed-lite balance corpus_text_document.idx --seq-length 8192 --ranks 8 --global-batch-size 128
 
 exit code: 0; 2 for bad input.
@@ -63,8 +63,8 @@ def add_options(parser: Parser) -> None:
            bounded(float, 0), 0.0)  # fmt: skip
     option(loads, "--interval N", "steps between two placements", positive, 50)
     option(loads, "--experts-share X", "share of an even step that experts take", bounded(float, 0, 1, above=True), 0.5)
-    option(loads, "--plot FILE", "draw the load of experts by layer and over time, as PNG", output_file)
-    option(loads, "--plot-policies FILE", "draw the fullest rank over time under each policy, as PNG", output_file)
+    option(loads, "--plot FILE", "draw the load of experts by layer and over time, and the policies, as PNG",
+           output_file)  # fmt: skip
     option(lengths, "--seq-length N", "tokens of a sequence", positive, 8192)
     option(lengths, "--global-batch-size N", "sequences of a step", positive, 48)
     option(lengths, "--micro-batch-size N", "sequences of a micro-batch", positive, 1)
@@ -121,12 +121,11 @@ def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
         return each.name, f"{each.imbalance:.3f}", f"{step:.3f}", f"{copied:.1f}", stayed, f"{moved:.1f}"
 
     _explained(_POLICY_COLUMNS, [row(each) for each in outcomes])
-    for flag, file in (("--plot", options.plot), ("--plot-policies", options.plot_policies)):
-        if file:
-            with writing(flag, file):
-                from mindspeed_lite.bench import plot_load
+    if options.plot:
+        with writing("--plot", options.plot):
+            from mindspeed_lite.bench import plot_load
 
-                plot_load.draw(loads, file) if flag == "--plot" else plot_load.draw_policies(loads, outcomes, file)
+            plot_load.draw(loads, outcomes, options.plot)
     return {
         **asdict(header), "first_step": steps[0], "last_step": steps[-1], "steps": len(steps),
         "balance": [asdict(each) for each in balance], "ranks": ranks, "options": policy,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from mindspeed_lite import error_exit
 
 from . import terminal
-from .terminal import CommandError, Parser, bounded, option
+from .terminal import CommandError, Parser, bounded, option, suggestion
 
 if TYPE_CHECKING:
     from mindspeed_lite.bench.training import Benchmark
@@ -80,11 +80,16 @@ def main(options: argparse.Namespace) -> int:
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise CommandError(f"{package} is not installed: pip install 'mindspeed-lite[bench]'")
-    from mindspeed_lite.bench import harness, output, training
+    with terminal.progress("importing torch"):
+        from mindspeed_lite import runtime
+        from mindspeed_lite.bench import harness, output, training
 
+        known = [feature.name for feature in runtime.catalogue()]
+    for name in (*options.features, *options.beside):
+        if name not in known:
+            raise CommandError(f"there is no feature {name!r}; {suggestion(name, known)} (see mindspeed-lite features)")
     folder = Path(options.out or time.strftime("mindspeed-lite-bench-%Y%m%d-%H%M%S")).absolute()
     is_new = not folder.exists()
-    training.check_features([*options.features, *options.beside])
     output.check_writable(folder)
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     job = harness.Job(
@@ -110,7 +115,7 @@ def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
     ended: training.BenchError | None = None
     code = 0
     job = benchmark.job
-    with terminal.progress(is_logged=True) as show:
+    with terminal.progress("starting") as show:
         benchmark.show = lambda what, step: show(step, job.warmup + job.steps, what)
         try:
             benchmark.run()

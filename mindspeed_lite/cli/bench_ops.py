@@ -1,6 +1,4 @@
-"""Time every operator against plain PyTorch, torch.compile and, on a GPU where it is installed, Liger-Kernel;
-forward and forward+backward.
-"""
+"""Time every operator against plain PyTorch and torch.compile; forward and forward+backward."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.ops.discovery import OPERATORS, cases
 
 from . import terminal
@@ -23,30 +20,25 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def add_options(parser: Parser) -> None:
-    parser.epilog = _shapes()
     names = f"an operator ({', '.join(OPERATORS)}); repeatable; default: all"
     option(parser, "--op NAME", names, action="append")
     option(parser, "--shapes SHAPE", "cases in place of the default ones, with one --op", nargs="+", action="extend")
+    option(parser, "--list", "print the operators and the form of their shapes")
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="default: the one a training run would take")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     option(parser, "--out DIR", "write report.json, report.md and report.html there")
-    option(parser, "--compare FILE", "an earlier report.json; a regression is exit code 1")
     option(parser, "--quick", "a small case of each, few rounds, no torch.compile")
     option(parser, "--json", "print the report as JSON")
 
 
-def _shapes() -> str:
-    width = max(map(len, OPERATORS))
-    rows = ((name, cases(name)) for name in OPERATORS)
-    return "shapes:\n" + "".join(
-        f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.cpu[0]}\n"
-        for name, declared in rows
-    )
-
-
 def main(options: argparse.Namespace) -> int:
-    """Exit code 1 after a regression or failed operator, 2 for bad input, 130 after Ctrl-C."""
+    """Exit code 1 after a failed operator, 2 for bad input, 130 after Ctrl-C."""
     names = options.op or list(OPERATORS)
+    if options.list:
+        with terminal.progress("importing torch"):
+            rows = [(name, cases(name).syntax, str(cases(name).cpu[0])) for name in OPERATORS]
+        terminal.table(("operator", "shape", "for example"), rows)
+        return 0
     for name in names:
         if name not in OPERATORS:
             raise CommandError(f"--op: there is no operator {name!r}; {suggestion(name, OPERATORS)}")
@@ -54,7 +46,8 @@ def main(options: argparse.Namespace) -> int:
         raise CommandError("--shapes belongs to one operator: give it with one --op")
     if options.out is not None and importlib.util.find_spec("jinja2") is None:
         raise CommandError("the report needs jinja2: pip install 'mindspeed-lite[bench]'")
-    report = _measure(options, names)
+    with terminal.progress("importing torch") as tell:
+        report = _measure(options, names, tell)
     from mindspeed_lite.bench import output
     from mindspeed_lite.bench import report as pages
 
@@ -74,10 +67,10 @@ def main(options: argparse.Namespace) -> int:
     return 1 if any(finding["severity"] == "failure" for finding in report["findings"]) else 0
 
 
-def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, names: Sequence[str], tell: terminal.Progress) -> dict[str, Any]:
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, output, timing
-    from mindspeed_lite.bench.operators import earlier, run
+    from mindspeed_lite.bench.operators import run
     from mindspeed_lite.platform import allocator
 
     try:
@@ -87,20 +80,17 @@ def _measure(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     dtype = ceiling.DTYPES[options.dtype]
     problems = _problems(options, names, device.name, dtype)
     try:
-        before = None if options.compare is None else earlier.load(options.compare)
         if options.out is not None:
             output.check_writable(options.out)
         keep = allocator.wanted() == allocator.KEEP
-    except JsonFileError as error:
-        raise CommandError(f"--compare: {error}; give a report.json that this version of bench-ops wrote") from error
     except ValueError as error:
         raise CommandError(error) from error
     if keep and device.name == "cpu":
         allocator.keep_freed_memory()
     effort = timing.QUICK if options.quick else timing.Effort()
     command = ["mindspeed-lite", "bench-ops", *options.given]
-    with ceiling.products_of_training(device.name), terminal.progress() as tell:
-        return run.run(problems, device, dtype, effort, quick=options.quick, command=command, before=before, tell=tell)
+    with ceiling.products_of_training(device.name):
+        return run.run(problems, device, dtype, effort, quick=options.quick, command=command, tell=tell)
 
 
 def _problems(options: argparse.Namespace, names: Sequence[str], device: str, dtype: Any) -> list[Problem]:

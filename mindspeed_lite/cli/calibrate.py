@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mindspeed_lite.platform import cache
 
-from .terminal import CommandError, Parser, bounded, option, output_file, writing
+from . import terminal
+from .terminal import CommandError, Parser, bounded, option, output_file, say, writing
 
 
 def default_file() -> Path | None:
@@ -34,14 +35,15 @@ def main(options: argparse.Namespace) -> int:
     file = Path(options.out) if options.out else default_file()
     if file is None:
         raise CommandError("there is no folder for the file: name one with --out FILE")
-    from mindspeed_lite.bench import calibration
+    with terminal.progress("importing torch") as tell:
+        from mindspeed_lite.bench import calibration
 
-    try:
-        found = calibration.measure(options.processes, options.seconds)
-    except calibration.CalibrationError as error:
-        raise CommandError(error, 1) from error
+        try:
+            found = calibration.measure(options.processes, options.seconds, tell)
+        except calibration.CalibrationError as error:
+            raise CommandError(error, 1) from error
     with writing("--out", str(file)):
         file.write_text(json.dumps(found, indent=1) + "\n")
     samples = sum(len(each) for each in found["operators"].values()) + len(found["collectives"])
-    print(f"{samples} times on {found['device']}, {options.processes} processes, in {found['seconds']} s: {file}")
+    say(f"{samples} times on {found['device']}, {options.processes} processes, in {found['seconds']} s: {file}")
     return 0

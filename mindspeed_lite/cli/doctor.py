@@ -1,5 +1,10 @@
 """What is there, what is missing and how to get it; with a self-test, whether the device computes
-what it should.
+what it should. With COMMAND, for the Python, folder, PYTHONPATH and script that it starts; nothing
+is trained.
+
+examples:
+  mindspeed-lite doctor
+  mindspeed-lite doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
 exit codes: 0 training can start (self-test: every check passed), 1 it cannot (one failed),
 2 bad options or no such device.
@@ -12,13 +17,15 @@ import json
 from pathlib import Path
 
 from . import npu_probe, terminal
-from .doctor_checks import Machine, examine, one_line
+from .doctor_checks import Machine, examine, examine_command, one_line
 from .terminal import CommandError, Parser, option, say, table
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red", "fallback": "yellow", "failed": "red"}
 
 
 def add_options(parser: Parser) -> None:
+    parser.reads_command, parser.needs_command = True, False
+    parser.usage = "%(prog)s [options] [-- COMMAND ...]"
     option(parser, "--json", "print one JSON document")
     tests = parser.add_mutually_exclusive_group()
     option(tests, "--selftest", "run every operator on the device that training would take, against float64 and plain "
@@ -33,10 +40,13 @@ def add_options(parser: Parser) -> None:
 def main(options: argparse.Namespace) -> int:
     machine = Machine(options.timeout)
     if options.selftest or options.npu_selftest:
+        if options.command:
+            raise CommandError("a self-test takes no command")
         return _selftest(options, machine)
     if options.quick or options.out is not None:
         raise CommandError(f"{'--quick' if options.quick else '--out'} belongs to --selftest or --npu-selftest")
-    rows = examine(machine)
+    with terminal.progress("starting") as tell:
+        rows = examine_command(options.command, options.timeout) if options.command else examine(machine, tell)
     problems = sum(row.status == "problem" for row in rows)
     if options.json:
         document = {"schema_version": 1, "ready": not problems, "rows": [row._asdict() for row in rows]}
@@ -50,9 +60,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace, machine: Machine) -> int:
-    if not machine.has_torch:
-        raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
-    device, error = machine.chosen
+    with terminal.progress("importing torch"):
+        if not machine.has_torch:
+            raise CommandError(f"a self-test needs torch: {one_line(machine.torch)}")
+        device, error = machine.chosen
     if options.npu_selftest:
         device = "npu"
         if machine.npu.trouble is not None:
@@ -62,7 +73,7 @@ def _selftest(options: argparse.Namespace, machine: Machine) -> int:
     from mindspeed_lite.bench import output, selftest
 
     facts = machine.npu.facts if device == "npu" else {}
-    with terminal.progress() as tell:
+    with terminal.progress("starting a process on the device") as tell:
         report = selftest.run(device, quick=options.quick, facts=facts, tell=tell)
     if options.out is not None:
         with terminal.writing("--out", options.out):

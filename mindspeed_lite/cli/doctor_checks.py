@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,13 @@ from mindspeed_lite.platform.npu_trouble import series
 
 from . import npu_probe
 from .features import compared
+from .script_imports import missing_packages
 
 _TORCH = (2, 6)
 _VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-OWN_PACKAGES = {name: name for name in ("wrapt", "packaging", "rich")}
-TRAINING_PACKAGES = {name: name for name in ("einops", "numpy", "pydantic", "regex", "six")} | {"yaml": "pyyaml"}
+OWN_PACKAGES = ("numpy", "wrapt", "packaging", "rich")
+_DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 
 Findings = Iterator[tuple[str, ...]]
 
@@ -56,10 +57,14 @@ class Megatron(NamedTuple):
 
 
 class Machine:
-    """What checks ask for, found once."""
+    """What checks ask for, found once.
 
-    def __init__(self, npu_seconds: float = npu_probe.SECONDS) -> None:
+    script: the training script, whose folder is in `sys.path`.
+    """
+
+    def __init__(self, npu_seconds: float = npu_probe.SECONDS, script: str = "") -> None:
         self._npu_seconds = npu_seconds
+        self.script = Path(script) if script else None
 
     @functools.cached_property
     def torch(self) -> Any:
@@ -117,12 +122,14 @@ class Machine:
         )
         if core is None or not (core / "package_info.py").is_file():
             return None
-        return Megatron(str(runpy.run_path(str(core / "package_info.py"))["__version__"]), core, training)
+        version = str(runpy.run_path(str(core / "package_info.py"))["__version__"])
+        return Megatron(version.partition("+")[0], core, training)
 
 
-def examine(machine: Machine) -> list[Row]:
+def examine(machine: Machine, tell: Callable[[int, int, str], None] = lambda done, total, what: None) -> list[Row]:
     rows: list[Row] = []
-    for name, check in CHECKS.items():
+    for number, (name, check) in enumerate(CHECKS.items()):
+        tell(number, len(CHECKS), name)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -135,6 +142,44 @@ def examine(machine: Machine) -> list[Row]:
             else:
                 rows.append(Row(name, "problem", f"cannot be examined: {one_line(error)}", "report this with the text"))
     return rows
+
+
+_IN_ITS_PYTHON = """
+import json, sys
+seconds, script, is_run = json.loads(sys.argv[1])
+path = [each for each in sys.path if each]
+sys.path = sys.path if is_run else path
+from mindspeed_lite.cli.doctor_checks import Machine, examine
+sys.path = path
+print(json.dumps(examine(Machine(seconds, script))))
+"""
+
+
+def examine_command(command: Sequence[str], npu_seconds: float) -> list[Row]:
+    """Findings about the Python, path, folder and script that a training command starts. Raises LaunchError."""
+    from mindspeed_lite.dryrun import launch
+
+    found = launch.find(command)
+    script = "" if found.words[0] == "-m" else os.path.realpath(os.path.join(found.folder, found.words[0]))
+    if script and not os.path.isfile(script):
+        raise launch.LaunchError(f"there is no script {found.words[0]} in {found.folder}")
+    path = [os.path.dirname(script) or found.folder, *filter(None, [found.environment.get("PYTHONPATH")])]
+    given = json.dumps([npu_seconds, script, found.is_run])
+    ran = subprocess.run(
+        [found.interpreter, "-c", _IN_ITS_PYTHON, given], cwd=found.folder, capture_output=True, text=True,
+        env={**found.environment, "PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
+    ranks = f"{found.world_size} rank{'s' * (found.world_size > 1)}"
+    rows = [Row("command", "ok", f"{found.interpreter} runs {script or found.words[1]} in {found.folder}, {ranks}")]
+    if script and not found.is_run and "mindspeed_lite" not in Path(script).read_text("utf-8", "replace"):
+        text = f"{os.path.basename(script)} does not import mindspeed_lite"
+        fix = "put `import mindspeed_lite.megatron_adaptor` at its top, or start it by `-m mindspeed_lite run`"
+        rows.append(Row("command", "note", text, fix))
+    if ran.returncode == 0:
+        return rows + [Row(*row) for row in json.loads(ran.stdout.splitlines()[-1])]
+    last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+    fix = f"install mindspeed-lite for it: {found.interpreter} -m pip install ..., or put it on PYTHONPATH"
+    return [*rows, Row("command", "problem", f"this Python cannot be examined: {last}", fix)]
 
 
 def one_line(error: BaseException) -> str:
@@ -173,12 +218,25 @@ def _torch(machine: Machine) -> Findings:
         yield "ok", text
 
 
-def _packages(names: Mapping[str, str]) -> Findings:
-    missing = [package for module, package in names.items() if not is_there(module)]
+def _own_packages(machine: Machine) -> Findings:
+    missing = [name for name in OWN_PACKAGES if not is_there(name)]
     if missing:
         yield "problem", f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}"
     else:
-        yield "ok", ", ".join(names.values())
+        yield "ok", ", ".join(OWN_PACKAGES)
+
+
+def _script_packages(machine: Machine) -> Findings:
+    if machine.script is None and (machine.megatron is None or machine.megatron.training is None):
+        return
+    missing = missing_packages(machine.script)
+    names = [_DISTRIBUTIONS.get(name, name) for name in missing]
+    where = machine.script.name if machine.script is not None else "megatron.training"
+    if missing:
+        places = ", ".join(f"{name} (by {file})" for name, file in missing.items())
+        yield "problem", f"{where} imports what is not installed: {places}", f"pip install {' '.join(names)}"
+    else:
+        yield "ok", f"everything that {where} imports at its start is there"
 
 
 def _megatron(machine: Machine) -> Findings:
@@ -192,6 +250,8 @@ def _megatron(machine: Machine) -> Findings:
     releases = sorted(known, key=lambda each: tuple(int(part) for part in re.findall(r"\d+", each)))
     lowest = ".".join(map(str, series(releases[0])))
     text = f"{version} at {core}; verified releases: {', '.join(releases)}"
+    if machine.script is None:
+        text += "; a script in a Megatron-LM checkout runs its own: `mindspeed-lite doctor -- COMMAND` judges that one"
     if series(version) < series(lowest):
         yield "problem", f"{text}: older than supported", f"pip install 'megatron-core>={lowest}', or check it out"
     elif version in releases:
@@ -256,9 +316,10 @@ def _megatron_arguments(machine: Machine) -> Findings:
     from mindspeed_lite.patches._shared import megatron_arguments
 
     missing = {each.flag: each.needs for each in megatron_arguments.DEFAULTS if each.is_missing(machine.device)}
-    for flag, needs in missing.items():
-        yield "note", f"{flag} will be set: the default needs {needs}"
-    if not missing:
+    if missing:
+        flags = ", ".join(f"{flag} (for {needs})" for flag, needs in missing.items())
+        yield "note", f"flags will be set in place of Megatron's defaults, which need what is missing: {flags}"
+    else:
         yield "ok", "everything that Megatron's defaults ask for is there"
 
 
@@ -361,24 +422,25 @@ def _features(machine: Machine) -> Findings:
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Context, Settings
     from mindspeed_lite.ops import dispatch
+    from mindspeed_lite.ops.discovery import OPERATORS
 
     device, megatron, catalogue = machine.device, machine.megatron, runtime.catalogue()
     versions = {"megatron-core": megatron.version if megatron is not None else "not found"}
     context = Context(Settings.of((*runtime.GENERAL, *catalogue.options()), {}), device, versions)
-    applying, refused = [], {}
+    refused = {}
     for feature in catalogue:
         reasons = list(feature.condition(context)) if feature.condition is not None else []
         if megatron is not None:
             reasons += feature.patches_for(megatron.version)[1]
             targets = compared(feature, megatron.version, megatron.core.parent.parent)
             reasons += [f"{target} {objection}" for target, (_, objection) in targets.items() if objection]
-        by = ", ".join(f"{name}:{dispatch.selected(name, device).backend}" for name in feature.operators)
         if reasons:
             refused[feature.name] = reasons
-        else:
-            applying.append(feature.name + (f" ({by})" if by else ""))
-    text = f"{len(applying)} of {len(catalogue)} would apply on {device}, as far as known without a model's arguments"
-    yield "ok", f"{text}: {', '.join(applying)}" if applying else text
+    text = (
+        f"{len(catalogue) - len(refused)} of {len(catalogue)} would apply on {device}, as far as known without a model"
+    )
+    others = [name for name in OPERATORS if dispatch.selected(name, device).backend != device]
+    yield "ok", f"{text}; operators by {device}{', but not ' if others else ''}{', '.join(others)}"
     for name, reasons in refused.items():
         yield "note", f"{name} would not apply: {'; '.join(reasons)}"
 
@@ -386,7 +448,7 @@ def _features(machine: Machine) -> Findings:
 CHECKS: dict[str, Callable[[Machine], Findings]] = {
     "python": _python,
     "torch": _torch,
-    "own packages": lambda machine: _packages(OWN_PACKAGES),
+    "own packages": _own_packages,
     "megatron-core": _megatron,
     "megatron.training": _training,
     "device": _device,
@@ -395,7 +457,7 @@ CHECKS: dict[str, Callable[[Machine], Findings]] = {
     "c++ compiler": _compiler,
     "dataset helper": _dataset_helper,
     "collectives": _collectives,
-    "script's packages": lambda machine: _packages(TRAINING_PACKAGES),
+    "script's packages": _script_packages,
     "allocator": _allocator,
     "environment": _environment,
     "features": _features,

@@ -3,32 +3,35 @@ this machine, without a device, without storage and without a network, for one s
 whether all ranks call the same collectives, so that the training does not hang. COMMAND may be torchrun, python, or a
 shell script that calls them: it is run with a torchrun and a python that only write down what they were to start.
 
-Rank 0 and one rank of each other pipeline stage are run; of up to 8 ranks, all. Data are mock data; pipelines run as
-few micro-batches as keep the most activations. Tokens are spread evenly over experts.
+Of up to 8 ranks all are run; of more, rank 0 and the other stages of its pipeline, but for stages that are like those
+before and after. Data are mock data; pipelines run as few micro-batches as keep the most activations. Tokens are spread
+evenly over experts.
 
 examples:
   mindspeed-lite dryrun -- torchrun --nnodes 32 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 ...
-  mindspeed-lite dryrun --memory 64 -- bash pretrain_llama3_70b.sh
+  mindspeed-lite dryrun --device h100 -- bash pretrain_llama3_70b.sh
 
-exit code: 0; 1 if a rank fails, collectives do not match, or --memory is exceeded; 2 for bad input; 130 after Ctrl-C.
+exit code: 0; 1 if a rank fails, collectives do not match or memory does not suffice; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.dryrun import launch, match, rank
+from mindspeed_lite.planner import devices
 
+from . import terminal, training_command
 from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json
+
+if TYPE_CHECKING:
+    from mindspeed_lite.dryrun import rank
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 # Places with the most activations that are shown.
@@ -38,40 +41,45 @@ _PLACES = 8
 def add_options(parser: Parser) -> None:
     parser.reads_command = True
     parser.usage = "%(prog)s [options] -- COMMAND ..."
-    option(parser, "--memory GB", "memory of a device: compare the ranks with it", bounded(float, 0, above=True))
-    option(parser, "--timeout S", "seconds for one rank", bounded(float, 0, above=True), 600.0)
-    option(parser, "--jobs N", "ranks that run at the same time", bounded(int, 1), min(4, os.cpu_count() or 1))
+    option(parser, "--device NAME", f"whose memory must suffice: {', '.join(devices.FIGURES)}, or a .json file")
+    option(parser, "--memory SIZE", "memory of a device, as 80GB (default: the device's)", training_command.memory_size)
+    option(parser, "--reserve SIZE", "of it for context, communicators, temporaries and fragments (default: a tenth)",
+           training_command.memory_size)  # fmt: skip
+    option(parser, "--vocabulary N", "tokens of the tokenizer, whose files are then not read", bounded(int, 2))
+    option(parser, "--timeout S", "seconds for all ranks", bounded(float, 0, above=True), 600.0)
     option(parser, "--json FILE", "write everything as JSON", output_file)
 
 
 def main(options: argparse.Namespace) -> int:
+    with terminal.progress("importing torch"):
+        from mindspeed_lite.dryrun import launch, match, rank
     try:
         found = launch.find(options.command)
-    except launch.LaunchError as error:
+        memory = options.memory or (devices.named(options.device)[1].memory if options.device else None)
+    except (launch.LaunchError, planner.ArgumentError) as error:
         raise CommandError(error) from None
-    print(f"running ranks of {found.world_size} without storage: {' '.join(found.words[:2])} ...", file=sys.stderr)
-    ranks = rank.run(found, options.timeout, options.jobs)
+    with terminal.progress(f"running ranks of {found.world_size}: {' '.join(found.words[:2])} ..."):
+        ranks = rank.run(found, options.timeout, options.vocabulary)
     if failed := next((each for each in ranks if each.error), None):
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
+    alike = [str(each.number) for each in ranks if each.is_alike]
+    ranks = [each for each in ranks if not each.is_alike]
     problems = match.problems({each.number: each.messages for each in ranks})
     _show_memory(ranks, found.world_size)
+    if alike:
+        say(f"stages of ranks {', '.join(alike)} are like those before and after and were not run")
     _show_messages(ranks[0])
     _show_features(ranks[0])
-    limit = options.memory * 1e9 if options.memory else None
-    most = max(ranks, key=_total)
-    if limit:
-        verdict = "fits" if _total(most) <= limit else "does not fit"
-        taken = f"rank {most.number} takes {size(_total(most))} of {size(limit)}"
-        say(f"\n{verdict}: {taken}, without context, communicators, temporary tensors and fragmentation")
+    fits = memory is None or _show_fit(ranks, memory, memory / 10 if options.reserve is None else options.reserve)
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
     report = {"world_size": found.world_size, "problems": problems, "ranks": [_as_json(each) for each in ranks]}
     write_json(options.json, report)
-    return 1 if problems or (limit and _total(most) > limit) else 0
+    return 0 if fits and not problems else 1
 
 
 def _as_json(one: rank.RankResult) -> dict[str, Any]:
-    return asdict(replace(one, flags={}))
+    return asdict(one)
 
 
 def _total(one: rank.RankResult) -> int:
@@ -98,7 +106,34 @@ def _show_memory(ranks: Sequence[rank.RankResult], world_size: int) -> None:
     table(("bytes", "number", "each", "saved in"), kept, f"activations of rank {fullest.number} at their peak")
 
 
+# What holds less, by category; what is on is not said again.
+_SMALLER = {
+    "weights": ("reuse_fp32_param",),
+    "gradients": ("grad_reduce_in_bf16",),
+    "optimizer": ("reuse_fp32_param", "quant_states", "virtual_optimizer", "swap_optimizer"),
+    "activations": ("use_flash_attn", "recompute_activation_function", "recompute_norm", "swap_attention",
+                    "use_fused_linear_cross_entropy", "adaptive_memory"),
+}  # fmt: skip
+
+
+def _show_fit(ranks: Sequence[rank.RankResult], memory: float, reserve: float) -> bool:
+    fullest = max(ranks, key=_total)
+    fits = _total(fullest) + reserve <= memory
+    taken = (
+        f"rank {fullest.number} takes {size(_total(fullest))} of {size(memory)}, {size(reserve)} of which is a reserve"
+    )
+    say(f"\n{'fits' if fits else 'does not fit'}: {taken}")
+    if not fits:
+        most = max(_CATEGORIES, key=lambda name: int(fullest.memory[name]))
+        on = {feature for feature, status, _ in fullest.features if status == "applied"}
+        flags = [f"--{name.replace('_', '-')}" for name in _SMALLER[most] if name not in on]
+        say(f"most are {most}: {', '.join(flags)}, or more ranks for a model, hold less")
+    return fits
+
+
 def _show_messages(one: rank.RankResult) -> None:
+    import torch
+
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
     elements: Counter[tuple[tuple[int, ...], str]] = Counter()
     for each in one.messages:
@@ -114,14 +149,6 @@ def _show_messages(one: rank.RankResult) -> None:
         table(("group", "ranks", "call", "calls", "bytes"), rows[:12], f"messages of rank {one.number}")
 
 
-_MISCOUNTED = {
-    "virtual_optimizer": "its states in host memory are counted as on the device",
-    "reuse_fp32_param": "with --use-distributed-optimizer a rank's optimizer states may be counted 13 % too high",
-}
-
-
 def _show_features(one: rank.RankResult) -> None:
     on = [feature for feature, status, _ in one.features if status == "applied" and not feature.startswith("device_")]
     say(f"\nfeatures on: {', '.join(on) if on else 'none'}")
-    for feature in sorted({*on} & {*_MISCOUNTED}):
-        say(f"{feature}: {_MISCOUNTED[feature]}")

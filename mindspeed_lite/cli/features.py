@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import terminal
 from .terminal import CommandError, Parser, say, table
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
 
         from .npu_probe import without_autoload
 
-        with without_autoload():  # declarations need no device
+        with terminal.progress("reading the declarations"), without_autoload():  # they need no device
             catalogue, known = runtime.catalogue(), runtime.fingerprints()
     except Exception as error:  # report why a feature's module does not load
         raise CommandError(f"{error}; `mindspeed-lite doctor` says what is missing", 1) from error

@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
 
-from . import training_command
+from . import terminal, training_command
 from .terminal import CommandError, Parser, bounded, option, say, table, write_json
 
 if TYPE_CHECKING:
-    from mindspeed_lite.bench.memory_run import Comparison, Run
+    from mindspeed_lite.bench.harness import Outcome, Process
+    from mindspeed_lite.bench.memory_run import Comparison
 
 
 def add_options(parser: Parser) -> None:
@@ -39,30 +40,24 @@ def add_options(parser: Parser) -> None:
     option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
            bounded(float, 1), 1.0)  # fmt: skip
     option(parser, "--explain", "show which tensors make up the activations")
-    option(parser, "--trace", "take the activations and parameters from layers that the installed Megatron builds, "
-           "without storage, in place of a list of what is known of them; COMMAND may be a shell script")  # fmt: skip
     option(parser, "--measure", "run two steps of COMMAND and show both")
     option(parser, "--timeout S", "seconds without a step after which a measured run has hung",
            bounded(float, 0, above=True), 600.0)  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.trace:
-        training, ranks = _traced(options)
-    else:
-        training = training_command.read(options, options.command).replace(expert_load=options.expert_imbalance)
-        if training.expert_load > 1 and not training.num_experts:
-            raise CommandError("--expert-imbalance: the command has no --num-experts: leave it out")
-        ranks = planner.ranks(training)
-    compared, run = [], None
+    training = training_command.read(options, options.command).replace(expert_load=options.expert_imbalance)
+    if training.expert_load > 1 and not training.num_experts:
+        raise CommandError("--expert-imbalance: the command has no --num-experts: leave it out")
+    ranks, compared, run = planner.ranks(training), [], None
     if options.measure:
         run = _measure(options.command, training.world_size, options.timeout)
-        training = training.replace(device=options.device or run.device)
+        training = training.replace(device=options.device or _environment(run)["device_type"])
         from mindspeed_lite.bench import memory_run
 
         ranks = planner.ranks(training)
         compared = memory_run.compare(ranks, run.processes)
-    changes = [] if options.trace else list(planner.changes(training))
+    changes = list(planner.changes(training))
     _show_prediction(training, ranks)
     if options.explain:
         rank = max(ranks, key=lambda each: each.total)
@@ -74,36 +69,27 @@ def main(options: argparse.Namespace) -> int:
     if changes:
         _show_changes(changes)
     if run is not None:
-        show_comparison(compared, run)
+        show_comparison(compared, run.processes)
     report = {
         "training": asdict(training),
         "stages": [_stage(rank) for rank in ranks],
         "features": [asdict(each) for each in changes],
-        "measured": None if run is None else [asdict(process) for process in run.processes],
+        "measured": None if run is None else [_counted(process) for process in run.processes],
         "compared": [asdict(each) | {"deviation": each.deviation, "is_off": each.is_off} for each in compared],
     }
     write_json(options.json, report)
     return 1 if any(each.is_off for each in compared) else 0
 
 
-def _traced(options: argparse.Namespace) -> tuple[planner.TrainingConfig, list[planner.Rank]]:
-    if options.measure or options.expert_imbalance > 1:
-        flag = "--measure" if options.measure else "--expert-imbalance"
-        raise CommandError(f"{flag} does not go with --trace: leave one out")
-    from mindspeed_lite.dryrun import launch, pieces
-    from mindspeed_lite.planner.choice import ModelPieces
-
-    try:
-        found = launch.find(options.command)
-    except launch.LaunchError as error:
-        raise CommandError(error) from None
-    training = training_command.read(options, found.words, found.world_size)
-    print("tracing a layer of each kind ...", file=sys.stderr)
-    with pieces.tracer(found, training.device) as trace:
-        return training, planner.ranks(training, ModelPieces(trace))
+def _environment(run: Outcome) -> dict[str, Any]:
+    return dict((run.run or {})["environment"])
 
 
-def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
+def _counted(process: Process) -> dict[str, Any]:
+    return {"rank": process.rank, "peak": process.peak, **process.memory}
+
+
+def _measure(command: Sequence[str], world_size: int, timeout: float) -> Outcome:
     if shutil.which(command[0]) is None:
         raise CommandError(f"there is no program {command[0]!r} to run")
     from mindspeed_lite.bench import memory_run
@@ -111,15 +97,17 @@ def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-lite-memory-"))
     print(f"two steps of the command are run and counted; log: {folder}", file=sys.stderr)
     try:
-        run = memory_run.run(command, folder, timeout)
+        with terminal.progress("two steps of the command") as tell:
+            run = memory_run.run(command, folder, timeout, lambda steps: tell(steps, 2, "steps of the command"))
     except memory_run.MeasureError as error:
         if error.log_tail:
             print("\n".join(["--- the end of the log", *error.log_tail, "---"]), file=sys.stderr)
         raise CommandError(error, 1) from error
     shutil.rmtree(folder, ignore_errors=True)
-    if run.world_size != world_size:
+    started = _environment(run)["world_size"]
+    if started != world_size:
         raise CommandError(
-            f"the command ran with {run.world_size} ranks and was predicted for {world_size}: leave out --world-size, "
+            f"the command ran with {started} ranks and was predicted for {world_size}: leave out --world-size, "
             "or start as many"
         )
     return run
@@ -177,7 +165,7 @@ def _signed(change: int) -> str:
     return f"{'+' if change > 0 else '-' if change else ''}{size(abs(change))}"
 
 
-def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
+def show_comparison(compared: Sequence[Comparison], processes: Sequence[Process]) -> None:
     worst: dict[tuple[int, str], Comparison] = {}
     for each in compared:
         known = worst.setdefault((each.stage, each.category), each)
@@ -192,13 +180,14 @@ def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
         )
         for each in worst.values()
     ]  # fmt: skip
-    title = f"predicted and measured, over {len(run.processes)} ranks the furthest apart"
+    title = f"predicted and measured, over {len(processes)} ranks the furthest apart"
     table(("stage", "category", "predicted", "measured", "deviation", "on rank"), rows, title)
     off = sum(each.is_off for each in compared)
     verdict = f"{off} of {len(compared)} categories over 1 MB are more than 5 % off" if off else "all within 5 %"
     say(f"\n{verdict}", "red" if off else "green")
-    peak = max(run.processes, key=lambda each: each.peak)
-    say(f"for information: {peak.peak_kind}, on rank {peak.rank}: {size(peak.peak)}")
+    peak = max(processes, key=lambda each: each.peak)
+    kind = (peak.run or {})["memory_kind"]
+    say(f"for information: {kind}, on rank {peak.rank}: {size(peak.peak)}")
 
 
 def _stage(rank: planner.Rank) -> dict[str, Any]:

@@ -8,10 +8,10 @@ SCRIPT is the script's; features are chosen there, by their flags:
   torchrun --nproc-per-node 8 -m mindspeed_lite run pretrain_gpt.py --use-flash-attn ...
 
 options:
-  -m MODULE          run a module instead of a file
-  --allocator keep   on the CPU, freed memory stays with the process (default): faster, more resident
-  --allocator system on the CPU, freed memory goes back to the kernel
-  -h, --help         print this; after SCRIPT it is the script's
+  -m MODULE           run a module instead of a file
+  --allocator keep    on the CPU, freed memory stays with the process (default): faster, more resident
+  --allocator system  on the CPU, freed memory goes back to the kernel
+  -h, --help          print this; after SCRIPT it is the script's
 
 environment:
   MINDSPEED_LITE_ALLOCATOR  keep or system, where --allocator is not given
@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator
 
+from . import terminal
 from .terminal import CommandError
 
 PROGRAM = "mindspeed-lite run"
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         allocator_choice, is_module = _options(rest)
         if is_module is None:
-            print(str(__doc__).rstrip())
+            print("\n".join(terminal.reflowed(str(__doc__), terminal.width())))
             return 0
         if not rest:
             raise CommandError(f"-m needs a module (see {PROGRAM} --help)" if is_module else "no script given")
@@ -76,6 +77,11 @@ def _show_traceback(error: Exception, name: str) -> int:
         trace = trace.tb_next
     if trace is None and isinstance(error, ImportError):
         error_exit.print_error(f"there is no module {name!r} to run: {error}", PROGRAM)
+        return error_exit.EXIT_CODE
+    missing = str(getattr(error, "name", None))
+    if isinstance(error, ImportError) and missing.partition(".")[0] in ("mindspeed", "mindspeed_llm"):
+        hint = "start Megatron-LM's own script, or see `mindspeed-lite migrate --help`"
+        error_exit.print_error(f"{name} imports {missing}, which is MindSpeed's: {hint}", PROGRAM)
         return error_exit.EXIT_CODE
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1

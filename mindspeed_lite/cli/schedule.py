@@ -39,7 +39,7 @@ def add_options(parser: Parser) -> None:
            "weight gradients; and of a message", _times)  # fmt: skip
     option(parser, "--overlap X", "time of an overlapped forward and backward as a share of the two; 1: no gain",
            bounded(float, 0, above=True), 1.0)  # fmt: skip
-    option(parser, "--memory GIB", "device memory of a rank", bounded(float, 0, above=True))
+    option(parser, "--memory SIZE", "device memory of a rank, as 80GB or 80GiB", training_command.memory_size)
     option(parser, "--trace PATH", "what a run recorded (a file, or --pipeline-schedule-trace's folder)")
     option(parser, "--png FILE", "write a picture of the orders", terminal.output_file)
     option(parser, "--steps", "with --json: every step and its time as well")
@@ -62,7 +62,8 @@ def _times(text: str) -> StepSeconds:
 def main(options: argparse.Namespace) -> int:
     flags = OrderFlags.read(options.command)
     training = training_command.read(options, flags.rest)
-    builder = OrderBuilder(training, flags, options.times, options.overlap, options.memory)
+    limit = options.memory
+    builder = OrderBuilder(training, flags, options.times, options.overlap, limit)
     found, refused = builder.compare(options.order)
     executed: Simulation | None = None
     if options.trace:
@@ -75,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
             found, refused = builder.compare(options.order)
     has_seconds = builder.seconds is not None
     _show_own(found[0], has_seconds)
-    _show_orders(found, refused, options.memory, has_seconds)
+    _show_orders(found, refused, limit, has_seconds)
     if executed is not None:
         _show_executed(executed)
     if options.json:
@@ -84,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
             "pipeline_ranks": training.pp,
             "microbatches": training.microbatches,
             "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
-            "memory_limit_gib": options.memory,
+            "memory_limit_bytes": limit,
             "fastest": fastest.name if fastest else None,
             "orders": [_as_json(each, options.steps) for each in found],
             "not_applicable": refused,
@@ -152,11 +153,21 @@ def _show_orders(
         say(f"{name} does not apply: {reason}")
     if any(each.name == "zb-auto" for each in found[1:]):
         say("Pass what `chunks live` says of zb-auto with --pipeline-schedule-max-live to run it within that.")
-    fastest, under = order_candidates.fastest(found), f" within {limit:g} GiB" if limit is not None else ""
+    fastest, under = (
+        order_candidates.fastest(found),
+        f" within {size(limit)}" if limit is not None else "",
+    )
     if fastest is None:
         say(f"\nno order fits{under}: the least is {size(min(each.peak_bytes for each in found))}")
     elif len(found) > 1:
-        say(f"\nfastest{under}: {fastest.name}", "green")
+        is_own = fastest is found[0]
+        say(f"\nfastest{under}: {fastest.name}{', the order of the command' if is_own else ''}", "green")
+        flags = order_candidates.flags(fastest)
+        if flags is None:
+            say(f"{fastest.name} is only simulated; leave it out of --order for the flags of the next")
+        elif not is_own:
+            say("flags to paste, in place of the command's own for its order:")
+            terminal.show_command(flags)
 
 
 def _show_executed(executed: Simulation) -> None:

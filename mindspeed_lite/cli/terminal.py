@@ -1,4 +1,4 @@
-"""Options, one-line errors and rich tables of all commands; piped, a table row is one line."""
+"""Options, one-line errors, tables and progress of all commands; piped, a table row is one line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import json
 import math
 import os
 import re
-import shutil
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from mindspeed_lite import text_layout
 
 T = TypeVar("T", int, float)
 
-# Columns if piped: enough for the longest row.
-PIPED_WIDTH = 10_000
+Progress = Callable[[int, int, str], None]
 
 
 class CommandError(Exception):
@@ -29,36 +27,67 @@ class CommandError(Exception):
         self.code = code
 
 
+class _Help(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(reflowed(text, width)) + "\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return text_layout.wrapped(" ".join(text.split()), width)
+
+    def _format_usage(self, *given: Any) -> str:
+        return "\n".join(text_layout.wrapped(super()._format_usage(*given).rstrip(), self._width)) + "\n\n"
+
+
+def reflowed(text: str, columns: int) -> list[str]:
+    """Lines of a docstring; paragraphs are joined, indented lines are commands or `name  meaning`."""
+    lines = []
+    for paragraph in re.sub(r"(?<=[^\n:])\n(?=\S)", " ", text.strip()).split("\n"):
+        label = re.match(r" +\S.*? {2,}(?=\S)", paragraph)
+        if label and len(paragraph) > columns:
+            first, *others = text_layout.wrapped(paragraph[label.end() :], columns, label.end())
+            lines += [label[0] + first.strip(), *others]
+        elif paragraph.startswith(" "):
+            lines += text_layout.command(paragraph, columns)
+        else:
+            lines += text_layout.wrapped(paragraph, columns)
+    return lines
+
+
 class Parser(argparse.ArgumentParser):
-    """Parser with one-line errors, verbatim texts, and no abbreviated flags.
+    """Parser with one-line errors and no abbreviated flags.
 
     Attributes:
         reads_command: a training command follows `--`; `options.command` has its words.
+        needs_command: it must.
         keeps_unknown: unknown words are in `options.unknown`; otherwise they are an error.
     """
 
     reads_command = False
+    needs_command = True
     keeps_unknown = False
 
     def __init__(self, program: str, text: str) -> None:
         description, *epilog = re.split(r"^(?=examples:|exit codes?:)", text, maxsplit=1, flags=re.MULTILINE)
         super().__init__(
-            program, None, description, "".join(epilog), formatter_class=argparse.RawDescriptionHelpFormatter,
+            program, None, description, "".join(epilog), formatter_class=_Help,
             allow_abbrev=False,
         )  # fmt: skip
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         place = arguments.index("--") if self.reads_command and "--" in arguments else len(arguments)
+        command = arguments[place + 1 :]
+        if self.reads_command and self.needs_command and not command and not {"-h", "--help"} & set(arguments):
+            required = [f"{each.option_strings[0]} {each.metavar}" for each in self._actions if each.required]
+            example = " ".join([self.prog, *required, "-- torchrun ... pretrain_gpt.py ..."])
+            self.error(f"no command to read; write it after `--`: {example}")
         options, unknown = self.parse_known_args(arguments[:place])
         if unknown and not self.keeps_unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        options.unknown, options.given, options.command = unknown, arguments, arguments[place + 1 :]
-        if self.reads_command and not options.command:
-            self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
+        options.unknown, options.given, options.command = unknown, arguments, command
         return options
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        raise CommandError(f"{message} (see {self.prog} --help)")
 
 
 def option(
@@ -132,75 +161,53 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def fail(program: str, message: object, code: int = 2) -> int:
-    print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    text = f"{program}: error: {' '.join(str(message).split())}"
+    print("\n".join(text_layout.wrapped(text, text_layout.columns(sys.stderr))), file=sys.stderr)
     return code
 
 
 def width() -> int:
-    return max(60, min(200, shutil.get_terminal_size((100, 24)).columns))
+    return text_layout.columns(sys.stdout, 100)
 
 
 def has_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-def console() -> Console:
-    from rich.console import Console
-
-    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=PIPED_WIDTH if is_piped else None, highlight=False, markup=False, emoji=False)
+def say(text: str = "", style: str = "") -> None:
+    for line in text_layout.wrapped(text, text_layout.columns(sys.stdout)):
+        print(text_layout.painted(line, style, has_color()))
 
 
-def say(text: str = "", style: str | None = None) -> None:
-    console().print(text, style=style)
+def show_command(words: Sequence[str]) -> None:
+    """Print flags or a command to paste, indented."""
+    print("\n".join(text_layout.command(f"  {shlex.join(words)}", text_layout.columns(sys.stdout))))
 
 
 @contextlib.contextmanager
-def progress(is_logged: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Show (done, total, current) on stderr, seldom enough for measurements.
-
-    is_logged: without a terminal, print a line for each new `current`; otherwise nothing.
-    """
+def progress(what: str) -> Iterator[Progress]:
+    """Show (done, total, current) on stderr, seldom enough for measurements; nothing without a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: None
+        return
     from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), text)
     out = Console(stderr=True)
-    with Progress(
-        *columns, console=out, transient=True, refresh_per_second=2, disable=not out.is_terminal
-    ) as display:  # fmt: skip
-        task = display.add_task("", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            if is_logged and not out.is_terminal and what != display.tasks[task].description:
-                print(what, file=sys.stderr, flush=True)
-            display.update(task, completed=done, total=total, description=what)
-
-        yield show
+    with Progress(*columns, console=out, transient=True, refresh_per_second=2) as display:
+        task = display.add_task(what, total=None)
+        yield lambda done, total, what: display.update(task, completed=done, total=total or None, description=what)
 
 
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", styles: Mapping[str, str] | None = None
 ) -> None:
-    """Print aligned columns.
-
-    Args:
-        headers: no header line if all are empty.
-        styles: text of a first cell -> style.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
+    """Print aligned columns; styles: text of a cell -> style."""
     if title:
         say(f"\n{title}\n", "bold")
-    out, cells = console(), list(rows)
-    gap = 2 if out.width >= 100 else 1
-    grid = Table(box=None, show_header=any(headers), header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
-    for place, header in enumerate(headers):
-        is_short = max((len(row[place]) for row in cells), default=0) <= 10
-        grid.add_column(header, overflow="fold", no_wrap=is_short)
-    for first, *others in cells:
-        grid.add_row(Text(first, style=(styles or {}).get(first, "")), *map(Text, others))
-    with out.capture() as captured:
-        out.print(grid)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    style = (lambda cell: (styles or {}).get(cell, "")) if has_color() else None
+    for line in text_layout.table(headers, rows, text_layout.columns(sys.stdout), style):
+        print(line)

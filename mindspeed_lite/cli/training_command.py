@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
-from mindspeed_lite import planner
+from mindspeed_lite import migration, planner
 from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.flags import LARGEST
 
 from .terminal import Parser, bounded, option, output_file
+
+AUTO = "--mindspeed-lite-auto"
+# Megatron's release, if none is installed.
+NEWEST = "0.19.2"
+
+
+# Flags without effect on memory or time, by their first words.
+_NO_WORK = re.compile(
+    "--(?:no-)?(?:ckpt|clip|dist|eval|exit|finetune|init|load|log|lr|manual-gc|mock|num-workers|save|seed|split|"
+    "tensorboard|timing|tokenizer|wandb|weight-decay|(?:train|valid|test|per-split)?-?data)"
+)
+_UNITS = {"": 10**9, "GIB": 1 << 30, "GB": 10**9, "G": 10**9, "TB": 10**12, "MB": 10**6, "MIB": 1 << 20}
+
+
+def memory_size(text: str) -> float:
+    """Bytes of 80GB, 80GiB or 80, which are GB."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *([a-zA-Z]*)", text.strip())
+    if not found or found[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"takes a size such as 80GB or 80GiB, not {text[:40]!r}")
+    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def add_options(parser: Parser) -> None:
@@ -32,18 +53,56 @@ def add_command(parser: Parser, usage: str = "") -> None:
     option(parser, "--json FILE", "write everything as JSON", output_file)
 
 
-def read(options: argparse.Namespace, words: Sequence[str], launched: int = 0) -> planner.TrainingConfig:
-    """The training of a command; warns about likely typos. Raises ArgumentError.
-
-    launched: ranks, if its layers are traced.
-    """
-    for word, meant in misspelt(words):
-        print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
+def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingConfig:
+    """The training of a command; warns about flags that are not counted. Raises ArgumentError."""
+    words = translated(words)
     device = options.device or os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
     if device not in ("cpu", "cuda", "npu"):
         device = "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
-    ranks = options.world_size or launched or world_size(words)
-    return planner.read(words, ranks, device, options.vocabulary, is_traced=launched > 0)
+    number = options.world_size or world_size(words)
+    return planner.read(with_auto(words, number, device, options.vocabulary), number, device, options.vocabulary)
+
+
+def with_auto(words: Sequence[str], ranks: int, device: str, vocabulary: int = 0) -> list[str]:
+    """The flags of features that `--mindspeed-lite-auto` turns on, in its place."""
+    found = [word for word in words if word != AUTO]
+    if len(found) == len(words):
+        return found
+    # Judging features imports torch.
+    from mindspeed_lite import runtime
+    from mindspeed_lite.engine import Context, Settings, make_plan
+
+    training = planner.read(found, ranks, device, vocabulary)
+    options = (*runtime.GENERAL, *runtime.catalogue().options())
+    asked = {option.dest: True for option in options if option.default is False and option.flag in found}
+    versions = runtime.versions()
+    version = versions["megatron-core"].replace("not found", NEWEST)
+    # As without Transformer Engine, which auto's features are for.
+    host = training.replace(transformer_impl=training.transformer_impl or "local")
+    context = Context(Settings.of(options, asked), device, versions, host)
+    plan = make_plan(runtime.catalogue(), context, host_version=version, fingerprints=None, auto=True)
+    return [*found, *(each.feature.flag for each in plan.applied if each.feature.flag not in found)]
+
+
+def translated(words: Sequence[str]) -> Sequence[str]:
+    """The words with MindSpeed's flags translated; warns about flags that are not counted."""
+    found = migration.translate(words)
+    for line in found.refusals:
+        print(f"mindspeed-lite: not counted: {line}", file=sys.stderr)
+    typos = dict(misspelt(found.accepted))
+    for word, meant in typos.items():
+        print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
+    given = [word.partition("=")[0] for word in words[script:] if word.startswith("--")]
+    tables = [table for table in vars(planner.flags).values() if isinstance(table, (dict, tuple, frozenset))]
+    known = set(migration.flags()).union(typos, *tables)
+    if unknown := [flag for flag in dict.fromkeys(given) if flag not in known and not _NO_WORK.match(flag)]:
+        from mindspeed_lite import runtime  # imports torch
+
+        ours = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())}
+        if left := [flag for flag in unknown if flag not in ours]:
+            print(f"mindspeed-lite: not known here, not counted: {' '.join(left)}", file=sys.stderr)
+    return found.accepted
 
 
 def world_size(command: Sequence[str]) -> int:

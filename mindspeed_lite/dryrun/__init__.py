@@ -2,5 +2,4 @@
 
 Tensors have shapes and no values (`fake_tensors`), process groups record messages and send none (`world`). `worker`
 runs the script in a process per rank; `launch` finds it in a launch command; `match` compares ranks' messages.
-`work` records operators and saved tensors by module; `pieces` traces a layer of each kind for choices of a layout.
 """

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-
-from mindspeed_lite.ops import rms_norm as ops_rms_norm
 
 aten = torch.ops.aten
 # Within it tensors have storage.
@@ -24,47 +21,56 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # Called with each operator, its arguments and result.
-        self.observe: Callable[[Any, Any, Any], None] | None = None
         fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args and isinstance(args[0], FakeTensor) else None
         if func is aten._local_scalar_dense.default and first is not None:
             return _unknown(first.dtype) if first.constant is None else first.constant.item()
-        if func is aten.masked_select.default and (share := _share(args[1])) is not None:
-            return args[0].new_empty(round(args[1].numel() * share))
-        result = super().dispatch(func, types, args, kwargs)
-        if self.observe is not None:
-            self.observe(func, args, result)
-        if isinstance(result, FakeTensor):
-            if func in _FACTORIES and result.numel() <= _KNOWN and not result.dtype.is_floating_point:
-                with with_storage():
-                    values = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
-                know(result, values)
-            share = _share(first)
-            if func in _SCATTERS and first is not None:
-                result.true_share = args[2].numel() / first.numel()  # type: ignore[attr-defined]
-            elif share is not None and func.overloadpacket in _KEEPING:
-                result.true_share = share  # type: ignore[attr-defined]
-            elif share is not None and func is aten.sum.dim_IntList and first is not None:
-                know(result, _even(round(first.numel() * share), result))
+        if func is aten.masked_select.default:
+            return args[0].new_empty(_selected(args[1]))
+        if func is aten.nonzero.default:
+            return args[0].new_empty((_selected(args[0]), args[0].dim()), dtype=torch.int64)
+        result: Any = super().dispatch(func, types, args, kwargs)
+        is_small = isinstance(result, FakeTensor) and result.numel() <= _KNOWN
+        if func in _FACTORIES and is_small and not result.dtype.is_floating_point:
+            with with_storage():
+                values = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
+            know(result, values)
+        if func in _SCATTERS:
+            keep_share(result, args[2].numel() / args[0].numel())
+        elif (share := share_of(first)) is not None:
+            self._carry_share(func, args[0], share, result)
         return result
+
+    @staticmethod
+    def _carry_share(func: Any, mask: torch.Tensor, share: float, result: Any) -> None:
+        if func is aten.sum.dim_IntList:
+            know(result, _even(round(mask.numel() * share), result))
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, FakeTensor) and (func.is_view or each.numel() == mask.numel()):
+                keep_share(each, share)
 
 
 # Makers of integers, such as indices. Small floating-point tensors may be weights, whose views share storage.
 _FACTORIES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default,
               aten.full.default}  # fmt: skip
-# Operators on a mask of chosen experts: they make it, or keep the share of its elements that are true.
+# Operators that make a mask of chosen experts. Of those that follow only the share of true elements is known.
 _SCATTERS = {aten.scatter.value, aten.scatter_.value}
-_KEEPING = {
-    aten.t, aten.transpose, aten.permute, aten.clone, aten._to_copy, aten.detach, aten.view, aten._unsafe_view,
-    aten.alias, aten.slice, aten.unsqueeze, aten.squeeze, aten.split, aten.ne, aten.gt, aten.mul,
-}  # fmt: skip
 
 
-def _share(tensor: Any) -> float | None:
+def share_of(tensor: Any) -> float | None:
     return getattr(tensor, "true_share", None)
+
+
+def keep_share(tensor: Any, share: float) -> None:
+    tensor.true_share = share
+
+
+def _selected(mask: torch.Tensor) -> int:
+    """How many elements are true; all of an unknown mask."""
+    share = share_of(mask)
+    return mask.numel() if share is None else round(mask.numel() * share)
 
 
 def _even(total: int, like: torch.Tensor) -> torch.Tensor:
@@ -92,18 +98,30 @@ def _unknown(dtype: torch.dtype) -> Any:
     return 1.0 if dtype.is_floating_point else 1
 
 
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.constant is not None:
+        return tensor.constant
+    return torch.full(tensor.shape, _unknown(tensor.dtype), dtype=tensor.dtype)
+
+
+def _to_list(self: FakeTensor) -> Any:
+    with with_storage():
+        return _read(self).tolist()
+
+
 def install() -> None:
     tensor_class: Any = torch.Tensor
     own = tensor_class.numpy
 
     def numpy(self: torch.Tensor, **kwargs: Any) -> Any:
-        if isinstance(self, FakeTensor):
-            with with_storage():
-                values = self.constant
-                return own(torch.ones(self.shape, dtype=self.dtype) if values is None else values, **kwargs)
-        return own(self, **kwargs)
+        with with_storage():
+            return own(_read(self), **kwargs)
 
     tensor_class.numpy = numpy
+    # FakeTensor's own makes a tensor of every element.
+    FakeTensor.tolist = _to_list  # type: ignore[method-assign]
     own_tensor = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,22 +150,6 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         if buffer is not None:
             self._buffers[name] = fn(buffer)
     return self
-
-
-def claim(device: str) -> None:
-    """Runs operators that torch composes on the CPU as the one kernel they are on a device."""
-    functional: Any = torch.nn.functional
-
-    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        return torch.native_dropout(x, p, True)[0] if training and p else x
-
-    def rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
-        return ops_rms_norm.rms_norm(x, x.new_ones(shape) if weight is None else weight, eps or 1e-6)
-
-    if device != "cpu":
-        functional.dropout = dropout
-    if device == "cuda":
-        functional.rms_norm = rms_norm
 
 
 class _HostLoader:

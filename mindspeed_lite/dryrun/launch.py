@@ -1,4 +1,4 @@
-"""Finds what a launch command starts, by running it with launchers that only write down their arguments."""
+"""Finds what a launch command starts, by running it with Pythons that only write down what they were to start."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from mindspeed_lite.child_process import child_process
 
-# Programs that a launch command may start training with; they take torchrun's options.
-_LAUNCHERS = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.torchrun")
 _TIMEOUT = 60.0
-# Written in place of a launcher: hands on what starts no training.
-_STAND_IN = """#!{python}
+# Every Python that the command starts imports it first; programs that start no training go on.
+_SITE = """
 import json, os, sys
-name, arguments = {name!r}, sys.argv[1:]
-if name == "torchrun" or arguments[:1] and (arguments[0].endswith(".py") or arguments[:2] in {modules!r}):
+words = sys.orig_argv[1:]
+while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+    words = words[2:] if words[0] in ("-W", "-X") else words[1:]
+name = os.path.basename(words[0]) if words else ""
+if name in ("torchrun", "mindspeed-lite") or name.endswith(".py") or name == "-m" and words[1] in {modules!r}:
     with open({record!r}, "a") as file:
-        found = {{"program": name, "arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}}
+        found = {{"python": sys.executable, "arguments": words, "folder": os.getcwd(), "environment": dict(os.environ)}}
         file.write(json.dumps(found) + "\\n")
-    sys.exit(0)
-os.execv({python!r}, [{python!r}, *arguments])
+    os._exit(0)
 """
 
 
@@ -37,8 +37,13 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class TrainingLaunch:
-    """A script as a launcher would start it. words: script and its arguments, or `-m`, module and its."""
+    """A script as a launcher would start it.
 
+    words: script and its arguments, or `-m`, module and its. is_run: through `mindspeed-lite run`.
+    """
+
+    interpreter: str
+    is_run: bool
     words: tuple[str, ...]
     folder: str
     environment: dict[str, str]
@@ -50,18 +55,16 @@ def find(command: Sequence[str]) -> TrainingLaunch:
     """The training that `command` launches: torchrun, python, or a shell script that calls them. Raises LaunchError."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as folder:
         record = Path(folder, "record")
-        for name in _LAUNCHERS:
-            path = Path(folder, name)
-            modules = [["-m", each] for each in (*_MODULES, "mindspeed_lite")]
-            path.write_text(_STAND_IN.format(python=sys.executable, name=name, record=str(record), modules=modules))
-            path.chmod(0o700)
-        words = [*command]
-        if os.path.basename(words[0]) in _LAUNCHERS:
-            words[0] = str(Path(folder, os.path.basename(words[0])))
-        environment = {**os.environ, "PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])}
+        site = _SITE.format(record=str(record), modules=(*_MODULES, "mindspeed_lite"))
+        Path(folder, "sitecustomize.py").write_text(site)
+        environment = {
+            **os.environ,
+            "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)]),
+            "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
+        }
         try:
             with child_process(
-                words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             ) as child:
                 printed = child.communicate(timeout=_TIMEOUT)[0].decode(errors="replace")
         except OSError as error:
@@ -72,16 +75,16 @@ def find(command: Sequence[str]) -> TrainingLaunch:
             last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
             raise LaunchError(f"{shlex.join(command)[:80]} starts no torchrun and no python script: {last[0]}")
         found = json.loads(record.read_text().splitlines()[-1])
-        path = found["environment"]["PATH"].split(os.pathsep)
-        found["environment"]["PATH"] = os.pathsep.join(each for each in path if each != folder)
-    return _read(found["program"], found["arguments"], found["folder"], found["environment"])
+        given = found["environment"]["PYTHONPATH"].split(os.pathsep)
+        found["environment"]["PYTHONPATH"] = os.pathsep.join(each for each in given if each and each != folder)
+    return _read(found["python"], found["arguments"], found["folder"], found["environment"])
 
 
-def _read(program: str, words: list[str], folder: str, environment: dict[str, str]) -> TrainingLaunch:
+def _read(interpreter: str, words: list[str], folder: str, environment: dict[str, str]) -> TrainingLaunch:
     per_node, nodes = environment.get("WORLD_SIZE", "1"), "1"
-    if program != "torchrun" and words[:1] == ["-m"] and words[1] in _MODULES:
-        program, words = "torchrun", words[2:]
-    if program == "torchrun":
+    launcher = 2 if words[0] == "-m" and words[1] in _MODULES else int(os.path.basename(words[0]) == "torchrun")
+    if launcher:
+        words = words[launcher:]
         from torch.distributed.run import get_args_parser
 
         try:
@@ -90,17 +93,16 @@ def _read(program: str, words: list[str], folder: str, environment: dict[str, st
             raise LaunchError(f"torchrun does not take these arguments: {shlex.join(words)[:200]}") from None
         per_node, nodes = parsed.nproc_per_node, parsed.nnodes.rpartition(":")[2]
         words = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
-    # `mindspeed_lite run` imports what a dry run imports as well.
-    if words[:3] == ["-m", "mindspeed_lite", "run"]:
-        words = words[3:]
-    elif words[:2] == ["mindspeed_lite", "run"]:
-        words = words[2:]
+    # `mindspeed-lite run` imports what a dry run imports as well.
+    before = words.index("run") + 1 if words[words[0] == "-m"].endswith(("mindspeed-lite", "mindspeed_lite")) else 0
+    words = words[before:]
     if not (per_node.isdecimal() and nodes.isdecimal() and int(per_node) * int(nodes)):
         raise LaunchError(
             f"--nproc-per-node {per_node} and --nnodes {nodes} do not say how many ranks there will be: give numbers"
         )
-    local = int(per_node) if program == "torchrun" else 8
-    return TrainingLaunch(tuple(words), folder, environment, int(per_node) * int(nodes), local)
+    local = int(per_node) if launcher else 8
+    ranks = int(per_node) * int(nodes)
+    return TrainingLaunch(interpreter, before > 0, tuple(words), folder, environment, ranks, local)
 
 
 __all__ = ["TrainingLaunch", "LaunchError", "find"]

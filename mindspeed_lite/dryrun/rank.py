@@ -1,4 +1,4 @@
-"""Starts ranks of a launch, each in a process of its own, and reads what they counted."""
+"""Starts ranks of a launch and reads what they counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class RankResult:
         messages: since its process began; the first `in_step` until the end of the step.
         groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
-        flags: small integer tensors that it sends.
+        is_alike: it did not run, since the stages before and after have the same parameters.
         error: one line, or empty.
     """
 
@@ -43,76 +42,56 @@ class RankResult:
     groups: Mapping[str, tuple[int, ...]]
     micro_batches: tuple[int, int]
     features: Sequence[tuple[str, str, str]]
-    flags: Mapping[tuple[int, ...], Sequence[Sequence[Any]]]
     error: str
+    is_alike: bool = False
     log_tail: Sequence[str] = ()
 
 
-def run(launch: TrainingLaunch, timeout: float, workers: int) -> list[RankResult]:
-    """Rank 0 and its pipeline's other stages; all ranks of a small world."""
-    found = [run_one(launch, 0, timeout, {})]
-    if found[0].error:
-        return found
-    others = (
-        range(1, launch.world_size)
-        if launch.world_size <= WHOLE
-        else found[0].groups["PIPELINE_MODEL_PARALLEL_GROUP"][1:]
-    )
-    # The first rank of a tensor-parallel group tells the others what it reads.
-    tensor = len(found[0].groups["TENSOR_MODEL_PARALLEL_GROUP"])
-    with ThreadPoolExecutor(workers) as pool:
-        for are_first in (True, False):
-            known = {group: values for each in found for group, values in each.flags.items()}
-            wave = [each for each in others if (each % tensor == 0) == are_first]
-            found += pool.map(lambda number: run_one(launch, number, timeout, known), wave)  # noqa: B023
-    return sorted(found, key=lambda each: each.number)
-
-
-def run_one(
-    launch: TrainingLaunch, number: int, timeout: float, known: Mapping[tuple[int, ...], Sequence[Sequence[Any]]]
-) -> RankResult:
-    with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as folder:
-        request, result, log = (Path(folder, name) for name in ("request.json", "result.json", "log"))
+def run(launch: TrainingLaunch, timeout: float, vocabulary: int | None = None) -> list[RankResult]:
+    """All ranks of a small world; of a large one rank 0 and its pipeline's other stages, but for alike ones."""
+    with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as name:
+        folder = Path(name)
         asked = {
-            "rank": number, "world_size": launch.world_size, "local_size": launch.local_size,
-            "words": launch.words, "result": str(result), "known": list(known.items()),
+            "world_size": launch.world_size, "local_size": launch.local_size, "words": launch.words, "folder": name,
+            "vocabulary": vocabulary,
+            "ranks": [*range(launch.world_size)] if launch.world_size <= WHOLE else None,
         }  # fmt: skip
+        request = folder / "request"
         request.write_text(json.dumps(asked))
         command = [sys.executable, "-m", "mindspeed_lite.dryrun.worker", str(request)]
         environment = {**launch.environment, "OMP_NUM_THREADS": "1"}
         here = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH", "")]))
-        with log.open("wb") as output, child_process(
-            command, cwd=launch.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+        ending = "its process ended without a result"
+        with (folder / "log").open("wb") as log, child_process(
+            command, cwd=launch.folder, env=environment, stdout=log, stderr=subprocess.STDOUT
         ) as child:  # fmt: skip
             try:
                 child.wait(timeout)
             except subprocess.TimeoutExpired:
-                return _failed(number, f"no step within {timeout:g} seconds", log)
-        if not result.exists():
-            return _failed(number, f"its process ended with exit code {child.returncode}", log)
-        found = json.loads(result.read_text())
-        lines = log.read_text(errors="replace").splitlines()[-_TAIL:] if found["error"] else []
-    messages = [_message(each) for each in found["messages"]]
+                ending = f"no step within {timeout:g} seconds"
+        ranks = {0, *(int(each.name.partition("-")[2]) for each in folder.glob("log-*"))}
+        return [_read(folder, each, ending) for each in sorted(ranks)]
+
+
+def _read(folder: Path, number: int, ending: str) -> RankResult:
+    result, log = folder / f"result-{number}", folder / f"log-{number}"
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": ending}
+    lines = (log if log.exists() else folder / "log").read_text(errors="replace").splitlines()[-_TAIL:]
     return RankResult(
         number=number,
-        memory=found["memory"],
-        messages=messages,
+        memory=found.get("memory", {}),
+        messages=[_message(each) for each in found.get("messages", ())],
         in_step=found.get("in_step", 0),
-        groups={name: tuple(ranks) for name, ranks in found["groups"].items()},
-        micro_batches=(found["micro_batches"], found.get("all_micro_batches", 0)),
-        features=[tuple(each) for each in found["features"]],
-        flags={tuple(group): each for group, each in found["flags"]},
+        groups={name: tuple(ranks) for name, ranks in found.get("groups", {}).items()},
+        micro_batches=(found.get("micro_batches", 0), found.get("all_micro_batches", 0)),
+        features=[tuple(each) for each in found.get("features", ())],
         error=found["error"],
-        log_tail=lines,
+        is_alike=found.get("is_alike", False),
+        log_tail=lines if found["error"] else (),
     )
 
 
 def _message(fields: dict[str, Any]) -> GroupCall:
     given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
     return GroupCall(**given)
-
-
-def _failed(number: int, error: str, log: Path) -> RankResult:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
-    return RankResult(number, {}, [], 0, {}, (0, 0), [], {}, error, lines)

@@ -1,21 +1,33 @@
-"""Runs a script as one rank for one step; writes a JSON file of what was counted.
+"""Runs a script as ranks of a world for one step, each in a fork of this process, which has imported its modules.
 
-Started by `rank.run` as `python -m mindspeed_lite.dryrun.worker REQUEST`.
+Started by `rank.run` as `python -m mindspeed_lite.dryrun.worker REQUEST`; each rank writes what it counted as JSON.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import gc
+import importlib.util
 import json
 import os
 import runpy
 import sys
 import traceback
+import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# Pipelines hold the most activations within so many micro-batches for each stage.
-_MICRO_BATCHES = 2
+# Tokens of GPT-2's vocabulary.
+_GPT2 = 50257
+# Arguments whose schedules hold more micro-batches than a pipeline has stages.
+_INTERLEAVED = (
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
+    "schedules_method",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -24,24 +36,90 @@ def main() -> None:
     # torch.distributed is changed before any module imports from it by name.
     from mindspeed_lite.dryrun.world import World
 
-    world = World(request["rank"], request["world_size"], {tuple(group): each for group, each in request["known"]})
-    world.install(request["local_size"])
+    world = World(request["world_size"])
+    world.install()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
+
+    words = request["words"]
+    is_module = words[0] == "-m"
+    sys.argv[:] = words[is_module:]
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
+    _import_ahead(words)
+    gc.freeze()
+    read_end, write_end = os.pipe()
+    ranks = request["ranks"] or [0]
+    announce = write_end if request["ranks"] is None else None
+    children = [_fork(request, world, each, ranks, announce) for each in ranks]
+    os.close(write_end)
+    if request["ranks"] is None:
+        with open(read_end) as announced:
+            others = json.loads(announced.read() or "[]")
+        children += [_fork(request, world, each, [0, *others], None) for each in others]
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _import_ahead(words: Sequence[str]) -> None:
+    """Import what the script imports at its top; what fails there fails again in the script."""
+    try:
+        spec = importlib.util.find_spec(words[1]) if words[0] == "-m" else None
+        tree = ast.parse(Path(words[0] if spec is None else spec.origin or "").read_bytes())
+    except (OSError, SyntaxError, ImportError, ValueError):
+        return
+    for statement in tree.body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            with contextlib.suppress(BaseException):
+                exec(compile(ast.Module([statement], []), words[0], "exec"), {})
+
+
+def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int], announce: int | None) -> int:
+    """The process number of a child that runs `rank` to its end."""
+    if child := os.fork():
+        return child
+    from mindspeed_lite.dryrun.passed_values import PassedValues
+
+    folder = Path(request["folder"])
+    values = PassedValues(folder, rank, {*running})
+    world.claim(rank, request["local_size"], values)
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        found = _run(request["words"], world, announce, request["vocabulary"])
+        (folder / f"result-{rank}").write_text(json.dumps(found))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        values.end()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors
+    from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
 
     fake_tensors.install()
     traced.dry = True
     probe = memory.MemoryProbe(counts_fake=True)
+    if announce is not None:
+        world.on_pipeline = functools.partial(_announce, announce, world.values.running)
     found: dict[str, Any] = {"error": "the script ended without a training step", "micro_batches": 0}
 
     def prepare(args: Any) -> None:
-        found["micro_batches"], found["all_micro_batches"] = shorten(args, request["world_size"])
+        replace_tokenizer(args, vocabulary)
+        found["micro_batches"], found["all_micro_batches"] = shorten(args, world.size)
         train_step.leave_no_trace(args)
 
     def step(model: Any, optimizer: Any, run: Any) -> Any:
+        is_partial = not world.values.running.issuperset(range(world.size))
+        if is_partial and _is_between_alike(model, world.groups[PIPELINE], world.values):
+            found["error"], found["is_alike"] = "", True
+            sys.exit()
         train_step.stop_after(1)
         result = probe.around(model, optimizer, run)
         found["error"], found["in_step"] = "", len(world.messages)
@@ -49,18 +127,14 @@ def main() -> None:
 
     startup.before_validation(prepare)
     train_step.install(step)
-    words = request["words"]
-    is_module = words[0] == "-m"
-    sys.argv[:] = words[is_module:]
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
     try:
         with fake_tensors.StoragelessMode():
-            if is_module:
+            if words[0] == "-m":
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ending:
-        if ending.code not in (None, 0) and not probe.counted:
+        if ending.code not in (None, 0) and found["error"]:
             found["error"] = f"the script ended with {ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
@@ -71,9 +145,38 @@ def main() -> None:
     ]  # fmt: skip
     found["memory"] = probe.counted
     found["messages"] = [asdict(each) for each in world.messages]
-    found["flags"] = [[list(group), each] for group, each in world.flags.items()]
     found["groups"] = world.groups
-    Path(request["result"]).write_text(json.dumps(found))
+    return found
+
+
+def _announce(pipe: int, running: set[int], stages: tuple[int, ...]) -> None:
+    running.update(stages)
+    os.write(pipe, json.dumps(stages[1:]).encode())
+    os.close(pipe)
+
+
+def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
+    """True if the stages before and after have the same parameters."""
+    own = [(name, [*each.shape], str(each.dtype)) for chunk in model for name, each in chunk.named_parameters()]
+    mine = [zlib.crc32(repr(own).encode())]
+    values.put((values.rank,), mine)
+    place = stages.index(values.rank)
+    neighbours = [stages[each] for each in (place - 1, place + 1) if 0 <= each < len(stages)]
+    return len(neighbours) == 2 and all(values.get(values.next((each,)), each) == mine for each in neighbours)
+
+
+def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
+    """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
+    files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
+    missing = next((each for each in files if each and not os.path.exists(each)), None)
+    size = vocabulary or (_GPT2 if args.tokenizer_type == "GPT2BPETokenizer" else getattr(args, "vocab_size", None))
+    if missing is None and vocabulary is None:
+        return
+    if size is None:
+        raise ValueError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
+    args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file = "NullTokenizer", None, None, None
+    # It adds a token for the end of a document.
+    args.vocab_size = size - 1
 
 
 def shorten(args: Any, world_size: int) -> tuple[int, int]:
@@ -84,11 +187,13 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.train_samples = args.lr_decay_samples = args.rampup_batch_size = None
     args.train_iters, args.eval_iters, args.lr_warmup_samples = 1, 0, 0
+    args.log_interval = 2
     stages = args.pipeline_model_parallel_size
     data = world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
     at_once = args.micro_batch_size * max(1, data)
     every = max(1, (args.global_batch_size or at_once) // at_once)
-    run = min(every, _MICRO_BATCHES * stages)
+    is_interleaved = any(getattr(args, name, None) for name in _INTERLEAVED)
+    run = min(every, 2 * stages if is_interleaved else stages + 1)
     args.global_batch_size = run * at_once
     return run, every
 

@@ -8,13 +8,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .fake_tensors import know, known, with_storage
+from .fake_tensors import keep_share, know, known, share_of, with_storage
+from .passed_values import PassedValues
 
 # Arguments whose size is the message's, by collective.
 COLLECTIVES = {
@@ -32,9 +34,12 @@ COLLECTIVES = {
     "gather": "tensor",
     "scatter": "tensor",
 }
-SENDS, RECEIVES = ("send", "isend"), ("recv", "irecv")
+SENDS, RECEIVES = ("send", "isend", "send_object_list"), ("recv", "irecv", "recv_object_list")
 # Calls whose messages are Python objects or nothing: they only have an order.
-_OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list")
+_OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "send_object_list",
+            "recv_object_list")  # fmt: skip
+# Megatron's name of the group of a pipeline's stages.
+PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 # Elements of the largest tensor of flags or shapes.
 _FLAGS = 16
 _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
@@ -64,28 +69,31 @@ class GroupCall:
 class World:
     """The world that this process claims to be a rank of.
 
-    groups: ranks of this rank's group by its name in Megatron. flags: small integer tensors that this rank sends, in
-    order, by group of a broadcast or by sender and receiver. known: those of ranks that ran before.
+    groups: ranks of this rank's group by its name in Megatron. values: what ranks read from each other's messages.
+    on_pipeline: called once with the ranks of the pipeline.
     """
 
-    rank: int
     size: int
-    known: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
-    flags: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
+    rank: int = 0
     messages: list[GroupCall] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    values: PassedValues | None = None
+    on_pipeline: Callable[[tuple[int, ...]], None] | None = None
     _last: list[Any] = field(default_factory=list)
 
-    def install(self, local_size: int) -> None:
-        """Claim the rank for this process, before the script imports anything."""
+    def claim(self, rank: int, local_size: int, values: PassedValues) -> None:
+        self.rank, self.values = rank, values
         os.environ.update(
-            RANK=str(self.rank),
+            RANK=str(rank),
             WORLD_SIZE=str(self.size),
-            LOCAL_RANK=str(self.rank % local_size),
+            LOCAL_RANK=str(rank % local_size),
             LOCAL_WORLD_SIZE=str(min(local_size, self.size)),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT="29500",
         )
+
+    def install(self) -> None:
+        """Replace torch.distributed's functions, before any module imports them by name."""
         self._replace({
             "init_process_group": self._init_process_group,
             "new_group": self._new_group,
@@ -95,7 +103,7 @@ class World:
 
     def record(self) -> None:
         self._replace({
-            **{kind: self._point_to_point(getattr(dist, kind)) for kind in (*SENDS, *RECEIVES)},
+            **{kind: self._point_to_point(getattr(dist, kind)) for kind in (*SENDS[:2], *RECEIVES[:2])},
             **{kind: self._collective(getattr(dist, kind)) for kind in COLLECTIVES},
             **{kind: self._of_objects(getattr(dist, kind)) for kind in _OBJECTS},
         })  # fmt: skip
@@ -117,6 +125,9 @@ class World:
             return dist.GroupMember.NON_GROUP_MEMBER
         if ranks is not None and group_desc:
             self.groups[str(group_desc)] = tuple(ranks)
+            if group_desc == PIPELINE and self.on_pipeline is not None:
+                self.on_pipeline(tuple(ranks))
+                self.on_pipeline = None
         return _OWN_NEW(ranks, group_desc=group_desc)
 
     def _batch(self, operations: Sequence[Any]) -> list[Any]:
@@ -155,7 +166,7 @@ class World:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            self._note(given, kind, None, -1, bool(given.get("async_op")))
+            self._note(given, kind, None, _peer(given), bool(given.get("async_op")))
             return self._perform(original, kind, given)
 
         return call
@@ -164,11 +175,24 @@ class World:
         """Let arrive what is read later, as if every rank sent the same."""
         group = given.get("group")
         if kind in ("all_gather_object", "gather_object"):
+            objects = self._gather(given["obj"], tuple(dist.get_process_group_ranks(group)))
             results = given.get("object_list" if kind == "all_gather_object" else "object_gather_list")
             if results is not None:
-                results[:] = [given["obj"]] * len(results)
+                results[:] = objects
+        elif kind.endswith("_object_list") and self.values is not None:
+            peer = self.messages[-1].peer
+            is_broadcast = kind == "broadcast_object_list"
+            is_sender = kind in SENDS or peer == self.rank
+            pair = (self.rank, peer) if is_sender else (peer, self.rank)
+            between = tuple(dist.get_process_group_ranks(group)) if is_broadcast else pair
+            if is_sender:
+                self.values.put((*between, -1), given["object_list"])
+            elif (objects := self.values.get(self.values.next((*between, -1)), peer)) is not None:
+                given["object_list"][:] = objects
         elif kind in ("all_gather_into_tensor", "_all_gather_base"):
             output, values = given["output_tensor"], known(given["input_tensor"])
+            if (share := share_of(given["input_tensor"])) is not None:
+                keep_share(output, share)
             if values is not None:
                 with with_storage():
                     gathered = values.reshape(-1).repeat(dist.get_world_size(group)).view(output.shape)
@@ -180,25 +204,44 @@ class World:
                 know(each, copy)
         elif kind == "broadcast":
             members = tuple(dist.get_process_group_ranks(group))
-            self._tell(given["tensor"], members, self.messages[-1].peer == self.rank)
+            self._pass_on(given["tensor"], members, self.messages[-1].peer)()
         elif kind in SENDS or kind in RECEIVES:
             peer = self.messages[-1].peer
-            self._tell(given["tensor"], (self.rank, peer) if kind in SENDS else (peer, self.rank), kind in SENDS)
-        return _Done() if given.get("async_op") or kind in ("isend", "irecv") else None
+            between = (self.rank, peer) if kind in SENDS else (peer, self.rank)
+            read = self._pass_on(given["tensor"], between, between[0])
+            if kind == "irecv":
+                return _Request(read)
+            read()
+        return _Request() if given.get("async_op") or kind == "isend" else None
 
-    def _tell(self, tensor: torch.Tensor, between: tuple[int, ...], is_sent: bool) -> None:
-        """Pass on flags and shapes that ranks tell each other.
+    def _gather(self, own: Any, group: tuple[int, ...]) -> list[Any]:
+        """An object of each rank; of a rank that does not run, this rank's."""
+        if self.values is None:
+            return [own] * len(group)
+        values = self.values
+        values.put((*group, -self.rank), own)
+        others = values.running & {*group} - {self.rank}
+        found = {each: values.get(values.next((*group, -each)), each) for each in others}
+        return [own if found.get(each) is None else found[each] for each in group]
 
-        From a rank that did not run come the values last sent, such as the shape of a stage's output, else 1.
+    def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> Callable[[], None]:
+        """Pass on flags and shapes; what is received is known after a call of the result.
+
+        From a rank that does not run come the values last sent, such as the shape of a stage's output, else 1.
         """
-        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point:
-            return
-        if is_sent:
+        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point or self.values is None:
+            return _nothing
+        if sender == self.rank:
             self._sending(tensor)
-            self.flags.setdefault(between, []).append(self._last)
-            return
-        told = self.known.get(between)
-        found = told.pop(0) if told else self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
+            self.values.put(between, self._last)
+            return _nothing
+        return functools.partial(self._receive, tensor, self.values.next(between), sender)
+
+    def _receive(self, tensor: torch.Tensor, path: Path, sender: int) -> None:
+        assert self.values is not None
+        found = self.values.get(path, sender)
+        if found is None or len(found) != tensor.numel():
+            found = self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
         with with_storage():
             values = torch.tensor(found).reshape(tensor.shape).to(tensor.dtype)
         know(tensor, values)
@@ -218,10 +261,19 @@ class World:
         self.messages.append(GroupCall(group, kind, dtype, size, peer, is_async, sent, received, _caller()))
 
 
-class _Done:
-    """A request that has completed."""
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class _Request:
+    """A request that completes when it is waited for."""
+
+    complete: Callable[[], None] = _nothing
 
     def wait(self, timeout: Any = None) -> bool:
+        self.complete()
+        self.complete = _nothing
         return True
 
     def is_completed(self) -> bool:

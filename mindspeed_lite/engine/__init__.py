@@ -22,6 +22,7 @@ from .feature import Feature as Feature
 from .feature import Function as Function
 from .feature import Option as Option
 from .feature import Override as Override
+from .feature import PartialArguments as PartialArguments
 from .feature import Patch as Patch
 from .feature import Provide as Provide
 from .feature import Relation as Relation

@@ -107,13 +107,20 @@ class Option:
             ):
                 raise ValueError
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            takes = f"a {convert.__name__}" if isinstance(convert, type) else str(error) or "a value"
-            raise OptionError(f"{self.flag} takes {takes}, not {value!r}.") from error
+            raise OptionError(f"{self.flag} takes {self._values_text(error)}, not {value!r}.") from error
         if self.choices is not None and value not in self.choices:
-            raise OptionError(f"{self.flag} takes one of {', '.join(map(str, self.choices))}, not {value!r}.")
+            raise OptionError(f"{self.flag} takes {self._values_text()}, not {value!r}.")
         if self.least is not None and not self.least <= value < math.inf:
             raise OptionError(f"{self.flag} takes a number of at least {self.least}, not {value!r}.")
         return value
+
+    def _values_text(self, error: Exception | None = None) -> str:
+        if self.choices is not None:
+            return f"one of {', '.join(map(str, self.choices))}"
+        return _KINDS.get(self.convert) or str(error or "") or "another value"
+
+
+_KINDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a number"}
 
 
 def given_flags(options: Iterable[Option], settings: Mapping[str, Any]) -> list[str]:
@@ -161,11 +168,16 @@ class Settings(Mapping[str, Any]):
         return self._values[dest]
 
 
+class PartialArguments(dict[str, Any]):
+    """Host arguments of which some are undecided: those without a key."""
+
+
 @dataclass(frozen=True)
 class Context:
     """Input of conditions.
 
-    host_args: mapping or object. explicit: arguments given by flag. replaced: by feature, values before it set them.
+    host_args: mapping or object, all of the host's arguments unless PartialArguments. explicit: those given by flag.
+    replaced: by feature, values before it set them.
     """
 
     settings: Settings
@@ -178,6 +190,11 @@ class Context:
 
     def of(self, feature: str) -> Context:
         return replace(self, _own=self.replaced.get(feature, {}))
+
+    def decides(self, name: str) -> bool:
+        """Whether `arg` is what the host will have."""
+        is_partial = isinstance(self.host_args, PartialArguments)
+        return self.host_args is not None and not (is_partial and name not in self.host_args)
 
     def arg(self, name: str, default: Any = None) -> Any:
         if name in self._own:

@@ -23,7 +23,6 @@ ALLOW_UNVERIFIED = "--mindspeed-lite-allow-unverified"
 
 @dataclass(frozen=True, eq=False)
 class PlannedPatch:
-    feature: str
     patch: Patch
     verdict: str
 
@@ -94,7 +93,7 @@ def make_plan(
     for each in requested:
         planner.refuse_contradictions(each.feature)
     for each in requested:
-        planner.judge(each)
+        planner.judge(each, planner.conditions(each.feature))
     planner.drop_dependents()
     # Requested ones first, so that automatic ones give way.
     settled: list[FeatureOutcome] = []
@@ -150,11 +149,7 @@ class _Planner:
                 continue
             feature = outcome.feature
             try:
-                reasons = self.automatic_reasons(feature, self.enabled)
-                if reasons:
-                    outcome.drop(reasons)
-                else:
-                    self.judge(outcome)
+                self.judge(outcome, self.automatic_reasons(feature, self.enabled))
             except EngineError as error:
                 outcome.drop([str(error)])
             if outcome.status == "applied":
@@ -163,7 +158,10 @@ class _Planner:
 
     def automatic_reasons(self, feature: Feature, enabled: set[str]) -> list[str]:
         """Why auto leaves a feature off, without reading host code."""
-        reasons = [self.without[feature.name]] if feature.name in self.without else []
+        try:
+            reasons = self.conditions(feature)
+        except EngineError as error:
+            reasons = [str(error)]
         if feature.not_auto:
             reasons.append(feature.not_auto)
         elif not feature.options or not feature.options[0].is_switch:
@@ -172,18 +170,16 @@ class _Planner:
         reasons += [
             f"requires {each.feature}: {each.reason}" for each in feature.requires if each.feature not in enabled
         ]
-        try:
-            return reasons + self.conditions(feature)
-        except EngineError as error:
-            return [*reasons, str(error)]
+        return reasons
 
     def conditions(self, feature: Feature) -> list[str]:
+        """Why a feature does not apply here, requested or not, without reading host code."""
         context = self.context.of(feature.name)
-        reasons = feature.conflict_reasons(context.arg)
+        reasons = [self.without.get(feature.name, ""), *feature.conflict_reasons(context.arg)]
         if feature.condition is not None:
             answer = _ask(feature, "condition", feature.condition, context)
-            reasons += filter(None, [answer] if isinstance(answer, str) else answer)
-        return reasons
+            reasons += [answer] if isinstance(answer, str) else answer
+        return list(dict.fromkeys(filter(None, reasons)))
 
     def _conflicts(self, feature: Feature, enabled: set[str]) -> dict[str, str]:
         own = {each.feature: each.reason for each in feature.conflicts}
@@ -200,18 +196,17 @@ class _Planner:
             raise ConflictError(
                 f"features {feature.label} and {self.outcomes[name].feature.label} conflict: {reason}; turn one off."
             )
-        for relation in feature.requires:
-            if relation.feature not in self.enabled:
-                raise RequirementError(
-                    f"feature {feature.label} requires feature `{relation.feature}`, which is off: "
-                    f"{relation.reason}; turn it on too."
-                )
+        missing = [each for each in feature.requires if each.feature not in self.enabled]
+        if missing:
+            listed = ", and ".join(f"feature `{each.feature}`, which is off: {each.reason}" for each in missing)
+            raise RequirementError(f"feature {feature.label} requires {listed}; turn it on too.")
 
-    def judge(self, outcome: FeatureOutcome) -> None:
+    def judge(self, outcome: FeatureOutcome, reasons: list[str]) -> None:
+        """Apply a feature unless there are reasons or its targets are not those it knows."""
         feature = outcome.feature
-        reasons = self.conditions(feature)
-        given = self.without.get(feature.name)
-        reasons += [given] if given is not None and given not in reasons else []
+        if reasons and not outcome.is_requested:
+            outcome.drop(reasons)
+            return
         patches, unsupported = feature.patches_for(self.host_version)
         reasons += unsupported
         doubts: list[str] = []
@@ -219,7 +214,7 @@ class _Planner:
         for patch in patches if self.fingerprints is not None else ():
             try:
                 verdict, found = self._examine(patch)
-                outcome.steps.append(PlannedPatch(feature.name, patch, verdict))
+                outcome.steps.append(PlannedPatch(patch, verdict))
                 doubts += found
             except TargetError as error:
                 absent.append(error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mindspeed_lite import text_layout
+from mindspeed_lite.text_layout import painted, wrapped
 
 from .feature import given_flags
 
@@ -107,33 +109,26 @@ class Report:
         """Write to a file: text where its name ends in .txt, else JSON."""
         path.write_text(self.to_text(verbose=True) if path.suffix == ".txt" else self.to_json() + "\n")
 
-    def to_text(self, width: int = 100, color: bool = False, verbose: bool = False, details: str = "") -> str:
+    def to_text(self, width: int = 80, color: bool = False, verbose: bool = False, details: str = "") -> str:
         """Active features, one line each, and notices.
 
         Args:
             verbose: add targets and reasons of features that are off.
             details: where to find more, for the first line.
         """
-        from rich.console import Console
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
-        written = io.StringIO()
-        console = Console(file=written, width=width, force_terminal=color, color_system="standard" if color else None)
+        lines: list[str] = []
 
         def section(style: str, title: str, texts: Iterable[str], indent: int = 2) -> None:
             texts = list(filter(None, texts))
             if title and texts:
-                console.print(Text(title, style))
+                lines.extend(painted(each, style, color) for each in wrapped(title, width))
             for text in texts:
-                console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+                lines.extend(wrapped(text, width, indent))
 
         on, skipped, off = (
             [each for each in self.entries if each.status == status] for status in ("applied", "skipped", "off")
         )
-        features = [each for each in on if each.flags]
-        device_layer = ", ".join(each.feature for each in on if not each.flags)
+        features, device_layer = [each for each in on if each.flags], [each for each in on if not each.flags]
         unrequested = [each.feature for each in off if not each.reasons]
         counts = [f"{len(features)} feature{'' if len(features) == 1 else 's'} on"]
         counts += [f"{len(skipped)} asked for and not applied"] if skipped else []
@@ -146,21 +141,23 @@ class Report:
                 section("", "", _details(each), indent=4)
             section("", "off, not asked for", [", ".join(unrequested)])
         else:
-            table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-            for name in ("feature", "numerics", "backend", "targets"):
-                table.add_column(name, no_wrap=True)
-            table.add_column("flags")
-            for each in features:
-                table.add_row(each.feature, each.numerics, _backend(each), _targets(each), Text(" ".join(each.given)))
-            if features:
-                console.print(Padding(table, (0, 0, 0, 2)))
-            section("", "device layer", [device_layer])
+            headers = ["feature", "numerics", "backend", "targets", "flags"]
+            rows = [[each.feature, each.numerics, _backend(each), _targets(each), _flags(each)] for each in features]
+            shown = slice(None if any(row[-1] for row in rows) else -1)
+            style = (lambda cell: "") if color else None
+            table = text_layout.table(headers[shown], [row[shown] for row in rows], width - 2, style)
+            lines += [f"  {line}" for line in table]
+            if device_layer:
+                device = self.device.partition(" ")[0]
+                section(
+                    "", "", [f"device layer: {len(device_layer)} changes that let Megatron run on {device}"], indent=0
+                )
         section("yellow", f"skipped ({len(skipped)})", _reasons(skipped))
-        section("dim", f"off ({len(off) - len(unrequested)})", _reasons(off) if verbose else [])
+        section("dim", f"off ({len(off) - len(unrequested)})", _reasons(off) if verbose else _first_reasons(off))
         section("yellow", "fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks])
         section("cyan", "verification", [each.to_text() for each in self.verifications])
         section("cyan", "notices", self.notices)
-        return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
+        return "".join(f"{line}\n" for line in lines)
 
 
 def _backend(entry: Entry) -> str:
@@ -174,6 +171,11 @@ def _targets(entry: Entry) -> str:
     return f"{unknown} of {count} unverified" if unknown else f"{count} verified"
 
 
+def _flags(entry: Entry) -> str:
+    """Given flags, but for one that only repeats the feature's name."""
+    return " ".join(each for each in entry.given if each[2:].replace("-", "_") != entry.feature)
+
+
 def _heading(entry: Entry) -> str:
     backends = f"; by {', '.join(entry.backends)}" if entry.backends else ""
     return " ".join([entry.feature, *entry.given, f"[{entry.numerics}{backends}]"])
@@ -181,13 +183,22 @@ def _heading(entry: Entry) -> str:
 
 def _details(entry: Entry) -> list[str]:
     return [
-        *(f"{each.how} {each.target} ({each.verified})" for each in entry.patches),
+        *(f"{each.target} ({each.verified}), {each.how}" for each in entry.patches),
         *(f"sets {name} = {value}" for name, value in entry.arguments.items()),
     ]
 
 
 def _reasons(entries: Iterable[Entry]) -> list[str]:
     return [f"{each.feature}: {'; '.join(each.reasons)}" for each in entries if each.reasons]
+
+
+def _first_reasons(entries: Iterable[Entry]) -> list[str]:
+    """The first reason of each feature, once for all that share it."""
+    features: dict[str, list[str]] = {}
+    for each in entries:
+        if each.reasons:
+            features.setdefault(each.reasons[0], []).append(each.feature)
+    return [f"{', '.join(names)}: {reason}" for reason, names in features.items()]
 
 
 def _entry(outcome: FeatureOutcome, settings: Mapping[str, Any]) -> Entry:

@@ -75,12 +75,6 @@ class _Saved:
     offset: int
 
 
-@dataclass(frozen=True)
-class _Counted:
-    counter: Tracker
-    packed: Any
-
-
 class _Group:
     def __init__(self, layer: Hashable, before: _Group | None) -> None:
         self.layer = layer
@@ -173,12 +167,10 @@ class Offload:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self._saved(tensor)
-        if self.counter is None:
-            return saved
         if isinstance(saved, _Saved):
             saved.record.count(self.counter)
             return saved
-        return _Counted(self.counter, self.counter.pack(tensor))
+        return saved if self.counter is None else self.counter.pack(saved)
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         if self._group is None or self._pass is None or type(tensor) is not torch.Tensor:
@@ -203,10 +195,8 @@ class Offload:
         return _Saved(record, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        if isinstance(saved, _Counted):
-            return saved.counter.unpack(saved.packed)
+        if not isinstance(saved, _Saved):
+            return saved if isinstance(saved, torch.Tensor) else saved.tracker.unpack(saved)
         record = saved.record
         if record.storage is None:
             self._fetch(record)

@@ -40,8 +40,8 @@ class _Storage:
 class Tracker:
     """Counts saved storages within its `with` block.
 
-    is_excluded: True for addresses not to count, e.g. parameters and gradient buffers.
-    counts_fake: of tensors without storage, whose `is_excluded` takes `_cdata` of a storage.
+    is_excluded: True for the `_cdata` of storages not to count, e.g. of parameters and gradient buffers.
+    counts_fake: counts tensors without storage.
     peak: bytes.
     """
 
@@ -80,7 +80,7 @@ class Tracker:
             return tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._live and self.is_excluded(key if self.counts_fake else storage.data_ptr()):
+        if key not in self._live and self.is_excluded(key):
             return tensor
         self.hold(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         return _Reference(self, key, tensor)

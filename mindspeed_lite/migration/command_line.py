@@ -32,7 +32,7 @@ class FlagUse:
 
     @property
     def flag(self) -> str:
-        return self.row.flag
+        return self.row.flag.partition("=")[0]
 
 
 @dataclass
@@ -77,7 +77,8 @@ class CommandLine:
                 place += 1
             self._given[flag] = tuple(values)
             if row:
-                yield FlagUse(row, tuple(values), start, place)
+                of_value = flags().get(f"{flag}={self.resolve(values[0])}", row) if values else row
+                yield FlagUse(of_value, tuple(values), start, place)
 
     @property
     def is_mindspeed(self) -> bool:

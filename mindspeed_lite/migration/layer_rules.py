@@ -60,24 +60,27 @@ def _noop_layers(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
 
 
 def _layers_of_stages(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
-    """Layers per stage; MindSpeed's table has a row per rank with its virtual stages."""
-    stages, layers = line.number("--pipeline-model-parallel-size", 1), line.number("--num-layers", 0)
+    """Layers per stage; MindSpeed's table has a row per rank with its virtual stages, a list a number."""
+    stages, layers, flag = line.number("--pipeline-model-parallel-size", 1), line.number("--num-layers", 0), use.flag
     if stages == 1:
         return "one stage needs no layout"
     text = line.values_of(use)[0].strip("'\"")
     try:
-        table = json_file.decode(_repeated(text), use.flag, json_file.rows(_row, least=1))
+        table = json_file.decode(
+            _repeated(text if flag == _TABLE else f"[{text}]"), flag, json_file.rows(_row, least=1)
+        )
     except json_file.JsonFileError:
         table = []
     if len({len(row) for row in table}) != 1:
-        raise Refusal(f"{_TABLE} takes a table [[1,2],[2,1]], a row for each rank, not {text!r}")
+        form = "a table [[1,2],[2,1]], a row for each rank" if flag == _TABLE else "layer counts such as 6,8,8,6"
+        raise Refusal(f"{flag} takes {form}, not {text!r}")
     if len(table) != stages:
-        raise Refusal(f"{_TABLE} has {len(table)} rows for {stages} pipeline ranks")
+        raise Refusal(f"{flag} has {len(table)} rows for {stages} pipeline ranks")
     if sum(map(sum, table)) != layers:
-        raise Refusal(f"{_TABLE} has {sum(map(sum, table))} layers, and --num-layers {layers}")
+        raise Refusal(f"{flag} has {sum(map(sum, table))} layers, and --num-layers {layers}")
     for other in ("--noop-layers", _CHUNKS):
         if line.has(other):
-            raise Refusal(f"{_TABLE} with {other}. Instead: leave {other} out")
+            raise Refusal(f"{flag} with {other}. Instead: leave {other} out")
     return _layout([row[chunk] for chunk in range(len(table[0])) for row in table], line), "layers of each stage"
 
 
@@ -103,18 +106,6 @@ def _layers_of_virtual_stage(use: FlagUse, line: CommandLine) -> str | tuple[tup
     return (_VIRTUAL, *use.values), "the whole name"
 
 
-def _num_layer_list(use: FlagUse, line: CommandLine) -> tuple[str, str]:
-    text = line.values_of(use)[0].strip("'\"")
-    try:
-        counts = [int(each) for each in text.split(",")]
-    except ValueError:
-        raise Refusal(f"--num-layer-list takes layer counts, separated by commas, not {text!r}") from None
-    stages = line.number("--pipeline-model-parallel-size", 1)
-    if len(counts) != stages:
-        raise Refusal(f"--num-layer-list {text} has {len(counts)} entries for {stages} pipeline stages")
-    return _layout(counts, line), "layers of each stage"
-
-
 def _layout(counts: list[int], line: CommandLine) -> str:
     predictors = line.number("--mtp-num-layers", 0)
     parts = [f"t*{count}" if count else "" for count in counts]
@@ -126,7 +117,7 @@ def _layout(counts: list[int], line: CommandLine) -> str:
 RULES = {
     "--num-layers": _num_layers,
     "--noop-layers": _noop_layers,
-    "--num-layer-list": _num_layer_list,
+    "--num-layer-list": _layers_of_stages,
     _TABLE: _layers_of_stages,
     _VIRTUAL: _layers_of_virtual_stage,
     _VIRTUAL[:-1]: _layers_of_virtual_stage,

@@ -5,7 +5,6 @@ A rule returns None to keep the flag, a reason to drop it, or replacement words 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -23,20 +22,6 @@ def is_equal(one: str, other: str) -> bool:
         return one == other
 
 
-def _rope_scaling_type(use: FlagUse, line: CommandLine) -> Result:
-    value = line.values_of(use)[0]
-    if value == "llama3":
-        return "--use-rope-scaling", "Megatron's name for it"
-    if value != "yarn":
-        raise Refusal(f"--rope-scaling-type {value}: has no counterpart in Megatron")
-    if not line.has("--multi-latent-attention", "--multi-head-latent-attention"):
-        raise Refusal(
-            "--rope-scaling-type yarn: YaRN without latent attention is not translated. Instead: "
-            "Megatron's --position-embedding-type yarn (0.18) with its own flags"
-        )
-    return "YaRN is what latent attention has by default"
-
-
 def _rope_scaling_factor(use: FlagUse, line: CommandLine) -> Result:
     if not line.is_foreign("--rope-scaling-type") or line.value("--rope-scaling-type") != "yarn":
         return None
@@ -47,8 +32,9 @@ def _first_k_dense_replace(use: FlagUse, line: CommandLine) -> Result:
     dense = max(0, line.number(use.flag, -1)) if line.is_foreign(use.flag) else 0
     every = line.number("--moe-layer-freq", 1)
     if not line.has("--num-experts"):
-        return "there is nothing to do without --num-experts"
-    if not dense and every in (-1, 1):
+        return "it has no effect without --num-experts"
+    every = 1 if every == -1 else every
+    if not dense and every == 1:
         return "every layer has experts, which is Megatron's default"
     if every < 1:
         raise Refusal(f"{use.flag} {dense} with --moe-layer-freq {every} does not say which layers have experts")
@@ -87,7 +73,7 @@ def _load_balancing_type(use: FlagUse, line: CommandLine) -> Result:
         return f"{use.flag} seq_aux_loss", "with --seq-aux the loss is per sequence"
     if given == ["noaux_tc"]:
         return f"{use.flag} none", "without an auxiliary loss: --moe-router-enable-expert-bias balances"
-    unknown = {"softmax_topk", "group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk"} & set(given)
+    unknown = {"group_limited_greedy", "pai_megatron_aux_loss"} & set(given)
     if unknown:
         raise Refusal(
             f"{use.flag} {sorted(unknown)[0]}: a type of MindSpeed-LLM. Instead: "
@@ -97,29 +83,52 @@ def _load_balancing_type(use: FlagUse, line: CommandLine) -> Result:
 
 
 def _transformer_impl(use: FlagUse, line: CommandLine) -> Result:
-    if not line.is_mindspeed or line.transformer_engine or line.values_of(use)[0] != "transformer_engine":
+    needs_it = line.is_foreign("--enable-dsa-indexer") or line.is_foreign("--full-attention-interval")
+    if line.values_of(use)[0] == "local":
+        return "Megatron builds this attention with Transformer Engine only" if needs_it else None
+    if needs_it or line.transformer_engine or not line.is_mindspeed:
         return None
-    why = "MindSpeed stands in for Transformer Engine, which is not there; here the local implementation is accelerated"
-    return f"{use.flag} local", why
+    return f"{use.flag} local", "Transformer Engine is not here; mindspeed_lite accelerates the local implementation"
+
+
+def _sparse_attention(use: FlagUse, line: CommandLine) -> Result:
+    defaults = {"n-heads": "64", "head-dim": "128", "topk": "2048", "loss-coeff": "1.0"}
+    given = ("--index-n-heads", "--index-head-dim", "--index-topk", "--indexer-loss-coeff")
+    missing = [f"--dsa-indexer-{name} {defaults[name]}" for name, flag in zip(defaults, given, strict=True)
+               if not line.has(flag)]  # fmt: skip
+    why = "DeepSeek sparse attention, with MindSpeed-LLM's defaults; it needs Transformer Engine"
+    return " ".join(["--experimental-attention-variant dsa", *missing]), why
+
+
+def _gated_delta_net(use: FlagUse, line: CommandLine) -> Result:
+    words = f"--linear-attention-freq {line.number(use.flag, 0)} --attention-output-gate"
+    return f"--experimental-attention-variant gated_delta_net {words}", "it needs Transformer Engine"
+
+
+def _router_pre_softmax(use: FlagUse, line: CommandLine) -> Result:
+    if not line.is_foreign("--norm-topk-prob"):
+        return None
+    if line.has("--moe-router-num-groups", "--n-group"):
+        raise Refusal(f"{use.flag} with --norm-topk-prob and groups of experts. Instead: leave {use.flag} out")
+    return "with --norm-topk-prob it is Megatron's softmax after the choice"
+
+
+def _specification(use: FlagUse, line: CommandLine) -> Result:
+    is_mindspeeds = line.values_of(use)[0].startswith(("mindspeed_llm.", "mindspeed.", "modellink."))
+    return "Megatron chooses the layers by the model's flags" if is_mindspeeds else None
+
+
+def _coc_kernel(use: FlagUse, line: CommandLine) -> Result:
+    if line.device in ("", "cuda"):
+        return "--use-ascend-coc --coc-fused-kernel", "fused communication and matmul"
+    return "--use-ascend-coc", f"the fused kernel uses symmetric memory of CUDA; on {line.device} messages go in chunks"
 
 
 def _coc_fused_kernel(use: FlagUse, line: CommandLine) -> Result:
-    if line.is_mindspeed and line.device not in ("", "cuda"):
+    if line.device not in ("", "cuda"):
         why = f"the kernel uses symmetric memory of CUDA; on {line.device} messages go in chunks"
         raise Skipped(f"{use.flag} is left out: {why}")
     return None
-
-
-def _hf_to_megatron(use: FlagUse, line: CommandLine) -> Result:
-    if not line.has("--load"):
-        return "without --load there is nothing to convert"
-    folder = line.value("--load")
-    if os.path.isfile(os.path.join(folder, "latest_checkpointed_iteration.txt")):
-        return f"{folder} already holds a checkpoint of Megatron"
-    raise Refusal(
-        f"--enable-hf2mg-convert: --load {folder} holds no checkpoint of Megatron, and nothing is converted at the "
-        "start. Instead: convert it beforehand with Megatron-Bridge or Megatron's tools/checkpoint"
-    )
 
 
 def _muon_nesterov(use: FlagUse, line: CommandLine) -> Result:
@@ -129,14 +138,17 @@ def _muon_nesterov(use: FlagUse, line: CommandLine) -> Result:
 
 RULES: dict[str, Rule] = {
     **layer_rules.RULES,
-    "--rope-scaling-type": _rope_scaling_type,
     "--rope-scaling-factor": _rope_scaling_factor,
     "--first-k-dense-replace": _first_k_dense_replace,
     "--moe-layer-freq": _moe_layer_freq,
     "--n-shared-experts": _n_shared_experts,
     "--moe-router-load-balancing-type": _load_balancing_type,
     "--transformer-impl": _transformer_impl,
+    "--comm-overlap-type=coc_kernel": _coc_kernel,
     "--coc-fused-kernel": _coc_fused_kernel,
-    "--enable-hf2mg-convert": _hf_to_megatron,
+    "--enable-dsa-indexer": _sparse_attention,
+    "--full-attention-interval": _gated_delta_net,
+    "--moe-router-pre-softmax": _router_pre_softmax,
+    "--spec": _specification,
     "--muon-nesterov": _muon_nesterov,
 }

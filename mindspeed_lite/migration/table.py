@@ -9,30 +9,30 @@ from typing import NamedTuple
 
 CLASSES = {
     "same": "ours, under the same name",
-    "megatron": "served by Megatron",
+    "megatron": "Megatron has it",
     "alias": "ours, under another name",
-    "not needed": "nothing has to be asked for",
-    "replaced": "served in another way",
+    "not needed": "no flag is needed",
+    "replaced": "done another way",
     "planned": "not in this release",
-    "another product": "not a matter of mindspeed_lite",
-    "dead": "gone from MindSpeed itself",
+    "another product": "outside mindspeed_lite",
+    "model": "of a model that Megatron does not build",
+    "dead": "no longer in MindSpeed",
 }
 
 
 class FlagRow(NamedTuple):
-    """One flag.
+    """One flag, or `--flag=value` for a value with an outcome of its own.
 
     Attributes:
         values: number of words: "0", "1" or "+" (up to the next flag).
         kind: one of CLASSES.
-        outcome: keep, rename, write (other words), drop, launcher (torchrun's), skip, refuse, choose (by value), rule.
-        words: `rename`, `write`: replacement. `keep`: after "!", refused values, separated by "|". `choose`:
-            "PATTERN>WORDS", separated by "|"; "*>REASON" refuses others. "{}": the flag's value.
+        outcome: keep, rename, write (other words), drop, launcher (torchrun's), skip, refuse, rule.
+        words: `rename`, `write`: replacement; "{}": the flag's value.
         idle: conditions; the first that holds makes it a no-op: "cp=1", "pp=1", "vpp=1", "value:x", "no:--other" (flag
             absent), "with:--other" or "with:--other=x" (flag given); "not:--other" refuses both. "shared": also a flag
             of Megatron or this package; translated only in MindSpeed commands.
         instead: alternative; empty if in the note.
-        note: meaning, or outcome.
+        note: meaning, or outcome; of the class "model", the model.
     """
 
     flag: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 from . import layer_rules, rules
@@ -87,10 +86,8 @@ def _translated(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> Transl
 def _result(use: FlagUse, line: CommandLine) -> Result:
     row, flag = use.row, use.flag
     is_known = line.known is not None and flag in line.known
-    if row.outcome == "keep":
-        if line.known is not None and not is_known:
-            raise Refusal(f"{flag}: this release of Megatron-core does not have it ({row.note})")
-        _check_value(use, line)
+    if row.outcome == "keep" and line.known is not None and not is_known:
+        raise Refusal(f"{flag}: this release of Megatron-core does not have it ({row.note})")
     # Second case: a feature's or the script's own flag.
     if (row.outcome == "launcher" and line.known is None) or (is_known and "shared" not in row.idle):
         return None
@@ -101,14 +98,15 @@ def _result(use: FlagUse, line: CommandLine) -> Result:
     if row.outcome in ("drop", "launcher"):
         return row.note
     if row.outcome == "rule":
-        return rules.RULES[flag](use, line)
-    if row.outcome == "choose":
-        return _chosen(use, line)
+        return rules.RULES[row.flag](use, line)
     if row.outcome == "rename":
         return _renamed(use, line)
     if row.outcome == "write":
         return row.words.replace("{}", line.values_of(use)[0]) if "{}" in row.words else row.words, row.note
-    text = f"{flag} ({CLASSES[row.kind]}): {row.note}"
+    if row.kind == "model":
+        names = dict.fromkeys(each.row.flag.replace("=", " ") for each in line.uses if each.row.note == row.note)
+        raise Refusal(f"Megatron does not build {row.note}: {' '.join(names)}")
+    text = f"{row.flag.replace('=', ' ')} ({CLASSES[row.kind]}): {row.note}"
     instead = f". Instead: {row.instead}" if row.instead else ""
     if row.outcome == "skip":
         raise Skipped(f"{text}. The training goes on without it{instead}")
@@ -126,26 +124,6 @@ def _renamed(use: FlagUse, line: CommandLine) -> Result:
     return f"{name} says the same"
 
 
-def _chosen(use: FlagUse, line: CommandLine) -> Result:
-    value = line.values_of(use)[0]
-    for each in use.row.words.split("|"):
-        pattern, words = each.split(">")
-        if pattern == "*":
-            raise Refusal(f"{use.flag} {value}: {words}")
-        if fnmatch(value, pattern):
-            return (words, use.row.note) if words else use.row.note
-    return None
-
-
-def _check_value(use: FlagUse, line: CommandLine) -> None:
-    """Refuse values unknown to Megatron; -1 for all ranks needs MindSpeed's flags."""
-    refused = use.row.words[1:].split("|") if use.row.words else []
-    for each in use.values if refused else ():
-        if line.resolved(each) in refused and (line.is_mindspeed or refused != ["-1"]):
-            instead = f". Instead: {use.row.instead}" if use.row.instead else ""
-            raise Refusal(f"{use.flag} {each}: {use.row.note}{instead}")
-
-
 def _idle(use: FlagUse, line: CommandLine) -> str:
     """Why the flag has no effect, by the first condition that holds; Refusal for `not:`."""
     for condition in use.row.idle:
@@ -153,15 +131,15 @@ def _idle(use: FlagUse, line: CommandLine) -> str:
         flag, _, value = text.partition("=")
         is_given = value in line.values(flag) if value else line.has(flag)
         if name == "no" and not is_given:
-            return f"it does nothing without {text}"
+            return f"it has no effect without {text}"
         if name == "with" and is_given:
-            return f"there is nothing to do with {text.replace('=', ' ')}"
+            return f"it has no effect with {text.replace('=', ' ')}"
         if name == "not" and is_given:
             raise Refusal(f"{use.flag} with {flag}: {use.row.note}. Instead: {use.row.instead}")
         if name == "value" and use.values and rules.is_equal(line.resolved(use.values[0]), text):
-            return f"{text} is what there is without it"
+            return f"{text} is the default"
         if condition in _SIZES and line.number(_SIZES[condition], 1) == 1:
-            return f"there is nothing to do with {_SIZES[condition]} 1"
+            return f"it has no effect with {_SIZES[condition]} 1"
         if condition == "vpp=1" and layer_rules.virtual_stages(line) == 1:
-            return "there is nothing to do without virtual pipeline stages"
+            return "it has no effect without virtual pipeline stages"
     return ""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -52,13 +51,9 @@ class OwnLayout:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation. make: shape -> function of the inputs, or `OwnLayout`.
-
-    package: needed on a GPU; always listed if empty. takes: whether it supports the shape.
-    """
+    """Another implementation. make: shape -> function of the inputs, or `OwnLayout`; takes: whether it supports it."""
 
     make: Callable[[Any], Function]
-    package: str = ""
     takes: Callable[[Any], bool] = lambda shape: True
 
 
@@ -142,7 +137,6 @@ class OperatorCases:
     """All shapes of an operator as texts: sizes joined by x, then options, such as `4096x64,k=6`.
 
     correctness: small shapes, one per code path. not_on_npu: refused by the NPU backend. cpu, accelerator: timed.
-    quick: for `bench-ops --quick`; default: the first of `cpu`.
     """
 
     operator: str
@@ -151,7 +145,6 @@ class OperatorCases:
     cpu: tuple[str, ...]
     accelerator: tuple[str, ...]
     not_on_npu: tuple[str, ...] = ()
-    quick: str = ""
     peers: Mapping[str, Peer] = field(default_factory=dict)
     is_random: Callable[[Any], bool] = lambda shape: False
 
@@ -160,9 +153,9 @@ class OperatorCases:
         return self.correctness if device == "npu" else self.correctness + self.not_on_npu
 
     def timed(self, device: str, quick: bool) -> tuple[str, ...]:
-        """Shapes that `bench-ops` times."""
+        """Shapes that `bench-ops` times; quick: a small one."""
         if quick:
-            return (self.quick or self.cpu[0],)
+            return self.correctness[:1]
         return self.cpu if device == "cpu" else self.accelerator
 
     @property
@@ -183,22 +176,11 @@ class OperatorCases:
         except ValueError as error:
             raise ValueError(f"{error}; want {self.syntax}, for example {self.cpu[0]}") from None
 
-    def problem(self, text: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None) -> Problem:
-        """The problem of a text. peers: names to list on any device; default: those installed."""
-        return self.of(self.parse(text), f"{text} {dtype_name(dtype)}", device, dtype, peers)
+    def problem(self, text: str, device: str, dtype: torch.dtype) -> Problem:
+        return self.of(self.parse(text), f"{text} {dtype_name(dtype)}", device, dtype)
 
-    def of(
-        self, shape: Any, name: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None
-    ) -> Problem:
+    def of(self, shape: Any, name: str, device: str, dtype: torch.dtype) -> Problem:
         forward, backward = shape.work(dtype.itemsize)
-
-        def is_listed(name: str, peer: Peer) -> bool:
-            if not peer.takes(shape):
-                return False
-            if peers is not None and peer.package:
-                return name in peers
-            return not peer.package or (device == "cuda" and _is_installed(peer.package))
-
         return Problem(
             operator=self.operator,
             name=name,
@@ -212,7 +194,7 @@ class OperatorCases:
                 *(
                     Contender(name, functools.partial(peer.make, shape))
                     for name, peer in self.peers.items()
-                    if is_listed(name, peer)
+                    if peer.takes(shape)
                 ),
             ),
             forward=forward,
@@ -277,10 +259,3 @@ def _compile(function: Function) -> Function:
     torch.compiler.reset()
     compiled: Function = torch.compile(function, dynamic=False)
     return compiled
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # broken parent package, or stub without a spec
-        return False

@@ -1,4 +1,4 @@
-"""Finds the operators: folders with a `reference.py`. Imports torch only with cases."""
+"""Finds the operators: folders with a `cases.py`. Imports torch only with cases."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 OPERATORS: Mapping[str, str] = MappingProxyType(
     {
         path.parent.name: f"mindspeed_lite.ops.{path.parent.name}"
-        for path in sorted(Path(__file__).parent.glob("*/reference.py"))
+        for path in sorted(Path(__file__).parent.glob("*/cases.py"))
     }
 )
 
 
-def cases(name: str) -> OperatorCases:
-    """The cases of an operator; raises ValueError for an unknown name."""
+def package(name: str) -> str:
+    """The package of an operator; raises ValueError for an unknown name."""
     if name not in OPERATORS:
         raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
-    found: OperatorCases = importlib.import_module(f"{OPERATORS[name]}.cases").CASES
+    return OPERATORS[name]
+
+
+def cases(name: str) -> OperatorCases:
+    found: OperatorCases = importlib.import_module(f"{package(name)}.cases").CASES
     return found

@@ -1,10 +1,12 @@
 """Chooses the implementation of an operator call by the device of its tensors.
 
 A *case* is a named tuple that describes a call; `Operator.choose` caches per case. A backend is `cpu.py`, `cuda.py` or
-`npu.py` next to `reference.py`, imported at the first case of its device. It defines a function with the operator's
-name, and
+`npu.py` next to `reference.py`, imported at the first case of its device. It defines a function with the reference's
+name, and, if it cannot serve every case,
 
-    supported(case) -> list[str]        reasons why it cannot serve the case
+    DTYPES                              those of `case.dtype`
+    LIBRARY                             the C++ kernels that every case needs (`native.Library`)
+    supported(case) -> list[str]        further reasons why it cannot serve the case
 
 Refused cases run on the reference; each (operator, backend, reasons) is logged once.
 
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import discovery
 from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.traced import is_traced
 
@@ -51,6 +54,9 @@ class Case(Protocol):
 
     @property
     def device(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def __hash__(self) -> int: ...
 
@@ -81,7 +87,7 @@ class Operator:
         module = self._backend(case, tensors)
         if module is None:
             return self.reference
-        implementation: Implementation = getattr(module, self.name)
+        implementation: Implementation = getattr(module, self.reference.__name__)
         return implementation
 
     def module(self, case: Case, *tensors: Tensor | None) -> Any:
@@ -122,10 +128,15 @@ class Operator:
 
     def _reasons(self, backend: str, case: Case) -> list[str]:
         module = self._module(backend)
-        if isinstance(module, ModuleType):
-            reasons: list[str] = module.supported(case)
-            return reasons
-        return [] if module is None else [module]
+        if not isinstance(module, ModuleType):
+            return [] if module is None else [module]
+        given, reasons = vars(module), []
+        if "DTYPES" in given and case.dtype not in module.DTYPES:
+            taken = ", ".join(sorted(str(each).removeprefix("torch.") for each in module.DTYPES))
+            reasons.append(f"dtype {case.dtype}: the {backend} backend takes {taken}")
+        reasons += module.supported(case) if "supported" in given else []
+        unusable = module.LIBRARY.unusable() if "LIBRARY" in given and not reasons else None
+        return reasons if unusable is None else [unusable]
 
     def _module(self, backend: str) -> ModuleType | str | None:
         if backend not in self.backends:
@@ -143,9 +154,7 @@ def _found_beside(reference: Implementation) -> dict[str, str]:
 
 
 def operator(name: str) -> Operator:
-    if name not in OPERATORS:
-        raise ValueError(f"unknown operator {name!r}; there are {', '.join(OPERATORS)}")
-    found: Operator = importlib.import_module(OPERATORS[name]).OPERATOR
+    found: Operator = importlib.import_module(discovery.package(name)).OPERATOR
     return found
 
 

@@ -1,7 +1,8 @@
-"""Tensors viewed as rows of their last dimension."""
+"""Rows of a tensor's last dimension, and the dtype that they are computed in."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -17,3 +18,8 @@ def as_rows(t: Tensor) -> tuple[Tensor, int]:
     if rows.stride(1) != 1:
         return rows.contiguous(), width
     return rows, rows.stride(0)
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
@@ -186,7 +187,8 @@ class _Fused(torch.optim.Optimizer):
                 grad = parameter.grad
                 if grad is None:
                     continue
-                if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or type(grad) is not torch.Tensor:
+                is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and type(grad) is torch.Tensor
+                if not is_plain and not traced.dry:
                     found.append(f"a parameter is a {type(parameter).__name__} with a {type(grad).__name__}")
                 elif parameter.dtype != torch.float32 or grad.layout != torch.strided:
                     found.append(f"a parameter is {parameter.dtype}, its gradient {grad.layout}")

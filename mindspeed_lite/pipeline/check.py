@@ -10,16 +10,16 @@ import importlib
 import runpy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice, product
 from typing import Any, TypeVar
 
 from . import costs, orders
 from .orders import PipelineShape
 from .simulate import DeadlockError, simulate
-from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Schedule, Step, steps_of
+from .steps import Entry, Kind, OverlappedPair, Schedule, Step, steps_of
 
-# Per micro-batch and chunk on a rank.
-_IN_ORDER = ((Kind.FORWARD,), (Kind.RECOMPUTE,), BACKWARDS, (Kind.WEIGHT_GRAD,))
+# Of a micro-batch and chunk on a rank, in order.
+_STEPS_OF_UNIT = ("F B", "F BI W", "F R B", "F R BI W")
 T = TypeVar("T")
 
 
@@ -76,30 +76,16 @@ def _problems_of_entries(schedule: Schedule, entries: tuple[Entry, ...]) -> Iter
 
 
 def _problems_of_units(schedule: Schedule, entries: tuple[Entry, ...]) -> Iterator[str]:
-    places = {step: place for place, entry in enumerate(entries) for step in steps_of(entry)}
-    for chunk in range(schedule.num_chunks):
-        for microbatch in range(schedule.microbatches):
-            found = {kind: places[step] for kind in Kind if (step := Step(kind, chunk, microbatch)) in places}
-            unit = f"chunk {chunk}, micro-batch {microbatch}: "
-            yield from (unit + each for each in _problems_of_unit(schedule, found))
-
-
-def _problems_of_unit(schedule: Schedule, found: dict[Kind, int]) -> Iterator[str]:
-    """found: the unit's kinds of steps and their entries."""
-    if Kind.FORWARD not in found:
-        yield "there is no forward (F)"
-    backwards = [kind for kind in BACKWARDS if kind in found]
-    if len(backwards) > 1:
-        yield "there are a full backward (B) and an input gradient (BI): one of them is enough"
-    elif not backwards and not schedule.is_forward_only:
-        yield "there is no backward (B or BI)"
-    if (Kind.INPUT_GRAD in found) != (Kind.WEIGHT_GRAD in found):
-        missing, there = ("W", "BI") if Kind.INPUT_GRAD in found else ("BI", "W")
-        yield f"there is a {there} and no {missing}"
-    in_order = [(kind, found[kind]) for kinds in _IN_ORDER for kind in kinds if kind in found]
-    for (first, place), (second, later) in pairwise(in_order):
-        if place >= later:
-            yield f"{second.value} stands at entry {later}, before the {first.value} that it needs, at {place}"
+    found: dict[tuple[int, int], list[str]] = {}
+    for step in (step for entry in entries for step in steps_of(entry)):
+        found.setdefault((step.chunk, step.microbatch), []).append(step.kind.value)
+    for unit in product(range(schedule.num_chunks), range(schedule.microbatches)):
+        steps = " ".join(found.get(unit, ()))
+        if steps not in (("F",) if schedule.is_forward_only else _STEPS_OF_UNIT):
+            yield (
+                f"chunk {unit[0]}, micro-batch {unit[1]}: its steps are {steps or 'none'}: want F B or F BI W, and R "
+                "before the B or BI of what is recomputed"
+            )
 
 
 def load(name: str, shape: PipelineShape) -> Schedule:

@@ -54,14 +54,9 @@ class Costs:
 
 
 def uniform(
-    stages: int,
-    forward: float = 1.0,
-    input_grad: float = 1.0,
-    weight_grad: float = 1.0,
-    message: float = 0.0,
-    pair: float = 1.0,
+    stages: int, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0, message: float = 0.0
 ) -> Costs:
-    return Costs([forward] * stages, [input_grad] * stages, [weight_grad] * stages, message=message, pair=pair)
+    return Costs([forward] * stages, [input_grad] * stages, [weight_grad] * stages, message=message)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from . import costs, orders, steps
+from . import costs, steps
 from .orders import OrderError, PipelineShape
 from .simulate import simulate
 from .steps import Kind, Placement, Schedule, Step
@@ -37,22 +36,12 @@ def automatic(shape: PipelineShape, max_live: int | None = None, placement: Plac
     # Later micro-batches repeat the pattern.
     tried = replace(shape, microbatches=min(shape.microbatches, _TRIED_ROUNDS * shape.ranks))
 
-    def seconds(schedule: Schedule) -> float:
+    def seconds(settings: _Settings) -> float:
+        schedule = _list_schedule(tried, placement, settings)
         return simulate(schedule, costs.uniform(schedule.num_stages)).makespan
 
-    def shortest(settings: Iterable[_Settings]) -> _Settings:
-        return min(settings, key=lambda each: seconds(_list_schedule(tried, placement, each)))
-
-    chosen = shortest(_Settings(bound, *each) for each in product((0.0, 0.5, 1.0), (True, False)))
-    # More memory does not always help a heuristic.
-    bounds = sorted({max(bound * share // 8, shape.chunks) for share in (4, 5, 6, 7, 8)}, reverse=True)
-    chosen = shortest(replace(chosen, bound=each) for each in bounds)
-    found = [_list_schedule(shape, placement, chosen)]
-    if shape.chunks == 1:
-        zb_h1 = orders.from_function("zb-auto", orders.zb_h1, shape)
-        if max(costs.peak_live(zb_h1, rank) for rank in range(shape.ranks)) <= bound:
-            found.append(zb_h1)
-    return min(found, key=seconds)
+    chosen = min((_Settings(bound, *each) for each in product((0.0, 0.5, 1.0), (True, False))), key=seconds)
+    return _list_schedule(shape, placement, chosen)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ arguments, flags, training   command line -> TrainingConfig
 layers, layout      layers of each stage
 parameters, optimizer   parameters, gradients, optimizer states
 activations, pieces, context, latent, further_tokens, experts   saved tensors
-traced, choice      the same by layers that a dry run traces
 schedule, orders, pipeline_costs   pipeline schedule
 changes, swapped    memory features
 estimate            memory of each rank

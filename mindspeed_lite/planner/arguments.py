@@ -13,30 +13,26 @@ from collections.abc import Mapping, Sequence
 from . import context, flags, further_tokens, latent, layout, swapped
 from .training import ArgumentError, TrainingConfig, pattern
 
+_SWITCHES = {**flags.ON, **flags.GATED, **flags.TIMED}
 # Vocabulary size by tokenizer type.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
-def read(
-    words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0, is_traced: bool = False
-) -> TrainingConfig:
-    """Parse and check a command.
-
-    vocabulary: unpadded size, if left to a tokenizer. is_traced: its layers are, so that their flags need no meaning.
-    """
-    return check(describe(words, world_size, device, vocabulary, is_traced), is_traced)
+def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
+    """Parse and check a command; vocabulary: unpadded size, if left to a tokenizer."""
+    return check(describe(words, world_size, device, vocabulary))
 
 
-def describe(
-    words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0, is_traced: bool = False
-) -> TrainingConfig:
+def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
     """Parse a command without checks."""
-    given = _parse(words, is_traced)
-    for name in flags.REQUIRED:
-        if name not in given:
-            flag = f"--{name.replace('_', '-')}"
-            hint = "; arguments inside a shell script are not seen" if any(w.endswith(".sh") for w in words) else ""
-            raise ArgumentError(f"{flag} is not in the command, and nothing can be predicted without it: add it{hint}")
+    given = _parse(words)
+    if missing := [f"--{name.replace('_', '-')}" for name in flags.REQUIRED if name not in given]:
+        hint = "; arguments inside a shell script are not seen" if any(w.endswith(".sh") for w in words) else ""
+        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise ArgumentError(
+            f"{', '.join(missing)} {verb} not in the command, and nothing can be predicted without {them}: add "
+            f"{them}{hint}"
+        )
     types: Mapping[str, str] = {field.name: "" for field in dataclasses.fields(TrainingConfig)}
     rest = {name: value for name, value in given.items() if name in types}
     training = TrainingConfig(**rest, world_size=world_size, device=device)  # type: ignore[arg-type]
@@ -104,7 +100,7 @@ def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabular
     return math.ceil(words / multiple) * multiple
 
 
-def check(training: TrainingConfig, is_traced: bool = False) -> TrainingConfig:
+def check(training: TrainingConfig) -> TrainingConfig:
     """Apply layout-dependent values; raises ArgumentError for invalid or unsupported layouts."""
     model_ranks = training.tp * training.pp * training.cp
     if training.world_size % model_ranks:
@@ -145,9 +141,9 @@ def check(training: TrainingConfig, is_traced: bool = False) -> TrainingConfig:
         )
     if training.sequence_parallel and training.tp == 1:
         training = training.replace(sequence_parallel=False)  # as in Megatron
-    if training.multi_latent_attention and not is_traced:
+    if training.multi_latent_attention:
         latent.check(training)
-    if training.mtp_num_layers and not is_traced:
+    if training.mtp_num_layers:
         further_tokens.check(training)
     context.check(training)
     if training.group_query_attention and training.num_attention_heads % training.num_query_groups:
@@ -175,8 +171,7 @@ def check(training: TrainingConfig, is_traced: bool = False) -> TrainingConfig:
         raise ArgumentError(f"--quant-states is bf16 or fp8, not {training.quant_states!r}")
     if training.recompute_granularity == "full" and training.recompute_method not in ("uniform", "block"):
         raise ArgumentError("--recompute-granularity full needs --recompute-method uniform or block, as in Megatron")
-    is_selective = training.recompute_granularity == "selective" and not is_traced
-    if is_selective and set(training.recompute_modules) - set(flags.MODULES):
+    if training.recompute_granularity == "selective" and set(training.recompute_modules) - set(flags.MODULES):
         raise ArgumentError(
             f"--recompute-modules {' '.join(training.recompute_modules)}: only {', '.join(flags.MODULES)} are predicted"
         )
@@ -219,7 +214,7 @@ def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
         )
 
 
-def _parse(words: Sequence[str], is_traced: bool) -> dict[str, object]:
+def _parse(words: Sequence[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     place = 0
     while place < len(words):
@@ -231,15 +226,17 @@ def _parse(words: Sequence[str], is_traced: bool) -> dict[str, object]:
         while not has_value and place < len(words) and not words[place].startswith("--"):
             values.append(words[place])
             place += 1
-        if not (is_traced and flag in flags.TRACED):
-            _refuse(flag, values)
-        if flag in flags.ON or flag in flags.TIMED:
-            found[flags.ON.get(flag) or flags.TIMED[flag]] = True
+        _refuse(flag, values)
+        if flag in _SWITCHES:
+            found[_SWITCHES[flag]] = True
         elif flag in flags.OFF or flag in flags.TIMED_OFF:
             found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
             found[flags.LISTS[flag]] = tuple(_number(flag, each, int) if is_sizes else each for each in values)
+        elif flag == "--interleave-sliding-window":
+            before = int(_number(flag, _one(flag, values), int))
+            found.update(window_size=(before, 0), window_attn_skip_freq="2")
         elif flag == "--window-size":
             found["window_size"] = _window(_one(flag, values))
         elif flag in flags.TEXTS:
@@ -295,8 +292,7 @@ def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
     tables = (
-        flags.ON,
-        flags.TIMED,
+        _SWITCHES,
         flags.TIMED_OFF,
         flags.NOT_TIMED,
         flags.OFF,
@@ -306,7 +302,7 @@ def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
         flags.LISTS,
         flags.REFUSED,
     )
-    known = ["--window-size", *(flag for table in tables for flag in table)]
+    known = ["--window-size", "--interleave-sliding-window", *(flag for table in tables for flag in table)]
     asked = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]
     return [(flag, found[0]) for flag, found in close if found]

@@ -59,6 +59,7 @@ class CalibratedDevice:
     surfaces: Mapping[tuple[str, ...], Surface]
     messages: Mapping[tuple[str, int, int], Sequence[tuple[float, float]]]
     overheads: tuple[float, ...]
+    memory: float = 0.0
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
         if work.experts > 1:
@@ -99,6 +100,9 @@ class CalibratedDevice:
 
     def host_copy(self, size: float) -> float:
         return size / 1e10
+
+    def host(self, launches: float) -> float:
+        return 0.0
 
     def layer_overhead(self, is_backward: bool) -> float:
         return self.overheads[0] * (2 if is_backward else 1) / 3

@@ -25,6 +25,10 @@ CHOSEN_SWITCHES = (
 )  # fmt: skip
 # Minimum tokens per rank of a split sequence.
 SHORTEST = 512
+# Where a node has hundreds of devices.
+MOST_TP = 16
+# Virtual stages, where none divides the layers.
+UNEVEN = (2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "parts", "full")
 # Each needs less memory and more time than the previous one.
 STATES = ("kept", "shared", "swapped")
@@ -125,15 +129,6 @@ def without_chosen(words: Sequence[str]) -> list[str]:
     return found
 
 
-def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
-    """Candidates with dividing sizes, TP within a node, and at least 512 tokens per rank.
-
-    Others cannot run, or send activations between nodes.
-    """
-    for layout in layouts(base, world_size, node):
-        yield from variants(base, layout)
-
-
 def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCandidate]:
     """Layout with all memory options, largest memory first."""
     for recompute in RECOMPUTE:
@@ -141,9 +136,20 @@ def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCa
             yield replace(layout, recompute=recompute, states=states)
 
 
-def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
-    """Layouts without recomputation, all states on the device."""
-    for tp in _divisors(world_size, min(node, base.num_attention_heads)):
+def costs_less(one: LayoutCandidate, other: LayoutCandidate) -> bool:
+    """Whether each memory option of one takes no more time than the other's."""
+    return RECOMPUTE.index(one.recompute) <= RECOMPUTE.index(other.recompute) and STATES.index(
+        one.states
+    ) <= STATES.index(other.states)
+
+
+def layouts(base: TrainingConfig, world_size: int, node: int, vpp: int = 0) -> Iterator[LayoutCandidate]:
+    """Layouts without recomputation, all states on the device.
+
+    Sizes divide, TP is within a node, and a rank has at least 512 tokens. Others cannot run, or send activations
+    between nodes. VPP divides the layers, or layers with embedding and loss; any, if none does; or is `vpp`.
+    """
+    for tp in _divisors(world_size, min(node, MOST_TP, base.num_attention_heads)):
         if base.num_attention_heads % tp or (base.groups % tp and tp % base.groups):
             continue
         for pp in _divisors(world_size // tp, base.num_layers + 2):
@@ -152,10 +158,18 @@ def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[Layout
                     continue
                 if cp > 1 and base.seq_length // cp < SHORTEST:
                     continue
-                yield from _of_layout(base, world_size, tp, pp, cp)
+                yield from _of_layout(base, world_size, tp, pp, cp, vpp)
 
 
-def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int) -> Iterator[LayoutCandidate]:
+def _virtual(base: TrainingConfig, pp: int, vpp: int) -> list[int]:
+    most = (base.num_layers + 2) // pp
+    even = [v for v in range(2, most + 1) if base.num_layers % (pp * v) == 0 or (base.num_layers + 2) % (pp * v) == 0]
+    if base.mtp_num_layers or not even:
+        even = sorted({*even, *(v for v in UNEVEN if v <= most)})
+    return [1, *even, *([vpp] if 1 < vpp <= most and vpp not in even else [])]
+
+
+def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int, vpp: int) -> Iterator[LayoutCandidate]:
     dp = world_size // (tp * pp * cp)
     for micro in _powers(16):
         if base.global_batch_size % (micro * dp):
@@ -164,12 +178,10 @@ def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int)
         for ep in _divisors(world_size // pp, base.num_experts) if base.num_experts else (1,):
             if base.num_experts % ep:
                 continue
-            for vpp in (1, 2, 3, 4, 6, 8):
-                # As in Megatron: whole groups of as many micro-batches as stages.
-                if vpp > 1 and (pp == 1 or count % pp or pp * vpp > base.num_layers + 2):
-                    continue
+            # As in Megatron: whole groups of as many micro-batches as stages.
+            for chunks in _virtual(base, pp, vpp) if pp > 1 and count % pp == 0 else [1]:
                 for algo in ("megatron_cp_algo", "ulysses_cp_algo") if cp > 1 else ("",):
-                    yield LayoutCandidate(tp, pp, vpp, cp, algo, ep, micro)
+                    yield LayoutCandidate(tp, pp, chunks, cp, algo, ep, micro)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from . import calibrated, devices
@@ -10,12 +11,13 @@ from .step_time import Pricer
 from .training import ArgumentError
 
 
-def pricer_of(name: str, calibration: Path | None, ranks: int = 1) -> tuple[Pricer, str]:
+def pricer_of(name: str, calibration: Path | None, ranks: int = 1, node: int = 0) -> tuple[Pricer, str]:
     """Pricer and kind (cpu, cuda or npu). Raises ArgumentError.
 
     Args:
         name: of the table, or `here` for the `mindspeed-lite calibrate` file.
         ranks: processes per node, where they affect rates.
+        node: devices of a node, 0 for the device's own.
     """
     if name == "here":
         if calibration is None or not calibration.is_file():
@@ -24,9 +26,6 @@ def pricer_of(name: str, calibration: Path | None, ranks: int = 1) -> tuple[Pric
             )
         found = calibrated.read(calibration, ranks)
         return Pricer(found, found.overlap), found.kind
-    try:
-        full, figures = devices.named(name)
-    except KeyError:
-        known = ", ".join((*devices.FIGURES, "here"))
-        raise ArgumentError(f"--device {name}: there is no such device: choose one of {known}") from None
-    return Pricer(PublishedDevice(full, figures)), figures.kind
+    full, figures = devices.named(name)
+    figures = replace(figures, node=node or figures.node)
+    return Pricer(PublishedDevice(full, figures), figures.overlap), figures.kind

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from . import activations, further_tokens, optimizer, orders, parameters, schedule, swapped
-from .choice import ModelPieces
+from . import activations, further_tokens, layers, optimizer, orders, parameters, schedule, swapped
 from .layers import Chunk
 from .optimizer import States
 from .parameters import Parameters
@@ -59,15 +58,14 @@ class Rank:
         return sum(self.categories.values())
 
 
-def ranks(training: TrainingConfig, pieces: ModelPieces | None = None) -> list[Rank]:
-    """pieces: traced; None takes the tensors listed in `activations`."""
-    return [rank(training, stage, chunks, pieces) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
+def ranks(training: TrainingConfig) -> list[Rank]:
+    return [rank(training, stage, chunks) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
 
 
-def rank(training: TrainingConfig, stage: int, chunks: list[Chunk], pieces: ModelPieces | None = None) -> Rank:
+def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
     per_stage = training.world_size // training.pp
-    held = parameters.of_stage(training, chunks) if pieces is None else pieces.parameters(training, chunks)
-    kept, lines = peak(training, stage, chunks, pieces)
+    held = parameters.of_stage(training, chunks)
+    kept, lines = peak(training, stage, chunks)
     return Rank(
         stage=stage,
         ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
@@ -79,12 +77,14 @@ def rank(training: TrainingConfig, stage: int, chunks: list[Chunk], pieces: Mode
     )
 
 
-def peak(
-    training: TrainingConfig, stage: int, chunks: list[Chunk], pieces: ModelPieces | None = None
-) -> tuple[int, list[Line]]:
+def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
     """Micro-batches held at the activation peak, and its entries."""
-    forward = [_after_forward(training, chunk, number, pieces) for number, chunk in enumerate(chunks)]
-    backward = [_in_backward(training, chunk, number, pieces) for number, chunk in enumerate(chunks)]
+    known: dict[object, tuple[list[MemoryEntry], list[MemoryEntry]]] = {}
+    keys = [_kind(training, chunk, number) for number, chunk in enumerate(chunks)]
+    for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
+        if key not in known:
+            known[key] = _after_forward(training, chunk, number), _in_backward(training, chunk, number)
+    forward, backward = zip(*(known[key] for key in keys), strict=True)
     sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
 
     pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
@@ -93,7 +93,7 @@ def peak(
         assert moment.forward is not None
         both = (moment.forward, moment.chunk)
         if both not in pairs:
-            pairs[both] = _in_pair(training, chunks, *both, pieces)
+            pairs[both] = _in_pair(training, chunks, *both)
         return pairs[both]
 
     def size(moment: schedule.Moment) -> int:
@@ -109,7 +109,7 @@ def peak(
     if moment.forward is not None:
         kept[moment.forward] += 1
     for each in chunks:
-        entries += _once(training, each, pieces)
+        entries += activations.once(training, len(each.layers) + each.further, _has_mask(training, each))
     return sum(kept), _summed(entries)
 
 
@@ -123,18 +123,14 @@ def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
     return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
 
 
-def _once(training: TrainingConfig, chunk: Chunk, pieces: ModelPieces | None) -> list[MemoryEntry]:
-    if pieces is None:
-        return activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk))
-    return pieces.shared(training, chunk)
+def _kind(training: TrainingConfig, chunk: Chunk, number: int) -> object:
+    """Chunks of one kind are alike."""
+    inside = tuple(layers.kind(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+    return replace(chunk, layers=()), inside
 
 
-def _after_forward(
-    training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None = None
-) -> list[MemoryEntry]:
-    found = [entry for group in _groups(training, chunk, number, pieces) for entry in group]
-    if pieces is not None:
-        return found + pieces.around(training, chunk)
+def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
+    found = [entry for group in _groups(training, chunk, number) for entry in group]
     found += activations.mask(training) if _has_mask(training, chunk) else []
     found += activations.embedding(training) if chunk.embeds else []
     if chunk.computes_loss:
@@ -142,17 +138,15 @@ def _after_forward(
     return found
 
 
-def _in_pair(
-    training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int, pieces: ModelPieces | None
-) -> list[MemoryEntry]:
+def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
     """Peak of a forward that overlaps, layer by layer, with another's backward."""
     halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
     moments: list[list[MemoryEntry]] = []
     for number in (forward, backward):
         chunk = chunks[number]
         bare = replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False)
-        halves.append((_own_groups(training, chunk, number, pieces), _after_forward(training, bare, number, pieces)))
-        moments.append(_after_forward(training, chunk, number, pieces))
+        halves.append((_own_groups(training, chunk, number), _after_forward(training, bare, number)))
+        moments.append(_after_forward(training, chunk, number))
     (there, rest), (back, others) = halves
     for place in range(0, max(len(there), len(back)), 2):
         # Forward attention precedes the other's expert backward, and experts its attention backward.
@@ -163,15 +157,13 @@ def _in_pair(
     return max(moments, key=_bytes)
 
 
-def _in_backward(
-    training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None = None
-) -> list[MemoryEntry]:
+def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
     """Entries at the backward peak: its start, or when a layer is restored."""
-    groups = _groups(training, chunk, number, pieces)
+    groups = _groups(training, chunk, number)
     others = _after_forward(
-        training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number, pieces
+        training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number
     )
-    moments = [_after_forward(training, chunk, number, pieces)]
+    moments = [_after_forward(training, chunk, number)]
     for place, group in enumerate(groups):
         if any(entry.restored for entry in group):
             # Backward runs in reverse; later layers are released.
@@ -182,27 +174,27 @@ def _in_backward(
         # The previous layer is restored during the last layer's backward.
         coming = [each for group in _last_but_one(training, chunk, number) for each in group]
         returned = [replace(each, bytes=each.restored, restored=0) for each in coming if each.restored]
-        moments.append([*_after_forward(training, chunk, number, pieces), *returned])
+        moments.append([*_after_forward(training, chunk, number), *returned])
     return max(moments, key=_bytes)
 
 
-def _groups(training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None) -> list[list[MemoryEntry]]:
+def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
     """Entries in groups restored together, in layer order."""
-    found = _own_groups(training, chunk, number, pieces)
-    if pieces is not None:
-        return found + pieces.after_layers(training, chunk, number)
+    found = _own_groups(training, chunk, number)
     found += [activations.final_norm(training)] if chunk.normalizes else []
     for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):
         found += further_tokens.groups(training, place, number)
     return found
 
 
-def _own_groups(
-    training: TrainingConfig, chunk: Chunk, number: int, pieces: ModelPieces | None
-) -> list[list[MemoryEntry]]:
-    if pieces is not None:
-        return pieces.groups(training, chunk, number)
-    own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
+def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
+    known: dict[object, list[MemoryEntry]] = {}
+    own = []
+    for place, layer in enumerate(chunk.layers):
+        key = layers.kind(training, layer, place, number)
+        if key not in known:
+            known[key] = activations.layer(training, layer, place, number)
+        own.append(known[key])
     own = swapped.layers(training, own)
     count = training.recompute_num_layers or 1
     if training.recompute_granularity != "full" or training.recompute_method == "block":
@@ -213,9 +205,9 @@ def _own_groups(
     return [_recomputed(training, own[begin : begin + count]) for begin in range(0, len(own), count)]
 
 
-def _recomputed(training: TrainingConfig, layers: list[list[MemoryEntry]]) -> list[MemoryEntry]:
+def _recomputed(training: TrainingConfig, together: list[list[MemoryEntry]]) -> list[MemoryEntry]:
     """Layers that keep their input and restore the rest together."""
-    again = sum(entry.bytes for each in layers for entry in each)
+    again = sum(entry.bytes for each in together for entry in each)
     hidden = hidden_bytes(training)
     # The first norm saves the same input.
     again -= hidden if keeps_norm_input(training) else 0

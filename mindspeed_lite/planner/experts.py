@@ -24,7 +24,8 @@ from .training import TrainingConfig
 def routed(training: TrainingConfig) -> int:
     # All ranks send equally many; an expert split over ranks gets each rank's tokens.
     count = norm_tokens(training) * training.moe_router_topk
-    even = round(count * training.expert_load)
+    # Each rank alone has all experts, and all tokens.
+    even = round(count * training.expert_load) if training.ep > 1 else count
     factor = training.moe_expert_capacity_factor
     if factor is not None:
         # Capacity per rank and expert: drops excess tokens, padding fills up.

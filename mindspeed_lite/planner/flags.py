@@ -59,8 +59,14 @@ ON = {
     "--moe-fb-overlap": "moe_fb_overlap",
     "--swap-attention": "swap_attention",
 }
+# MindSpeed-LLM's, for an activation with a gate.
+GATED = {"--geglu": "quick_geglu", "--gelu-tanh": "quick_geglu"}
 # Switches that affect only time.
 TIMED = {
+    "--tp-comm-overlap": "tp_comm_overlap",
+    "--moe-enable-deepep": "moe_enable_deepep",
+    "--enable-cuda-graph": "enable_cuda_graph",
+    "--external-cuda-graph": "external_cuda_graph",
     "--overlap-grad-reduce": "overlap_grad_reduce",
     "--overlap-param-gather": "overlap_param_gather",
     "--gradient-accumulation-fusion": "fuses_accumulation",
@@ -72,6 +78,10 @@ TIMED = {
 }
 # Features without predicted effect on time, and what is predicted instead.
 NOT_TIMED = {
+    "--tp-comm-overlap": "tp_comm_overlap",
+    "--moe-enable-deepep": "moe_enable_deepep",
+    "--enable-cuda-graph": "enable_cuda_graph",
+    "--external-cuda-graph": "external_cuda_graph",
     "--moe-hierarchical-alltoallv": "the exchange of tokens is priced as one all-to-all",
     "--moe-wgrad-side-stream": "weight gradients of experts are priced as if nothing ran beside them",
     "--swap-attention": "copies to the host are taken to be hidden",
@@ -152,6 +162,7 @@ TEXTS = {
     "--moe-token-dispatcher-type": "moe_token_dispatcher_type",
     "--attention-backend": "attention_backend",
     "--quant-states": "quant_states",
+    "--cuda-graph-impl": "cuda_graph_impl",
     "--window-attn-skip-freq": "window_attn_skip_freq",
     "--recompute-granularity": "recompute_granularity",
     "--recompute-method": "recompute_method",
@@ -196,7 +207,7 @@ LISTS = {
     "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
 }
 # Supported `--recompute-modules`.
-MODULES = ("core_attn", "layernorm", "mlp", "moe")
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 # Flags with unsupported effects on memory, and why; 0 or none disables them.
@@ -222,8 +233,6 @@ REFUSED = {
     "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
-# Of these, about a layer alone: a trace has their effect.
-TRACED = ("--mla-down-proj-fusion", "--distribute-saved-activations", "--moe-latent-size")
 # Of these, disabled by 1.
 COUNTED_FROM_ONE = ("--num-distributed-optimizer-instances",)
 # MindSpeed flags, always refused.

@@ -18,6 +18,14 @@ from .work import Collective, CollectiveCall, Group, Product, Scores, Vector
 
 # Bytes of a rank's query, key and value lengths.
 LENGTHS = 24
+# Operators of a layer with an MLP, and what experts (unfused and fused) and latent attention add, in both passes: as
+# counted in Megatron-LM 0.19.
+LAUNCHES = (46.0, 45.0)
+EXPERT_LAUNCHES = (45.0, 60.0)
+EXPERT_LAUNCHES_FUSED = (25.0, 35.0)
+# Operators of each expert, if not grouped.
+ONE_EXPERT_LAUNCHES = (5.0, 6.0)
+LATENT_LAUNCHES = (24.0, 27.0)
 Beside = Literal["", "products", "attention", "pair"]
 
 
@@ -37,7 +45,7 @@ class PartWork:
     """Work of one micro-batch in a part of the model.
 
     Attributes:
-        recomputed: backward recomputation, as forward work.
+        launches: operators that the host starts, forward and backward.
     """
 
     products: tuple[Product, ...] = ()
@@ -45,6 +53,7 @@ class PartWork:
     vectors: tuple[Vector, ...] = ()
     traffic: tuple[Traffic, ...] = ()
     layers: int = 0
+    launches: tuple[float, float] = (0.0, 0.0)
 
     def __add__(self, other: PartWork) -> PartWork:
         return PartWork(
@@ -53,6 +62,7 @@ class PartWork:
             self.vectors + other.vectors,
             self.traffic + other.traffic,
             self.layers + other.layers,
+            (self.launches[0] + other.launches[0], self.launches[1] + other.launches[1]),
         )
 
 
@@ -66,8 +76,10 @@ def total(parts: Iterable[PartWork]) -> PartWork:
 def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartWork:
     """Transformer layer; `number` selects the context-parallel algorithm."""
     norms = Vector("norm", 2 * norm_tokens(training) * training.hidden_size, training.has_fused_norm)
-    residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion)
-    parts = [PartWork(vectors=(norms, residual), layers=1), attention(training, number)]
+    is_fused = training.use_bias_dropout_fusion or training.has_jit_fusions
+    residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, is_fused)
+    launches = (0.0, 0.0) if training.has_graphs else LAUNCHES
+    parts = [PartWork(vectors=(norms, residual), layers=1, launches=launches), attention(training, number)]
     parts.append(experts(training) if has_experts else mlp(training))
     return _accumulated(training, total(parts))
 
@@ -99,7 +111,7 @@ def attention(training: TrainingConfig, number: int) -> PartWork:
         vectors.append(Vector("norm", rows * (heads + groups) * query, training.has_fused_norm))
     if training.position_embedding_type == "rope":
         size = training.qk_pos_emb_head_dim if training.multi_latent_attention else query
-        vectors.append(Vector("rope", rows * (heads + groups) * size, training.use_fused_rotary_pos_emb))
+        vectors.append(Vector("rope", rows * (heads + groups) * size, training.has_fused_rope))
     scores = Scores(
         training.micro_batch_size,
         training.seq_length / training.cp,
@@ -107,11 +119,22 @@ def attention(training: TrainingConfig, number: int) -> PartWork:
         heads,
         query,
         value,
-        0.5 if training.flash else 1.0,
+        _share(training, number) if training.flash else 1.0,
         training.flash,
+        4 if training.attention_softmax_in_fp32 and not training.use_masked_softmax_fusion else 2,
     )
     traffic = [*_tensor_parallel(training), *_context_parallel(training, number)]
-    return PartWork(tuple(products), (scores,), tuple(vectors), tuple(traffic))
+    launches = LATENT_LAUNCHES if training.multi_latent_attention and not training.has_graphs else (0.0, 0.0)
+    return PartWork(tuple(products), (scores,), tuple(vectors), tuple(traffic), launches=launches)
+
+
+def _share(training: TrainingConfig, number: int) -> float:
+    """Share of pairs of queries and keys that a causal mask leaves, in a window if the layer has one."""
+    window = training.window_of(number)
+    if window is None or window[0] < 0:
+        return 0.5
+    share = min(1.0, window[0] / training.seq_length)
+    return share - share**2 / 2
 
 
 def mlp(training: TrainingConfig) -> PartWork:
@@ -125,7 +148,10 @@ def experts(training: TrainingConfig) -> PartWork:
     local = training.num_experts // training.ep
     width = training.moe_ffn_hidden_size // training.etp
     found = _feed_forward(training, chosen, width, local if training.moe_grouped_gemm else -local)
+    is_fused = training.moe_permute_fusion and training.moe_router_fusion
+    launches = EXPERT_LAUNCHES_FUSED if is_fused else EXPERT_LAUNCHES
     found += PartWork(
+        launches=launches,
         vectors=(
             Vector("router", rows * training.num_experts, training.moe_router_fusion),
             Vector("permute", 2 * chosen * hidden, training.moe_permute_fusion),
@@ -156,6 +182,7 @@ def output(training: TrainingConfig) -> PartWork:
     rows, columns = tokens(training), training.padded_vocab_size // training.tp
     norm = Vector("norm", norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     fused = training.use_fused_cross_entropy or training.use_fused_linear_cross_entropy
+    fused = fused or (training.cross_entropy_loss_fusion and training.uses_engine)
     return _accumulated(
         training,
         PartWork(
@@ -186,7 +213,7 @@ def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: 
         parts.append(PartWork(vectors=(Vector("norm", 2 * hidden, training.has_fused_norm),)))
     if activation_is_recomputed(training, place, chunk):
         inside = experts(training) if has_experts else mlp(training)
-        parts.append(PartWork(vectors=tuple(each for each in inside.vectors if each.name == "activation")))
+        parts.append(PartWork(vectors=tuple(each for each in inside.vectors if each.name.startswith("activation"))))
     if has_experts and (level := zero_memory_level(training, place, chunk)):
         parts.append(_zero_memory(training, level))
     if granularity == "selective":
@@ -195,15 +222,26 @@ def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: 
             parts.append(PartWork(scores=whole.scores))
         if "mlp" in training.recompute_modules and not has_experts:
             parts.append(mlp(training))
+        if "mla_up_proj" in training.recompute_modules and training.multi_latent_attention:
+            up = (training.kv_lora_rank, training.q_lora_rank)
+            whole = attention(training, number)
+            parts.append(PartWork(products=tuple(each for each in whole.products if each.inner in up)))
         if "moe" in training.recompute_modules and has_experts:
             parts.append(experts(training))
+        elif has_experts:
+            inside = experts(training)
+            if "moe_act" in training.recompute_modules:
+                parts.append(PartWork(vectors=tuple(each for each in inside.vectors if each.name == "activation")))
+            if "shared_experts" in training.recompute_modules and training.moe_shared_expert_intermediate_size:
+                shared = training.moe_shared_expert_intermediate_size // training.tp
+                parts.append(_feed_forward(training, tokens(training), shared, 0))
     return total(parts)
 
 
 def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
     """`--moe-zero-memory`: level0 exchanges rows again during GEMMs, level1 repeats the first GEMM."""
     inside = experts(training)
-    again = [each for each in inside.vectors if each.name in ("activation", "permute")]
+    again = [each for each in inside.vectors if each.name == "permute" or each.name.startswith("activation")]
     first = training.moe_ffn_hidden_size // training.etp * (2 if training.gated else 1)
     beside: Beside = "products" if level == "level0" else ""
     # Half of the forward exchange: dispatch without combine.
@@ -222,20 +260,23 @@ def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
 def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> PartWork:
     """Two GEMMs; `grouped` experts together, negative: sequentially."""
     first = width * (2 if training.gated else 1)
-    hidden, count = training.hidden_size, abs(grouped)
+    hidden, count, launches = training.hidden_size, abs(grouped), (0.0, 0.0)
     if grouped < 0:
         # Each expert has its own GEMMs.
-        pair = (Product(rows / count, hidden, first, 1), Product(rows / count, width, hidden, 1))
+        pair = (Product(rows / count, hidden, first), Product(rows / count, width, hidden))
         products = pair * count
+        launches = (count * ONE_EXPERT_LAUNCHES[0], count * ONE_EXPERT_LAUNCHES[1])
     else:
         products = (Product(rows, hidden, first, count), Product(rows, width, hidden, count))
-    fused = training.use_fused_swiglu and training.swiglu
-    return PartWork(products=products, vectors=(Vector("activation", rows * width, fused),))
+    fused = training.has_jit_fusions and (training.bias_swiglu_fusion or not training.gated)
+    fused = fused or (training.use_fused_swiglu and training.swiglu)
+    name = "activation" if training.gated else "activation, not gated"
+    return PartWork(products=products, vectors=(Vector(name, rows * width, fused),), launches=launches)
 
 
 def _accumulated(training: TrainingConfig, work: PartWork) -> PartWork:
     weights = sum(each.inner * each.columns * max(1, each.experts) for each in work.products)
-    return work + PartWork(vectors=(Vector("accumulate", weights, training.fuses_accumulation),))
+    return work + PartWork(vectors=(Vector("accumulate", weights, training.accumulates_in_products),))
 
 
 def _hidden(training: TrainingConfig) -> float:
@@ -247,7 +288,8 @@ def _tensor_parallel(training: TrainingConfig, enters_only: bool = False) -> Ite
     if training.tp == 1:
         return
     size, group = _hidden(training), Group(training.tp)
-    forward: Beside = "products" if training.use_ascend_coc or training.use_ascend_mc2 else ""
+    is_split = training.use_ascend_coc or training.use_ascend_mc2 or training.tp_comm_overlap
+    forward: Beside = "products" if is_split else ""
     name = "tensor parallel"
     if not training.sequence_parallel:
         reduced = CollectiveCall("all_reduce", size, group)
@@ -306,7 +348,10 @@ def _expert_parallel(training: TrainingConfig) -> Iterator[Traffic]:
             yield Traffic("expert parallel", CollectiveCall("reduce_scatter", size, group), 1, 1, beside)
         else:
             sent = rows * row * training.expert_load
-            yield Traffic("expert parallel", CollectiveCall("all_to_all", sent, group), 2, 2, beside)
+            chosen = training.moe_router_topk if training.sends_rows_once else 1
+            yield Traffic("expert parallel", CollectiveCall("all_to_all", sent, group, chosen=chosen), 2, 2, beside)
+            if training.sends_rows_once:
+                return
             # First the token counts per expert; probabilities accompany tokens.
             counts = CollectiveCall("all_gather", 8.0 * training.num_experts * training.ep, group)
             yield Traffic("expert parallel", counts, 1, 0)

@@ -31,6 +31,25 @@ class Chunk:
         return self.embeds or self.further > 0
 
 
+def kind(training: TrainingConfig, layer: int, place: int, number: int) -> object:
+    """Layers of one kind are alike; `number`: index of the chunk on its rank."""
+    counts_layers = (
+        training.recompute_method == "block"
+        or training.recompute_norm_num_layers is not None
+        or training.recompute_activation_function_num_layers is not None
+        or training.moe_zero_memory_num_layers is not None
+    )
+    communicates_by_layer = training.cp > 1 and (
+        len(training.cp_comm_type) > 1 or training.context_parallel_cache_interval
+    )
+    return (
+        training.is_moe(layer),
+        training.window_of(layer),
+        layer if communicates_by_layer else 0,
+        (place, number) if counts_layers else 0,
+    )
+
+
 def stages(training: TrainingConfig) -> list[list[Chunk]]:
     """Chunks of each stage, in execution order."""
     if training.pipeline_model_parallel_layout:

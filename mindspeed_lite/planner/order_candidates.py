@@ -14,7 +14,6 @@ from . import pipeline_costs
 from .pipeline_costs import StepSeconds
 from .training import ArgumentError, TrainingConfig
 
-GIB = float(1 << 30)
 _IN_ADVANCE, _IN_BUBBLE = "+recompute-in-advance", "+recompute-in-bubble"
 # Orders that depend on costs, or add recomputation.
 DERIVED = ("zb-auto", "zbv-auto", f"interleaved{_IN_ADVANCE}", f"interleaved{_IN_BUBBLE}")
@@ -107,6 +106,25 @@ class OrderCandidate:
         return max(costs.peak_live(schedule, rank) for rank in range(schedule.num_ranks))
 
 
+def flags(candidate: OrderCandidate) -> list[str] | None:
+    """Flags that run the order, in place of a command's own; None if it is only simulated."""
+    name, *recomputed = candidate.name.split("+")
+    chunks, live = candidate.simulation.schedule.num_chunks, str(candidate.peak_live)
+    virtual = ["--num-virtual-stages-per-pipeline-rank", str(chunks)] if chunks > 1 else []
+    dualpipev = ["--schedules-method", "dualpipev"]
+    found = {
+        "1f1b": [],
+        "interleaved": virtual,
+        "interleaved-overlap": [*virtual, "--overlap-moe-expert-parallel-comm"],
+        "zb-auto": [*virtual, "--pipeline-schedule", "zb-auto", "--pipeline-schedule-max-live", live],
+        "zbv-auto": None,
+        "dualpipev": [*dualpipev, "--gradient-accumulation-fusion"],
+        "dualpipev-whole": dualpipev,
+        "dualpipev-dw-detach": [*dualpipev, "--gradient-accumulation-fusion", "--dualpipev-dw-detach"],
+    }.get(name, [*virtual, "--pipeline-schedule", name])
+    return None if found is None else [*found, *(f"--{each}" for each in recomputed)]
+
+
 def fastest(found: Sequence[OrderCandidate]) -> OrderCandidate | None:
     """Fastest that fits; ties by memory."""
     fitting = [each for each in found if each.fits]
@@ -118,7 +136,7 @@ class OrderBuilder:
     """Builds and simulates orders of one training.
 
     seconds: measured; None: relative. overlap: seconds of an overlapped pair over the sum of its steps.
-    limit: GiB per rank. max_live: bound of automatic orders, by default from the limit.
+    limit: bytes per rank. max_live: bound of automatic orders, by default from the limit.
     """
 
     training: TrainingConfig
@@ -159,7 +177,7 @@ class OrderBuilder:
         constant = tuple(pipeline_costs.constant_bytes(self.training, schedule.placement))
         kept = tuple(costs.peak_bytes(schedule, rank, predicted) for rank in range(schedule.num_ranks))
         most = max(map(sum, zip(constant, kept, strict=True)))
-        fits = self.limit is None or most <= self.limit * GIB
+        fits = self.limit is None or most <= self.limit
         return OrderCandidate(name, simulate(schedule, predicted), constant, kept, fits)
 
     def _schedule(self, name: str) -> Schedule:

@@ -32,14 +32,23 @@ def chunks_of(training: TrainingConfig) -> int:
 
 def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
     """Schedule of `microbatches`, 0 for a step's; raises ArgumentError."""
+    return built(*key(training, microbatches))
+
+
+def fills_and_drains(training: TrainingConfig) -> bool:
+    """Whether the last rank waits for all others' first forward, and they for its last backward."""
+    return name_of(training) in ("1f1b", "interleaved") and not training.overlap_moe_expert_parallel_comm
+
+
+def key(training: TrainingConfig, microbatches: int = 0) -> tuple[str, PipelineShape, bool]:
     count = microbatches or training.microbatches
     group = training.microbatch_group_size_per_vp_stage or training.pp
     shape = PipelineShape(training.pp, count, chunks_of(training), min(group, count))
-    return _built(name_of(training), shape, training.overlap_moe_expert_parallel_comm)
+    return name_of(training), shape, training.overlap_moe_expert_parallel_comm
 
 
 @functools.lru_cache(maxsize=512)
-def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
+def built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
     if overlaps and name in ("interleaved", "1f1b"):
         # Even with one chunk, Megatron runs a forward ahead of each backward.
         return published.from_function(LAYER_BY_LAYER, published.interleaved_overlap, shape)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mindspeed_lite.pipeline.costs import Costs
 from mindspeed_lite.pipeline.steps import Placement
 
-from . import estimate, optimizer, parameters
+from . import estimate, layer_work, optimizer, parameters
 from .layers import Chunk, stages
-from .pieces import tokens
 from .training import ArgumentError, TrainingConfig
 
 
@@ -27,18 +27,12 @@ class StepSeconds:
     message: float = 0.0
 
 
-@dataclass(frozen=True)
-class Flops:
+class Flops(NamedTuple):
     """FLOPs of one micro-batch on one rank."""
 
-    forward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(
-            self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
-        )
+    forward: float
+    input_grad: float
+    weight_grad: float
 
 
 def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
@@ -110,37 +104,13 @@ def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
 
 
 def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
-    """FLOPs of GEMMs of a chunk for one micro-batch on one rank.
-
-    A linear layer takes 2 per weight and token, forward and for each gradient; attention's backward takes twice its
-    forward.
-    """
-    rows = tokens(training)
-    found = Flops()
-    for number in (*chunk.layers, *[training.num_layers - 1] * chunk.further):
-        found += _linear(2 * rows * _active_parameters(training, number)) + _attention(training, rows)
-    outputs = (1 if chunk.computes_loss else 0) + chunk.further
-    return found + _linear(2 * rows * training.hidden_size * (training.padded_vocab_size // training.tp) * outputs)
-
-
-def _active_parameters(training: TrainingConfig, number: int) -> float:
-    """Parameters a token meets on a rank; experts evenly over ranks."""
-    held = parameters.of_layer(training, training.is_moe(number))
-    if not training.is_moe(number):
-        return held.dense
-    one_expert = held.experts / (training.num_experts // training.ep)
-    return held.dense + one_expert * training.moe_router_topk * training.etp / training.tp
-
-
-def _attention(training: TrainingConfig, rows: int) -> Flops:
-    """Both attention GEMMs; the causal mask halves them."""
-    heads = training.num_attention_heads / training.tp
-    forward = rows * training.seq_length * heads * (training.query_size + training.value_size)
-    return Flops(forward, 2 * forward)
-
-
-def _linear(forward: float) -> Flops:
-    return Flops(forward, forward, forward)
+    """FLOPs of a chunk for one micro-batch on one rank; attention's backward takes twice its forward."""
+    parts = [layer_work.layer(training, training.is_moe(number), number) for number in chunk.layers]
+    parts += [layer_work.further(training)] * chunk.further
+    parts += [layer_work.output(training)] if chunk.computes_loss else []
+    linear = sum(each.flops for part in parts for each in part.products)
+    scores = sum(each.flops for part in parts for each in part.scores)
+    return Flops(linear + scores, linear + 2 * scores, linear)
 
 
 def _scaled(work: Sequence[float], total: float) -> list[float]:

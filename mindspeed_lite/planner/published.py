@@ -1,21 +1,24 @@
-"""Prices flops, bytes and messages at assumed shares of published peaks."""
+"""Prices flops, bytes and messages at the reached shares of a device's figures."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .devices import Assumptions, Figures
+from .devices import Figures
 from .work import PASSES, CollectiveCall, Direction, Product, Scores, Vector
 
 
 @dataclass(frozen=True)
 class PublishedDevice:
-    """A device of `devices.FIGURES`."""
+    """A device of `devices.FIGURES`, or of a user's file."""
 
     name: str
     figures: Figures
-    assumed: Assumptions = field(default_factory=Assumptions)
+
+    @property
+    def memory(self) -> float:
+        return self.figures.memory
 
     @property
     def ranks_per_node(self) -> int:
@@ -23,44 +26,62 @@ class PublishedDevice:
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
         """Efficiency falls with the smallest side; at least the memory time."""
-        weights = work.inner * work.columns * max(1, work.experts)
-        rows = work.rows / max(1, work.experts)
-        least = max(1.0, min(rows, work.inner, work.columns))
-        reached = self.assumed.product * least / (least + self.assumed.half_rows)
-        moved = (work.rows * (work.inner + work.columns) + weights) * width
+        count = max(1, work.experts)
+        least = max(1.0, min(work.rows / count, work.inner, work.columns))
+        reached = self.figures.product * least / (least + self.figures.half_size)
+        if work.experts:
+            reached *= self.figures.grouped
+        moved = (work.rows * (work.inner + work.columns) + work.inner * work.columns * count) * width
         peak = self.figures.flops * (2 / width if width > 2 else 1)
-        return max(work.flops / (peak * reached), self._bytes(moved)) + self.assumed.launch
+        return max(work.flops / (peak * reached), self._bytes(moved))
 
     def scores(self, work: Scores, is_backward: bool, width: int) -> float:
         """Two GEMMs forward, five backward; off-chip scores add vector work."""
-        share = self.assumed.attention_backward if is_backward else self.assumed.attention
-        seconds = work.flops * (2.5 if is_backward else 1.0) / (self.figures.flops * share)
+        figures = self.figures
+        share = figures.attention_backward if is_backward else figures.attention
+        size = min(1.0, (work.query_size + work.value_size) / 256)
+        keys = work.keys * work.share
+        # Exponentials do not shrink with the head, nor a tile's overhead with its keys.
+        reached = share * (2 * size / (1 + size)) * keys / (keys + figures.half_keys)
+        seconds = work.flops * (2.5 if is_backward else 1.0) / (figures.flops * reached)
         if not work.is_flash:
             pairs = work.batch * work.rows * work.keys * work.heads
-            seconds += self._bytes(pairs * width * (10 if is_backward else 8))
-        return seconds + self.assumed.launch
+            passes = (10, 8) if work.softmax_width > width else (8, 6)
+            seconds += self._bytes(pairs * max(width, work.softmax_width) * passes[0 if is_backward else 1])
+        return seconds
 
     def vector(self, work: Vector, is_backward: bool, width: int) -> float:
         passes = PASSES[work.name][int(work.is_fused)][int(is_backward)]
-        return self._bytes(work.numbers * width * passes) + (self.assumed.launch if passes else 0.0)
+        seconds = self._bytes(work.numbers * width * passes)
+        is_scattered = work.name == "permute" and not work.is_fused
+        return seconds * self.figures.bandwidth / self.figures.scatter if is_scattered else seconds
 
     def message(self, work: CollectiveCall) -> float:
         """Ring, or all pairs at once for an all-to-all; between nodes, the group uses all its adapters on a node."""
-        size = work.group.size
+        figures, size = self.figures, work.group.size
         if size == 1:
             return 0.0
-        inside = work.group.per_node(self.ranks_per_node)
-        link, network = (each * self.assumed.link for each in (self.figures.link, self.figures.network))
+        inside = work.group.per_node(figures.node)
         spans = inside < size
-        latency = self.assumed.network_latency if spans else self.assumed.latency
+        # A full mesh has a link for each peer.
+        link = min(figures.link, figures.peer * max(1, inside - 1)) if figures.peer else figures.link
+        latency = figures.network_latency if spans else figures.latency
         if work.kind == "send":
-            return latency + work.bytes / (network if spans else link)
+            link = figures.peer or link
+            return latency + work.bytes / (figures.network * figures.networks if spans else link * figures.links)
         moved = work.bytes * (size - 1) / size
         if work.kind == "all_to_all":
-            away = work.bytes * (size - inside) / size
-            return latency * math.sqrt(size - 1) + max((moved - away) / link, away / network)
+            nodes = size / inside
+            away = moved - work.bytes * (inside - 1) / size
+            near = (moved - away) / (link * figures.links)
+            # Share of the rows' copies that cross.
+            away *= nodes * (1 - (1 - 1 / nodes) ** work.chosen) / work.chosen
+            share = figures.exchanges / (1 + figures.spread * math.log2(nodes))
+            return latency * math.sqrt(size - 1) + max(near, away / (figures.network * share))
         rounds = 2 if work.kind == "all_reduce" else 1
-        rate = min(link, network * inside) if spans else link
+        rate = link * figures.links
+        if spans:
+            rate = min(rate, figures.network * figures.networks * inside)
         return rounds * (latency * math.sqrt(size - 1) + moved / rate)
 
     def optimizer(self, parameters: float, is_fused: bool) -> float:
@@ -68,7 +89,10 @@ class PublishedDevice:
         return self._bytes(parameters * (4 + (30 if is_fused else 54)))
 
     def host_copy(self, size: float) -> float:
-        return size / (self.figures.host_link * self.assumed.link)
+        return size / (self.figures.host_link * self.figures.links)
+
+    def host(self, launches: float) -> float:
+        return launches * self.figures.launch
 
     def layer_overhead(self, is_backward: bool) -> float:
         return 0.0
@@ -77,10 +101,10 @@ class PublishedDevice:
         return 0.0
 
     def step_overhead(self) -> float:
-        return 0.0
+        return self.figures.step
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         return makespan
 
     def _bytes(self, size: float) -> float:
-        return size / (self.figures.memory_bandwidth * self.assumed.bandwidth)
+        return size / (self.figures.memory_bandwidth * self.figures.bandwidth)

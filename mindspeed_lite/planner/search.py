@@ -41,6 +41,7 @@ class Result:
         front: Pareto front of time and memory of all simulated.
         considered: all candidates. impossible: those that cannot run, by reason.
         too_large: do not fit. simulated: step was simulated.
+        unneeded: take time for memory that fits without.
         pruned: bound above the best.
         least_bytes: minimum of those visited.
     """
@@ -50,6 +51,7 @@ class Result:
     considered: int
     impossible: Counter[str]
     too_large: int
+    unneeded: int
     simulated: int
     pruned: int
     least_bytes: int
@@ -61,6 +63,7 @@ class Search:
     Args:
         base: the training for a TP size, which affects vocabulary padding.
         budget: bytes per rank.
+        tell: called with (done, total, what is done) while it runs.
     """
 
     def __init__(
@@ -72,18 +75,23 @@ class Search:
         reserve: float = 0.0,
     ) -> None:
         self._base = base
-        self.world_size, self.budget, self.pricer, self._reserve = world_size, budget, pricer, reserve
+        self.world_size, self.budget, self.pricer, self.reserve = world_size, budget, pricer, reserve
         self._bases: dict[int, TrainingConfig] = {}
         self._layouts: dict[object, str] = {}
-        self._whole: dict[LayoutCandidate, tuple[float, Parameters]] = {}
+        self._fit: dict[LayoutCandidate, bool] = {}
+        self._whole: dict[LayoutCandidate, tuple[TrainingConfig, float, Parameters]] = {}
 
     def base(self, tp: int) -> TrainingConfig:
         if tp not in self._bases:
             self._bases[tp] = self._base(tp)
         return self._bases[tp]
 
-    def space(self) -> Iterable[LayoutCandidate]:
-        return candidates.space(self.base(1), self.world_size, self.pricer.device.ranks_per_node)
+    def space(self, vpp: int = 0) -> Iterable[LayoutCandidate]:
+        for layout in self.layouts(vpp):
+            yield from candidates.variants(self.base(1), layout)
+
+    def layouts(self, vpp: int = 0) -> Iterable[LayoutCandidate]:
+        return candidates.layouts(self.base(1), self.world_size, self.pricer.device.ranks_per_node, vpp)
 
     def training(self, candidate: LayoutCandidate) -> tuple[LayoutCandidate, TrainingConfig]:
         """Candidate and training, with a layout if needed; raises ArgumentError."""
@@ -100,7 +108,7 @@ class Search:
             base = replace(whole, recompute=candidate.recompute).applied(self.base(candidate.tp))
 
             def price(chunk: Chunk) -> float:
-                return sum(self.pricer.chunk(base, chunk, 0).all.values())
+                return self.pricer.busy(base, chunk, 0)
 
             layers = [price(Chunk((number,), False, False, 0, False)) for number in range(base.num_layers)]
             further = price(Chunk((), False, False, 1, False)) if base.mtp_num_layers else 0.0
@@ -127,15 +135,34 @@ class Search:
         """Bytes and stage of the peak rank; stops early above `most`."""
         worst = (0, 0)
         for stage, row in enumerate(orders.chunks_of_ranks(training)):
-            worst = max(worst, (estimate.rank(training, stage, row).total + int(self._reserve), stage))
+            worst = max(worst, (estimate.rank(training, stage, row).total + int(self.reserve), stage))
             if worst[0] > most:
                 break
         return worst
+
+    def _fits(self, candidate: LayoutCandidate) -> bool:
+        if candidate not in self._fit:
+            try:
+                _, training = self.training(candidate)
+                self._fit[candidate] = self.bytes(training, self.budget)[0] <= self.budget
+            except ArgumentError:
+                self._fit[candidate] = False
+        return self._fit[candidate]
 
     def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
         """Evaluate a candidate, even if it does not fit; raises ArgumentError if it cannot run."""
         candidate, training = self.training(candidate)
         size, stage = self.bytes(training)
+        return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
+
+    def found(self, training: TrainingConfig) -> FoundLayout:
+        """A training as it is. Raises ArgumentError."""
+        size, stage = self.bytes(training)
+        algorithm = context.algorithm(training, 0) if training.cp > 1 else ""
+        candidate = LayoutCandidate(
+            training.tp, training.pp, training.vpp, training.cp, algorithm, training.ep, training.micro_batch_size,
+            training.recompute_granularity or "none",
+        )  # fmt: skip
         return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
 
     def quick(self, layout: LayoutCandidate) -> tuple[float, float]:
@@ -147,31 +174,41 @@ class Search:
         if key not in self._whole:
             alone = key.applied(self.base(layout.tp)).replace(world_size=self.world_size)
             context.check(alone)
-            numbers = tuple(range(alone.num_layers))
-            chunk = Chunk(numbers, True, True, alone.mtp_num_layers, True)
-            busy = sum(self.pricer.chunk(alone, chunk, 0).all.values())
-            self._whole[key] = (busy, parameters.of_stage(alone, [chunk]))
-        busy, held = self._whole[key]
+            chunk = Chunk(tuple(range(alone.num_layers)), True, True, alone.mtp_num_layers, True)
+            self._whole[key] = (alone, self.pricer.busy(alone, chunk, 0), parameters.of_stage(alone, [chunk]))
+        alone, busy, held = self._whole[key]
+        stages, ends = layout.pp * layout.vpp, 0.0
+        if alone.num_layers % stages == 0 and not alone.mtp_num_layers and orders.fills_and_drains(alone):
+            # First chunks of all ranks but the last.
+            first = tuple(range((layout.pp - 1) * (alone.num_layers // stages)))
+            ends = self.pricer.busy(alone, Chunk(first, False, False, 0, False), 0)
         dp = self.world_size // (layout.tp * layout.pp * layout.cp)
         microbatches = self.base(layout.tp).global_batch_size // (layout.micro_batch * dp)
         share = Parameters(held.dense // layout.pp, held.experts // layout.pp)
         frugal = replace(layout, recompute="none", states=STATES[-1] if self.base(layout.tp).bf16 else STATES[0])
         states = optimizer.states(frugal.applied(self.base(layout.tp)), share, 0)
-        size = states.weights + states.gradients + states.optimizer + self._reserve
-        return busy / layout.pp * microbatches, size
+        size = states.weights + states.gradients + states.optimizer + self.reserve
+        return busy / layout.pp * microbatches + ends, size
 
-    def run(self, count: int = 10, chosen: Callable[[LayoutCandidate], bool] = lambda candidate: True) -> Result:
-        """Find the fastest `count` candidates that `chosen` accepts."""
+    def run(
+        self,
+        count: int = 10,
+        chosen: Callable[[LayoutCandidate], bool] = lambda candidate: candidate.states != "swapped",
+        vpp: int = 0,
+        progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    ) -> Result:
+        """Find the fastest `count` candidates that `chosen` accepts, with no memory option that is not needed."""
         impossible: Counter[str] = Counter()
         queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
-        considered = too_large = 0
+        considered = too_large = unneeded = seen = 0
         least = 0.0
         base = self.base(1)
-        for layout in candidates.layouts(base, self.world_size, self.pricer.device.ranks_per_node):
+        for layout in self.layouts(vpp):
             wanted = sum(map(chosen, candidates.variants(base, layout)))
             considered += wanted
             if not wanted:
                 continue
+            progress(0, 0, f"{considered} layouts")
             try:
                 seconds, size = self.quick(layout)
             except ArgumentError as error:
@@ -183,7 +220,7 @@ class Search:
                 continue
             queue.append((seconds, len(queue), layout, None))
         heapq.heapify(queue)
-        number = len(queue)
+        number = total = len(queue)
         best: list[FoundLayout] = []
         fastest: dict[LayoutCandidate, FoundLayout] = {}
         every: list[FoundLayout] = []
@@ -195,10 +232,12 @@ class Search:
                 pruned = sum(1 if each[3] else sum(map(chosen, candidates.variants(base, each[2]))) for each in queue)
                 break
             if training is None:
+                seen += 1
+                progress(seen, total, f"{len(every)} simulated")
                 for variant in filter(chosen, candidates.variants(base, candidate)):
                     try:
                         full, training = self.training(variant)
-                        if self.least_bytes(training) + self._reserve > self.budget:
+                        if self.least_bytes(training) + self.reserve > self.budget:
                             too_large += 1
                             continue
                         number += 1
@@ -206,22 +245,31 @@ class Search:
                     except ArgumentError as error:
                         impossible[str(error).partition(":")[0]] += 1
                 continue
-            size, stage = self.bytes(training, self.budget)
-            if size > self.budget:
+            layout = replace(candidate, recompute="none", states="kept", layout="")
+            plain = replace(candidate, layout="")
+            cheaper = [
+                each
+                for each in filter(chosen, candidates.variants(base, layout))
+                if each != plain and candidates.costs_less(each, plain)
+            ]
+            if any(map(self._fits, cheaper)):
+                unneeded += 1
+                continue
+            if not self._fits(plain):
                 too_large += 1
                 continue
             try:
-                found = FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
+                step = step_time.step(training, self.pricer)
             except ArgumentError as error:
                 impossible[str(error).partition(":")[0]] += 1
                 continue
+            found = FoundLayout(candidate, training, step, *self.bytes(training))
             every.append(found)
             # Keeps each layout's fastest fit; ties keep the first, with fewer options.
-            layout = replace(candidate, recompute="none", states="kept", layout="")
             if layout not in fastest or found.seconds < fastest[layout].seconds:
                 fastest[layout] = found
                 best = sorted(fastest.values(), key=lambda each: (each.seconds, each.bytes))[:count]
-        return Result(best, front(every), considered, impossible, too_large, len(every), pruned, int(least))
+        return Result(best, front(every), considered, impossible, too_large, unneeded, len(every), pruned, int(least))
 
 
 def front(every: Iterable[FoundLayout]) -> list[FoundLayout]:

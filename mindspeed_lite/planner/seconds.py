@@ -50,16 +50,25 @@ class PassSeconds:
 
 def price(work: PartWork, again: PartWork, device: DeviceCosts, width: int, overlap: float) -> PassSeconds:
     """overlap: share of a message that can overlap with computation, 0 to 1."""
-    forward = _operators(work, device, width, False, ("forward",))
+    forward = _forward(work, device, width, overlap)
     backward = _operators(work, device, width, True, ("input_grad",))
     weight = _products(work.products, device, width, "weight_grad")
-    sent = _exposed(work, device, forward, overlap, False)
-    back = _exposed(work, device, add(backward, weight), overlap, True)
-    repeated: dict[str, float] = {}
-    if again != PartWork():
-        repeated = _operators(again, device, width, False, ("forward",))
-        repeated = add(repeated, _exposed(again, device, repeated, overlap, False))
-    return PassSeconds(add(forward, sent), add(backward, back), weight, repeated)
+    backward = add(backward, _exposed(work, device, add(backward, weight), overlap, True))
+    backward = add(backward, _waits(device, work.launches[1], backward, weight))
+    repeated = {} if again == PartWork() else _forward(again, device, width, overlap)
+    return PassSeconds(forward, backward, weight, repeated)
+
+
+def _forward(work: PartWork, device: DeviceCosts, width: int, overlap: float) -> dict[str, float]:
+    found = _operators(work, device, width, False, ("forward",))
+    found = add(found, _exposed(work, device, found, overlap, False))
+    return add(found, _waits(device, work.launches[0], found))
+
+
+def _waits(device: DeviceCosts, launches: float, *computed: Parts) -> dict[str, float]:
+    """Seconds that the device waits for the host."""
+    waits = device.host(launches) - sum(sum(each.values()) for each in computed)
+    return {"host": waits} if waits > 0 else {}
 
 
 def _operators(

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_lite.pipeline.costs import Costs
-from mindspeed_lite.pipeline.simulate import Simulation, simulate
 
-from . import layer_work, optimizer, orders, parameters, seconds
+from . import layer_work, layers, optimizer, orders, parameters, seconds
+from .compiled import compiled
 from .layers import Chunk
 from .parameters import Parameters
 from .seconds import Parts, PassSeconds
@@ -18,6 +18,8 @@ from .work import Collective, CollectiveCall, DeviceCosts, Group
 
 # Gradient bucket in elements, Megatron's default; the last one overlaps with nothing.
 BUCKET = 40_000_000
+# Tokens of the fullest rank's experts over the mean, with a router that balances; fits published trainings.
+IMBALANCE = 1.03
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,10 @@ class StepTime:
     """Step of the slowest rank.
 
     Attributes:
-        parts: seconds by category; they sum to the total.
-        rank: pipeline rank described.
+        parts: seconds by category, of the busiest rank; they sum to the total.
     """
 
     parts: Parts
-    rank: int
-    microbatches: int
 
     @property
     def seconds(self) -> float:
@@ -44,22 +43,19 @@ class Pricer:
     def __init__(self, device: DeviceCosts, overlap: float = 1.0) -> None:
         self.device, self.overlap = device, overlap
         self._priced: dict[object, PassSeconds] = {}
+        self._busy: dict[object, float] = {}
 
     def chunk(self, training: TrainingConfig, chunk: Chunk, number: int) -> PassSeconds:
         """One micro-batch in a chunk; `number`: index on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
-        kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        kinds: dict[object, tuple[int, int, int]] = {}
         for place, layer in enumerate(chunk.layers):
-            key: tuple[object, ...] = (
-                training.is_moe(layer),
-                self._place(training, place, number),
-                self._algorithm(training, layer),
-            )
+            key = layers.kind(training, layer, place, number)
             count, *_ = kinds.get(key, (0, 0, 0))
             kinds[key] = (count + 1, place, layer)
-        for kind, (count, place, layer) in kinds.items():
-            one = self._layer(training, bool(kind[0]), kind, layer, place, number)
+        for key, (count, place, layer) in kinds.items():
+            one = self._layer(training, key, layer, place, number)
             found += PassSeconds(
                 *(seconds.scaled(each, count) for each in (one.forward, one.input_grad, one.weight_grad, one.recompute))
             )
@@ -73,11 +69,18 @@ class Pricer:
             found += self._part(training, "output")
         return found
 
-    def _layer(
-        self, training: TrainingConfig, is_moe: bool, key: tuple[object, ...], layer: int, place: int, number: int
-    ) -> PassSeconds:
-        full = (self._key(training), "layer", *key)
+    def busy(self, training: TrainingConfig, chunk: Chunk, number: int) -> float:
+        """Seconds of a micro-batch in a chunk."""
+        inside = tuple(layers.kind(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+        full = (self._key(training), inside, chunk.embeds, chunk.further, chunk.computes_loss)
+        if full not in self._busy:
+            self._busy[full] = sum(self.chunk(training, chunk, number).all.values())
+        return self._busy[full]
+
+    def _layer(self, training: TrainingConfig, key: object, layer: int, place: int, number: int) -> PassSeconds:
+        full = (self._key(training), "layer", key)
         if full not in self._priced:
+            is_moe = training.is_moe(layer)
             again = layer_work.recomputed(training, is_moe, layer, place, number)
             work = layer_work.layer(training, is_moe, layer)
             self._priced[full] = seconds.price(work, again, self.device, training.width, self.overlap)
@@ -105,21 +108,6 @@ class Pricer:
             training.recompute_activation_function, training.expert_load, training.moe_zero_memory,
         )  # fmt: skip
 
-    @staticmethod
-    def _place(training: TrainingConfig, place: int, number: int) -> object:
-        """Layers differ only in recomputation."""
-        by_count = (
-            training.recompute_method == "block"
-            or training.recompute_norm_num_layers is not None
-            or training.recompute_activation_function_num_layers is not None
-            or training.moe_zero_memory_num_layers is not None
-        )
-        return (place, number) if by_count else 0
-
-    @staticmethod
-    def _algorithm(training: TrainingConfig, layer: int) -> object:
-        return layer if training.cp > 1 and len(training.cp_comm_type) > 1 else 0
-
 
 def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     """Raises ArgumentError for an invalid layout or schedule."""
@@ -128,7 +116,7 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     held = [parameters.of_stage(training, row) for row in ranks]
     device, count = pricer.device, training.microbatches
     run = _simulated(training, priced, pricer)
-    ends: list[tuple[float, float, int]] = []
+    ends: list[tuple[float, float]] = []
     for rank, params in enumerate(held):
         reduced = _reduced(training, params, device)
         hidden = min(reduced, _window(training, priced[rank]) * pricer.overlap * 0.9)
@@ -136,8 +124,9 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
         if training.overlap_grad_reduce:
             buckets = max(1.0, params.total / max(BUCKET, 1_000_000 * training.dp * training.cp))
             kept = max(kept, reduced / buckets) if reduced else 0.0
-        ends.append((run.ends[rank] + kept, kept, rank))
-    end, kept, rank = max(ends)
+        ends.append((run.ends[rank] + kept, kept))
+    end, kept = max(ends)
+    rank = max(range(len(ranks)), key=lambda each: sum(sum(one.all.values()) for one in priced[each]))
     parts = seconds.scaled(seconds.add(*(each.all for each in priced[rank])), count)
     busy = sum(parts.values())
     if training.overlap_moe_expert_parallel_comm and training.ep > 1:
@@ -156,17 +145,18 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     shared = device.shared(everything, total, training.world_size)
     if shared > total:
         parts["shared cores"] = shared - total
-    return StepTime({name: value for name, value in parts.items() if value > 0}, rank, count)
+    return StepTime({name: value for name, value in parts.items() if value > 0})
 
 
 def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
-    """Lower bound: busiest rank without waits, and fastest optimizer step."""
-    most = 0.0
-    tail = 0.0
-    for row in orders.chunks_of_ranks(training):
-        busy = sum(sum(pricer.chunk(training, chunk, number).all.values()) for number, chunk in enumerate(row))
-        most = max(most, busy * training.microbatches)
-        tail = max(tail, _optimizer(training, parameters.of_stage(training, row), pricer.device))
+    """Without waits of the busiest rank; or of the last, between others' first forward and last backward."""
+    ranks = orders.chunks_of_ranks(training)
+    busy = [sum(pricer.busy(training, chunk, number) for number, chunk in enumerate(row)) for row in ranks]
+    most = max(busy) * training.microbatches
+    if orders.fills_and_drains(training):
+        ends = sum(pricer.busy(training, row[0], 0) for row in ranks[:-1])
+        most = max(most, busy[-1] * training.microbatches + ends)
+    tail = max(_optimizer(training, parameters.of_stage(training, row), pricer.device) for row in ranks)
     return most + tail + pricer.device.step_overhead()
 
 
@@ -184,20 +174,15 @@ def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]]
         return _Run([busy[0] * count], [0.0])
     costs = _costs(training, priced, pricer)
     unit = max(training.microbatch_group_size_per_vp_stage or pp, pp)
-    few, more = 4 * unit, 5 * unit
+    few, more = 2 * unit, 3 * unit
     if count <= more:
-        return _ended(simulate(orders.schedule(training), costs), busy, count)
-    rest = count % unit
-    low = _ended(simulate(orders.schedule(training, few + rest), costs), busy, few + rest)
-    high = _ended(simulate(orders.schedule(training, more + rest), costs), busy, more + rest)
-    steps = (count - few - rest) / unit
-    ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low.ends, high.ends, busy, strict=True)]
+        ends = compiled(training).ends(costs)
+    else:
+        rest = count % unit
+        low, high = (compiled(training, each + rest).ends(costs) for each in (few, more))
+        steps = (count - few - rest) / unit
+        ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low, high, busy, strict=True)]
     return _Run(ends, [max(ends) - each * count for each in busy])
-
-
-def _ended(run: Simulation, busy: Sequence[float], count: int) -> _Run:
-    ends = [entries[-1].end for entries in run.ranks]
-    return _Run(ends, [run.makespan - each * count for each in busy])
 
 
 def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pricer: Pricer) -> Costs:
@@ -268,7 +253,7 @@ def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts
     share = 0.0
     for count, group in _groups(training, params):
         share += count / group.size if training.use_distributed_optimizer else count
-    found = device.optimizer(share, training.fused_step)
+    found = device.optimizer(share, training.fused_step or training.uses_engine)
     if optimizer.moves(training):
         # Main parameters and moments move both ways; the step overlaps with a part.
         away = share * (8 if training.reuse_fp32_param else 12)
@@ -278,21 +263,6 @@ def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts
 
 def throughput(training: TrainingConfig, seconds_of_step: float) -> float:
     return training.global_batch_size * training.seq_length / seconds_of_step
-
-
-def model_flops(training: TrainingConfig) -> float:
-    """Flops of a step without recomputation, all ranks, as in MFU."""
-    found = 0.0
-    single = training.replace(
-        tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,
-        expert_tensor_parallel_size=1, micro_batch_size=1, world_size=training.pp, moe_tp_extend_ep=False,
-        expert_load=1.0,
-    )  # fmt: skip
-    parts = [layer_work.layer(single, single.is_moe(number)) for number in range(single.num_layers)]
-    parts += [layer_work.output(single), *[layer_work.further(single)] * single.mtp_num_layers]
-    for part in parts:
-        found += 3 * sum(each.flops for each in part.products) + 3 * sum(each.flops for each in part.scores)
-    return found * training.global_batch_size
 
 
 def by_category(parts: Mapping[str, float]) -> list[tuple[str, float]]:

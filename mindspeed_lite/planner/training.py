@@ -157,7 +157,12 @@ class TrainingConfig:
     swap_modules: str = "input_layernorm,self_attention,pre_mlp_layernorm"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    fuses_accumulation: bool = False
+    fuses_accumulation: bool | None = None
+    tp_comm_overlap: bool = False
+    moe_enable_deepep: bool = False
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+    cuda_graph_impl: str = "none"
     moe_alltoall_overlap_comm: bool = False
     moe_allgather_overlap_comm: bool = False
     moe_alltoall_mc2: bool = False
@@ -256,7 +261,37 @@ class TrainingConfig:
 
     @property
     def has_fused_norm(self) -> bool:
-        return self.use_fused_rmsnorm if self.normalization == "RMSNorm" else self.use_fused_layernorm
+        fused = self.use_fused_rmsnorm if self.normalization == "RMSNorm" else self.use_fused_layernorm
+        return fused or self.uses_engine
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether Transformer Engine's fused modules run."""
+        return self.transformer_impl == "transformer_engine"
+
+    @property
+    def has_jit_fusions(self) -> bool:
+        """Whether torch fuses elementwise functions: biases, dropout and activations."""
+        return self.device == "cuda" and self.jit_fuser
+
+    @property
+    def has_fused_rope(self) -> bool:
+        return self.use_fused_rotary_pos_emb or self.uses_engine
+
+    @property
+    def accumulates_in_products(self) -> bool:
+        """Whether GEMMs add weight gradients to main gradients, Megatron's default on GPUs."""
+        return self.device == "cuda" if self.fuses_accumulation is None else self.fuses_accumulation
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether CUDA graphs launch attention and MLPs; experts depend on the data."""
+        return self.enable_cuda_graph or self.external_cuda_graph or self.cuda_graph_impl != "none"
+
+    @property
+    def sends_rows_once(self) -> bool:
+        """Whether a row is sent once to a node for all its experts there (DeepEP, HybridEP)."""
+        return self.moe_token_dispatcher_type == "flex" or self.moe_enable_deepep
 
     @property
     def fused_step(self) -> bool:

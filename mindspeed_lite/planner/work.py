@@ -32,7 +32,7 @@ class Product:
 class Scores:
     """Causal attention of `rows` queries and `keys` keys, with `heads` heads and `batch` sequences.
 
-    share: computed part of rows times keys. is_flash: scores stay on chip.
+    share: computed part of rows times keys. is_flash: scores stay on chip. softmax_width: bytes of one that does not.
     """
 
     batch: int
@@ -43,6 +43,7 @@ class Scores:
     value_size: int
     share: float
     is_flash: bool
+    softmax_width: int = 2
 
     @property
     def flops(self) -> float:
@@ -66,15 +67,13 @@ PASSES: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "residual": ((4.0, 3.0), (3.0, 2.0)),
     "rope": ((7.0, 7.0), (2.0, 2.0)),
     "activation": ((6.0, 9.0), (3.0, 5.0)),
+    "activation, not gated": ((5.0, 8.0), (2.0, 3.0)),
     "loss": ((8.0, 4.0), (2.0, 2.0)),
     "embedding": ((2.0, 4.0), (2.0, 4.0)),
-    "permute": ((3.0, 3.0), (2.0, 2.0)),
+    "permute": ((7.5, 8.5), (4.0, 4.0)),
     "router": ((12.0, 12.0), (4.0, 4.0)),
     "latent": ((4.0, 4.0), (4.0, 4.0)),
-    "accumulate": ((0.0, 5.0), (0.0, 4.0)),
-    # Of a trace: bytes of a pass, over the model's width.
-    "bytes": ((1.0, 0.0), (1.0, 0.0)),
-    "backward bytes": ((0.0, 1.0), (0.0, 1.0)),
+    "accumulate": ((0.0, 5.0), (0.0, 0.0)),
 }
 
 
@@ -97,13 +96,14 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 class CollectiveCall:
     """Collective over `bytes`: a gather's output, a scatter's input, or a message.
 
-    width: bytes per element, for CPU reductions.
+    width: bytes per element, for CPU reductions. chosen: experts of a row that crosses to a node once for all of them.
     """
 
     kind: Collective
     bytes: float
     group: Group
     width: int = 2
+    chosen: int = 1
 
 
 class DeviceCosts(Protocol):
@@ -111,6 +111,11 @@ class DeviceCosts(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def memory(self) -> float:
+        """Bytes; 0 if unknown."""
+        ...
 
     @property
     def ranks_per_node(self) -> int: ...
@@ -126,6 +131,10 @@ class DeviceCosts(Protocol):
     def optimizer(self, parameters: float, is_fused: bool) -> float: ...
 
     def host_copy(self, size: float) -> float: ...
+
+    def host(self, launches: float) -> float:
+        """Host seconds of operators that overlap with the device."""
+        ...
 
     def layer_overhead(self, is_backward: bool) -> float: ...
 

@@ -24,6 +24,7 @@ from mindspeed_lite.engine import (
     Entry,
     Feature,
     Override,
+    PartialArguments,
     Patch,
     Provide,
     Report,
@@ -76,6 +77,26 @@ def argument_holders(args: Any) -> list[Any]:
     """`args` and its YAML sections, which may hold Megatron's arguments."""
     sections = (getattr(args, name, None) for name in SECTIONS)
     return [args, *(section for section in sections if section is not None)]
+
+
+def arguments_of(given: Any) -> Any:
+    """Arguments of a training script that a model's configuration decides; other objects as they are."""
+    activation = getattr(given, "activation_func", None)
+    if not callable(activation):
+        return given
+    found = PartialArguments(vars(given))
+    kind, is_gated = getattr(activation, "__name__", ""), found.get("gated_linear_unit", False)
+    if found.get("transformer_impl") == getattr(type(given), "transformer_impl", None):
+        found.pop("transformer_impl", None)  # a layer specification decides, whatever the default says
+    return PartialArguments(
+        found,
+        num_experts=found.get("num_moe_experts"),
+        swiglu=is_gated and kind == "silu",
+        quick_geglu=is_gated and kind == "quick_gelu",
+        squared_relu=kind == "squared_relu",
+        bias_gelu_fusion=found.get("bias_activation_fusion", True),
+        group_query_attention=found.get("num_query_groups") != found.get("num_attention_heads"),
+    )
 
 
 def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> Feature:

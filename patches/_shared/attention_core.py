@@ -12,24 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Feature, Function, Session
+from mindspeed_lite.engine import Context, Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
-from mindspeed_lite.platform.megatron import CONFIG
 
 from .wrappers import leave_out, verify
 
 CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+LATENT_NORMS = "megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver.resolve"
 _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _PACK = "megatron.core.packed_seq_params:PackedSeqParams"
 _UTILS = "megatron.core.transformer.utils"
 READS = (
-    "attention_dropout",
     "attn_mask_type",
-    "config",
     "hidden_size_per_attention_head",
-    "scale_mask_softmax",
-    "softmax_scale",
-    f"{CONFIG}.sequence_parallel",
     f"{_SOFTMAX}.scale",
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
@@ -155,6 +150,35 @@ def without_head_sizes(wrapped: Function, session: Session) -> Function:
         wrapped(self, *arguments, **keywords)
 
     return __init__
+
+
+def without_mask(context: Context) -> dict[str, Any]:
+    """Arguments for a data loader without causal mask, where positions say which keys a row sees."""
+    is_needed = context.host_args is None or context.arg("reset_attention_mask", False)
+    return {} if is_needed else {"create_attention_mask_in_dataloader": False}
+
+
+def without_query_norm(wrapped: Function, session: Session) -> Function:
+    """Norm the compressed keys and values alone where queries are not compressed, as before Megatron 0.19.
+
+    Reaches `QKNormConfigResolver.resolve`, which refuses such a local specification (DeepSeek-V2-Lite, PLM). Leaves
+    Transformer Engine's, which norms queries inside their projection, alone.
+    """
+
+    def resolve(self: Any) -> Any:
+        is_fused = self.fused_norm_linear_impl is not None
+        if self.has_q_lora or is_fused or not self.config.qk_layernorm:
+            return wrapped(self)
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        self.has_q_lora = True
+        try:
+            found = wrapped(self)
+        finally:
+            self.has_q_lora = False
+        return found | {"linear_q_proj": self.submodules.linear_q_proj or self.linear_impl, "q_layernorm": IdentityOp}
+
+    return resolve
 
 
 # Maximum bytes of scores for verification in a wider type.

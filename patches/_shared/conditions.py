@@ -36,18 +36,24 @@ def needs(argument: str, why: str) -> Condition:
     """An argument that is set, where Megatron's arguments are known."""
 
     def condition(context: Context) -> list[str]:
-        is_missing = context.host_args is not None and not context.arg(argument, None)
+        is_missing = context.decides(argument) and not context.arg(argument, None)
         return [f"{flag(argument)} is not given: {why}"] if is_missing else []
 
     return condition
 
 
-def several_stages(why: str) -> Condition:
+def above_one(argument: str, why: str) -> Condition:
+    """Several ranks along a dimension, where Megatron's arguments are known."""
+
     def condition(context: Context) -> list[str]:
-        is_single = context.host_args is not None and (context.arg("pipeline_model_parallel_size", 1) or 1) == 1
-        return [f"--pipeline-model-parallel-size 1: {why}"] if is_single else []
+        is_one = context.host_args is not None and (context.arg(argument, 1) or 1) == 1
+        return [f"{flag(argument)} 1: {why}"] if is_one else []
 
     return condition
+
+
+def several_stages(why: str) -> Condition:
+    return above_one("pipeline_model_parallel_size", why)
 
 
 def not_disabled(argument: str, flag: str) -> Condition:

@@ -22,13 +22,7 @@ ALGORITHMS = {
     "hybrid_cp_algo": "hybrid",
     "kvallgather_cp_algo": "gathered",
 }
-COMM_TYPES = {
-    "p2p": "ring",
-    "a2a": "ulysses",
-    "a2a+p2p": "hybrid",
-    "all_gather": "gathered",
-    "allgather": "gathered",
-}
+COMM_TYPES = {"p2p": "ring", "a2a": "ulysses", "a2a+p2p": "hybrid", "all_gather": "gathered", "allgather": "gathered"}
 
 
 def group_of(module: Any, packed_seq_params: Any) -> Any:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Function, Override, Session
+from mindspeed_lite.engine import Around, Function, Override, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, Wgrad, column_linear, row_linear
 
-from .conditions import CUDA_GRAPH_ARGS, config_reasons, holding
+from .conditions import CUDA_GRAPH_ARGS, above_one, config_reasons, holding
 
 LAYERS = "megatron.core.tensor_parallel.layers"
+has_group = above_one("tensor_model_parallel_size", "nothing travels")
 
 
 def add_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -64,20 +65,6 @@ PLACEHOLDER_PATCH = Around(f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunic
 _OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves"
 CONFLICTING_ARGS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPH_ARGS}
 UNSUPPORTED = {"<0.14": "before Megatron 0.14 a linear layer has no method that multiplies, which could be replaced"}
-
-_ROW_READS = (
-    "_forward_impl",
-    "bias",
-    "config",
-    "explicit_expert_comm",
-    "gradient_accumulation_fusion",
-    "input_is_parallel",
-    "sequence_parallel",
-    "skip_bias_add",
-    "tp_group",
-    "weight",
-)
-
 
 _REDUCTIONS = (
     "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
@@ -169,7 +156,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         # Inside the wrap of --delay-wgrad-compute, whose buffer it serves.
         Override(f"{LAYERS}:ColumnParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
-        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS, relies_on=_REDUCTIONS),
+        Override(f"{LAYERS}:RowParallelLinear.forward", row, relies_on=_REDUCTIONS),
     )
 
 
@@ -190,9 +177,3 @@ def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: s
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
-
-
-def has_group(context: Context) -> list[str]:
-    """Condition: several tensor-parallel ranks."""
-    is_alone = context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2
-    return ["--tensor-model-parallel-size is 1: nothing travels"] if is_alone else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,22 +11,22 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Context, Function, Override, Session
-from mindspeed_lite.platform.megatron import CONFIG
+from mindspeed_lite.ops.norm import reference
 
 from .conditions import Condition, every, local
+from .wrappers import at_end
 
 
 class FusedNorm(torch.nn.Module):
     """Mixin: a torch norm computed over the last dimension by an operator.
 
-    kind: torch's class name. operator, definition: functions of (x, *parameters, eps, zero_centered).
+    kind: torch's class name. operator: a function of (x, *parameters, eps, zero_centered).
     """
 
     kind: ClassVar[str]
     operator_name: ClassVar[str]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
     operator: ClassVar[Callable[..., Tensor]]
-    definition: ClassVar[Callable[..., Tensor]]
     weight: torch.nn.Parameter
     eps: Any
     verifier: Any = None
@@ -62,8 +61,11 @@ class FusedNorm(torch.nn.Module):
             found: Tensor = torch.func.functional_call(original, given, (x,))
             return found
 
-        def with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            return lambda *tensors: function(*tensors, self.eps, self.zero_centered)
+        def ours(*tensors: Tensor) -> Tensor:
+            return type(self).operator(*tensors, self.eps, self.zero_centered)
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return reference.norm(x, weight, bias, self.eps, self.zero_centered)
 
         against = f"torch.nn.{self.kind}"
         if self.zero_centered:
@@ -74,8 +76,8 @@ class FusedNorm(torch.nn.Module):
             f"use_fused_{self.kind.lower()}",
             self.operator_name,
             "ulp",
-            with_options(type(self).operator),
-            with_options(type(self).definition) if self.zero_centered else torchs,
+            ours,
+            plain if self.zero_centered else torchs,
             {"x": x, **parameters},
             against=against,
             variant="zero-centred" if self.zero_centered else "",
@@ -90,7 +92,7 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         if session.verifier is not None:
             norm.verifier = session.verifier
         adopted[norm] = None
-        session.on_end(functools.partial(_restore_class, weakref.ref(norm)))
+        at_end(session, norm, _restore_class)
 
     def new(wrapped: Function, session: Session) -> Function:
         def __new__(
@@ -121,26 +123,20 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
         return __new__
 
     # Outside the device layer's wrap of the same symbol, which would drop sequence parallelism.
-    fields = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "normalization", "sequence_parallel")
     return Override(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         new,
-        reads=[f"{CONFIG}.{name}" for name in fields],
         order=10,
     )
 
 
-def _restore_class(reference: weakref.ref[Any]) -> None:
+def _restore_class(norm: Any) -> None:
     """Restore torch's class, unless gamma is zero-centred, which torch lacks."""
-    norm = reference()
-    if norm is None:
-        return
     for name in ("verifier", "original"):
         vars(norm).pop(name, None)
-    if norm.zero_centered:
-        return
-    del norm.zero_centered
-    norm.__class__ = _torchs_class(norm)
+    if not norm.zero_centered:
+        del norm.zero_centered
+        norm.__class__ = _torchs_class(norm)
 
 
 def _torchs_class(norm: Any) -> type[Any]:

@@ -6,6 +6,8 @@ error. So do arguments on which Megatron would fail late, with a traceback on ev
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -60,6 +62,22 @@ DEFAULTS = (
             "Megatron's fused softmax extension", _SOFTMAX, "use_masked_softmax_fusion"),
     Default("disable_jit_fuser", False, True, "--disable-jit-fuser", "a C++ compiler for torch.compile", ""),
 )  # fmt: skip
+
+# Fields of Megatron's MLATransformerConfig without a flag, with its defaults; it reads them from the arguments.
+_LATENT_YARN = {"--beta-fast": 32.0, "--beta-slow": 1.0, "--original-max-position-embeddings": 4096}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags for fields of Megatron's configuration that have none."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    group = parser.add_argument_group("YaRN of multi-latent attention")
+    fields = {_flag(field.name) for field in dataclasses.fields(MLATransformerConfig)}
+    for flag, default in _LATENT_YARN.items():
+        if flag in fields and flag not in parser._option_string_actions:
+            text = f"default: {default:g}"
+            group.add_argument(flag, type=type(default), default=argparse.SUPPRESS, help=text)
+
 
 # Megatron refuses these for the local implementation; features here serve them.
 REFUSED = ("delay_wgrad_compute",)
@@ -119,10 +137,47 @@ _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path"
 _FILES = ("data_args_path", "per_split_data_args_path")
 
 
+# Megatron's validation asserts one of each, without naming it.
+_REQUIRED = (
+    ("num_layers", "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    ("hidden_size",),
+    ("num_attention_heads",),
+    ("seq_length", "encoder_seq_length"),
+    ("max_position_embeddings",),
+    ("micro_batch_size",),
+)
+
+
 def check_arguments(args: Mapping[str, Any]) -> None:
-    problem = next(iter((*_processes(args), *_data(args))), None)
-    if problem is not None:
-        raise OptionError(problem)
+    """Raise one OptionError with all problems."""
+    problems = [*_missing(args), *_attention(args), *_processes(args), *_data(args)]
+    if problems:
+        raise OptionError(" ".join(problems))
+
+
+def _missing(args: Mapping[str, Any]) -> Iterator[str]:
+    flags = [
+        _flag(names[0]) for names in _REQUIRED if names[0] in args and all(args.get(name) is None for name in names)
+    ]
+    if flags:
+        yield f"{', '.join(flags)}: not given, and Megatron needs {'them' if len(flags) > 1 else 'it'}."
+
+
+def _attention(args: Mapping[str, Any]) -> Iterator[str]:
+    if args.get("transformer_impl") != "local":
+        return
+    if variant := args.get("experimental_attention_variant"):
+        yield (
+            f"--experimental-attention-variant {variant}: Megatron builds it with Transformer Engine only. Install "
+            "Transformer Engine and leave --transformer-impl out."
+        )
+    backend = getattr(args.get("attention_backend"), "name", args.get("attention_backend"))
+    is_served = (
+        args.get("use_flash_attn") or args.get("mindspeed_lite_auto") or backend in ("flash", "fused")
+        or args.get("context_parallel_size", 1) > 1
+    )  # fmt: skip
+    if args.get("multi_latent_attention") and not is_served:
+        yield "--multi-latent-attention: Megatron's local implementation cannot build it. Add --use-flash-attn."
 
 
 def _processes(args: Mapping[str, Any]) -> Iterator[str]:

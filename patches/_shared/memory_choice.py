@@ -18,15 +18,7 @@ from mindspeed_lite.engine import Function, OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
 from mindspeed_lite.memory.layer_records import LayerRecorder
 from mindspeed_lite.memory.offload import Offload
-from mindspeed_lite.memory.recompute_choice import (
-    BudgetError,
-    LayerChoice,
-    StageRecord,
-    choose,
-    gib,
-    leanest,
-    merged,
-)
+from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, StageRecord, choose, gib, leanest, merged
 from mindspeed_lite.memory.saved_tensors import Tracker
 
 from .. import swap_attention
@@ -178,7 +170,7 @@ def _models(given: dict[str, Any]) -> list[Any]:
 
 def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
     parameters = [each for model in _models(given) for each in model.parameters()]
-    return {each.untyped_storage().data_ptr() for each in parameters}.__contains__
+    return {each.untyped_storage()._cdata for each in parameters}.__contains__
 
 
 def _synchronize(device: str) -> None:

@@ -6,7 +6,6 @@ Checkpoints hold fp32 copies, as without the features.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from mindspeed_lite.engine import Around, Function, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from .wrappers import after, within
+from .wrappers import after, at_end, within
 
 # Flags with which Megatron uses main parameters where these patches do not reach.
 MAIN_PARAM_ARGS = {
@@ -134,7 +133,8 @@ def state_patches(
             session.fallback(feature, f"the optimizer is {type(inner).__qualname__}, without the fused step")
             return
         use(optimizer, inner, session)
-        end_with(session, inner)
+        # The fused step may have ended before.
+        at_end(session, inner, lambda found: has_fused_step(found) and found.restore())
 
     kinds = ((FP32,) if has_fp32 else ()) + (FLOAT16, DISTRIBUTED)
     methods = [f"{each}._copy_model_params_to_main_params" for each in (FLOAT16, DISTRIBUTED) if moves_main_params]
@@ -146,18 +146,6 @@ def state_patches(
         *(Around(each, with_materialized_state) for each in methods),
     ]
     return (*found, *_checkpoint_patches(has_fp32)) if is_in_checkpoints else (*found,)
-
-
-def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
-    owner = weakref.ref(optimizer)
-
-    def end() -> None:
-        found = owner()
-        # The fused step may have ended before.
-        if found is not None and has_fused_step(found):
-            found.restore()
-
-    session.on_end(end)
 
 
 # Model parameter -> (inner optimizer, tensor that it updates).
@@ -204,7 +192,7 @@ def training_state(parameters: Sequence[Tensor], mains: MainParams) -> Iterator[
         found = list(parameters)
         for parameter, inner, main in held:
             # Main parameters may be views of the parameter.
-            if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            if main.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
                 found.append(main)
             state = inner.state.get(main, {})
             found += [

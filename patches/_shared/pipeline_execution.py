@@ -16,7 +16,7 @@ from mindspeed_lite.pipeline.program import Joining, Program, compile_program
 from mindspeed_lite.pipeline.run import Executor, Trace
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import pipeline_orders, pipeline_passes
+from . import pipeline_orders
 from .pipeline_passes import (
     CombinedPasses,
     DelayedWgrads,
@@ -93,7 +93,7 @@ def execute(
     cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     if p2p_communicator is None:
         pp = parallel_state.get_pipeline_model_parallel_group()
-        p2p_communicator = pipeline_passes.communicator(schedules, pp, config)
+        p2p_communicator = schedules.P2PCommunicator(pp_group=pp, config=config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
     delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
@@ -105,8 +105,7 @@ def execute(
     last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
-        clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
-        embedding = clear(config, model, **filter_kwargs(clear, is_last_stage=rank == last_rank))
+        embedding = schedules.clear_embedding_activation_buffer(config, model, is_last_stage=rank == last_rank)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     # A per-token loss needs the count, which travels with the losses.
@@ -139,13 +138,14 @@ def execute(
         # With several chunks Megatron ignores the decoder's own length.
         decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
         config=config,
-        **pipeline_passes.tensor_shape_kwargs(schedules, tp, cp, rank),
+        tp_group=tp,
+        cp_group=cp,
     )
     communicator = p2p_communicator
     if is_async and config.batch_p2p_comm:
         # Megatron waits for batched messages.
         single = AttributeOverride(config, batch_p2p_comm=False)
-        communicator = pipeline_passes.communicator(schedules, p2p_communicator.pp_group, single)
+        communicator = schedules.P2PCommunicator(pp_group=p2p_communicator.pp_group, config=single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     folder = settings.get("pipeline_schedule_trace")
     trace = None if forward_only or folder is None else _trace(folder, rank)
@@ -153,11 +153,14 @@ def execute(
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:
-        finish(config, embedding, **filter_kwargs(finish, is_last_stage=rank == last_rank, tp_group=tp))
+        schedules.finish_embedding_wgrad_compute(config, embedding, rank == last_rank, tp)
+        schedule = schedules.forward_backward_pipelining_without_interleaving
         config.finalize_model_grads_func(
             models,
             this.num_tokens if config.calculate_per_token_loss else None,
-            **pipeline_passes.finalize_kwargs(schedules, groups, force_all_reduce),
+            **filter_kwargs(
+                schedule, force_all_reduce=force_all_reduce, pg_collection=groups, grad_finalize_pgs=groups
+            ),
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()

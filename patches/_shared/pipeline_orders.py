@@ -15,6 +15,7 @@ METHOD = "schedules_method"
 AUTOMATIC = "zb-auto"
 IN_BUBBLE, IN_ADVANCE = "recompute_in_bubble", "recompute_in_advance"
 PLACED, RECORDED = "stages in a V", "recomputed units"
+UNSUPPORTED = {"<0.14": "before Megatron 0.14 passes and messages of a pipeline take no process groups"}
 _MEGATRONS = "megatron's"
 WHOLE = "dualpipev-whole"
 # Orders on Megatron's own placement of layers.

@@ -1,7 +1,6 @@
 """Passes and messages of a training step by Megatron's functions, for `pipeline.run`.
 
-Releases differ: before 0.14 process groups come from `parallel_state` and messages are module functions; before 0.13
-the virtual stage is global. Functions are recognised by their parameters.
+Functions that releases changed are recognised by their parameters.
 """
 
 from __future__ import annotations
@@ -103,16 +102,15 @@ class MegatronPasses:
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
         last = schedule.num_stages - 1
         self._is_last = [stage == last for stage in schedule.placement[rank]]
-        # Up to 0.16 backward_step has an unused model type argument.
+        # In 0.14 backward_step has an unused model type argument.
         has_type = "model_type" in parameters(schedules.backward_step)
         self._more = (schedules.get_model_type(this.models[0]), this.config) if has_type else (this.config,)
 
     def forward(self, chunk: int) -> Callable[[int, Any], Any]:
-        this, forward_step = self._this, self._in_stage(chunk, self._schedules.forward_step)
+        this, forward_step = self._this, self._schedules.forward_step
         function, iterator, model = this.forward_step_func, this.iterators[chunk], this.models[chunk]
         count, losses, config, collects = this.num_microbatches, this.losses, this.config, this.collect_non_loss_data
-        stage = {"vp_stage": self._vp_stages[chunk], "is_last_stage": self._is_last[chunk]}
-        more = filter_kwargs(self._schedules.forward_step, cp_group_size=this.cp_size, **stage)
+        vp_stage, is_last_stage = self._vp_stages[chunk], self._is_last[chunk]
         fully = this.checkpointed
         num_tokens = this.num_tokens if config.calculate_per_token_loss else None
         is_first = self._schedules.check_first_val_step
@@ -132,7 +130,9 @@ class MegatronPasses:
                 checkpoint_activations_microbatch=fully.get((chunk, microbatch)) if fully else None,
                 is_first_microbatch=later if microbatch else first,
                 current_microbatch=microbatch,
-                **more,
+                cp_group_size=this.cp_size,
+                vp_stage=vp_stage,
+                is_last_stage=is_last_stage,
             )
             if num_tokens is not None:
                 num_tokens += tokens
@@ -142,7 +142,7 @@ class MegatronPasses:
 
     def recompute(self, chunk: int) -> Callable[[int], None]:
         assert self._recomputed is not None
-        return self._in_stage(chunk, functools.partial(self._recomputed.recompute, chunk))
+        return functools.partial(self._recomputed.recompute, chunk)
 
     def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
         split = self.input_grad(chunk)
@@ -158,7 +158,7 @@ class MegatronPasses:
         return backward
 
     def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
-        step, more = self._in_stage(chunk, self._schedules.backward_step), self._more
+        step, more = self._schedules.backward_step, self._more
         if not self._delayed:
             return lambda microbatch, received, output, gradient: step(received, output, gradient, *more)
         delayed, last = self._delayed[chunk], self._last_backward[chunk].microbatch
@@ -177,9 +177,6 @@ class MegatronPasses:
             delayed.run(microbatch == last)
 
         return weight_grad
-
-    def _in_stage(self, chunk: int, function: Function) -> Function:
-        return in_stage(self._schedules, self._vp_stages[chunk], function)
 
     def hand_over(self, output: Any) -> Any:
         return output.detach().requires_grad_(torch.is_grad_enabled())
@@ -294,13 +291,6 @@ def _wait(handles: Mapping[str, Any], name: str) -> Callable[[], object] | None:
     return handles[name].wait if name in handles else None
 
 
-_MESSAGES = (
-    "send_forward_recv_forward",
-    "send_backward_recv_backward",
-    "send_forward_backward_recv_forward_backward",
-)
-
-
 @functools.cache
 def parameters(function: Function) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
@@ -309,56 +299,3 @@ def parameters(function: Function) -> frozenset[str]:
 def filter_kwargs(function: Function, **given: Any) -> dict[str, Any]:
     names = parameters(function)
     return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}
-
-
-def tensor_shape_kwargs(schedules: Any, tp: Any, cp: Any, rank: int) -> dict[str, Any]:
-    if "tp_group" in parameters(schedules.get_tensor_shapes):
-        return {"tp_group": tp, "cp_group": cp}
-    return {"rank": rank, "model_type": None, "encoder_decoder_xattn": False}
-
-
-def finalize_kwargs(schedules: Any, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
-    schedule = schedules.forward_backward_pipelining_without_interleaving
-    if groups is None:
-        return filter_kwargs(schedule, force_all_reduce=force_all_reduce)
-    return filter_kwargs(schedule, force_all_reduce=force_all_reduce, pg_collection=groups, grad_finalize_pgs=groups)
-
-
-def unsupported_reasons(schedules: Any, model: Any) -> list[str]:
-    """Why the model has several tensors per message or several pipelines."""
-    if "model_type" not in parameters(schedules.get_tensor_shapes):
-        return []
-    reasons = []
-    if schedules.get_model_type(model) is schedules.ModelType.encoder_and_decoder:
-        reasons.append("an encoder with a decoder: its stages exchange two tensors")
-    if isinstance(schedules.parallel_state.get_pipeline_model_parallel_group(), list):
-        reasons.append("the encoder has another tensor parallel size: a rank is in several pipelines")
-    return reasons
-
-
-def in_stage(schedules: Any, chunk: int | None, function: Function) -> Function:
-    """Set Megatron's global virtual stage before the call if passes take no such argument."""
-    if chunk is None or "vp_stage" in parameters(schedules.forward_step):
-        return function
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        schedules.parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-        return function(*args, **kwargs)
-
-    return called
-
-
-def communicator(schedules: Any, group: Any, config: Any) -> Any:
-    """Megatron's communicator, or its message functions under the same names."""
-    if hasattr(schedules, "P2PCommunicator"):
-        return schedules.P2PCommunicator(pp_group=group, config=config)
-    return FunctionCommunicator(schedules.p2p_communication, group, config)
-
-
-class FunctionCommunicator:
-    """Message functions before 0.14."""
-
-    def __init__(self, functions: Any, group: Any, config: Any) -> None:
-        self.pp_group = group
-        for name in _MESSAGES:
-            setattr(self, name, functools.partial(getattr(functions, name), config=config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,20 +96,36 @@ def placeholder(message: str) -> Callable[[Session], Function]:
     return make
 
 
+def at_end(session: Session, owner: Any, act: Callable[[Any], object]) -> None:
+    """Call `act(owner)` when the feature ends, if the owner still lives."""
+    reference = weakref.ref(owner)
+
+    def end() -> None:
+        found = reference()
+        if found is not None:
+            act(found)
+
+    session.on_end(end)
+
+
+def is_set(symbol: str) -> Callable[[], bool]:
+    """Whether the host has `package.module:name` itself, once it is called."""
+    module, _, name = symbol.partition(":")
+    return lambda: bool(getattr(importlib.import_module(module), name, None))
+
+
 def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
     """Clear `owner.name` when the feature ends, unless Megatron itself has the fused form.
 
     Megatron reads it every step from an object that may outlive the feature. is_there: called after the undo.
     """
-    reference = weakref.ref(owner)
 
-    def end() -> None:
-        found = reference()
-        if found is not None and not is_there():
+    def clear(found: Any) -> None:
+        if not is_there():
             setattr(found, name, False)
 
     if getattr(owner, name, False):
-        session.on_end(end)
+        at_end(session, owner, clear)
 
 
 def config_field(name: str, is_there: Callable[[], bool]) -> Around:

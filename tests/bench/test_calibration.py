@@ -29,7 +29,9 @@ def test_every_operator_runs_and_has_the_shape_that_the_planner_reads() -> None:
 
 def test_times_are_positive_and_overheads_follow_the_cost_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "cases", lambda: iter([(("a",), (1.0,), 2.0, lambda: None)]))
-    (found,) = calibration.time_operators(1e-3)
+    told = []
+    (found,) = calibration.time_operators(1e-3, lambda done, name: told.append((done, name)))
+    assert told == [(0, " ".join(found["key"]))]
     assert found["seconds"] > 0 and (found["key"], found["shape"], found["work"]) == (("a",), (1.0,), 2.0)
     monkeypatch.setattr(calibration, "_median_seconds", lambda run, seconds: 50e-5)
     expected = {name: calls * 1e-5 for name, calls in calibration.HOST_CALLS.items()}

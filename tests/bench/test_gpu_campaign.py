@@ -238,7 +238,7 @@ def test_readme_takes_the_trainings_of_a_campaign(tmp_path, monkeypatch, campaig
     about = one.records["dense"]["about"]
     assert generate._gpu_results() == [
         ("H100", f"[dense](docs/benchmarks/gpu/h100.md): {about}", "0.410 s to 0.200 s", "2.05x (2.00, 2.10)",
-         "1.00 of 60.00 GB", "1e-03 apart"),
+         "60.00 GB to 60.00 GB", "1e-03 apart"),
     ]  # fmt: skip
     text = (one.out / "h100.md").read_text()
     assert "| liger | 300.0 ms | 1.33x (1.33) |" in text and "| on | 200.0 ms, 200.0 ms | 2.05x (2.00, 2.10) |" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +10,13 @@ import pytest
 
 from mindspeed_lite.bench import harness, memory_run
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Job, RunPlan
-from mindspeed_lite.dryrun import pieces
-from mindspeed_lite.dryrun.launch import TrainingLaunch
 from mindspeed_lite.planner import ranks, read
-from mindspeed_lite.planner.choice import ModelPieces
 from tests.harness import checkouts, matrix
 from tests.harness.checkouts import ROOT
 from tests.harness.counted_trainings import LLAMA, TRAININGS
 from tests.harness.processes import clean_environment
 from tests.harness.training import Trainer
 
-EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
 SCRIPT = str(ROOT / "tests" / "bench" / "measured_script.py")
 
 # A sequence that counts beside the weights; and the shape of a large model, which is predicted alone.
@@ -38,7 +33,6 @@ NAMES = (
     "dense, gives up", "ep2, on", "cp2, an algorithm each", "latent, tp2 sp, further tokens, on", "as DeepSeek-V3",
 )  # fmt: skip
 KEPT = [(NEWEST, name) for name in NAMES]
-TRACED = [(NEWEST, "as DeepSeek-V3")]
 # What differs between releases: experts, and what is recomputed.
 EVERY = [(NEWEST, name) for name in TRAININGS] + [
     (release, name)
@@ -48,17 +42,17 @@ EVERY = [(NEWEST, name) for name in TRAININGS] + [
     )
 ]  # fmt: skip
 
-Measured = Callable[[str, str], list[memory_run.Measured]]
+Measured = Callable[[str, str], list[harness.Process]]
 
 
-def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
+def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[harness.Process]:
     job = Job((), folder, warmup=0, steps=2, timeout=1e4, memory=True)
     RunPlan(job, Arm("memory", "given"), folder).write(folder / "plan")
     environment = {VARIABLE: str(folder / "plan"), "MINDSPEED_LITE_DEVICE": "cpu"}
     trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()
     processes = harness.read(folder)
     assert len(processes) == nproc
-    return [memory_run.measured(process) for process in processes]
+    return processes
 
 
 def asked(name: str) -> tuple[int, list[str]]:
@@ -72,9 +66,9 @@ def measured(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Measured:
     """What a training took, run when a test first asks for it."""
-    done: dict[tuple[str, str], list[memory_run.Measured]] = {}
+    done: dict[tuple[str, str], list[harness.Process]] = {}
 
-    def of(release: str, name: str) -> list[memory_run.Measured]:
+    def of(release: str, name: str) -> list[harness.Process]:
         if (release, name) not in done:
             done[release, name] = measure(trainer(release), *asked(name), tmp_path_factory.mktemp("memory"))
         return done[release, name]
@@ -91,24 +85,7 @@ def test_every_category_of_every_rank_is_as_predicted(measured: Measured, releas
     off = [(each, each.deviation) for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
     assert not off
     # How many parameters there are is exact.
-    assert [each.parameters for each in found] == [
-        rank.parameters.total for each in found for rank in predicted if rank.ranks[0] <= each.rank <= rank.ranks[1]
-    ]
-
-
-@pytest.mark.parametrize(("release", "name"), matrix.only(TRACED, EVERY))
-def test_traced_layers_keep_what_is_measured(
-    measured: Measured, trainer: Callable[[str], Trainer], release: str, name: str, tmp_path: Path
-) -> None:
-    nproc, words = asked(name)
-    found, folder = measured(release, name), checkouts.folder(release)
-    environment = {**os.environ, "PYTHONPATH": str(folder or "")}
-    launch = TrainingLaunch((EXAMPLE, *words), str(tmp_path), environment, nproc, nproc)
-    with pieces.tracer(launch) as trace:
-        predicted = ranks(read(words, nproc, "cpu", is_traced=True), ModelPieces(trace))
-    compared = memory_run.compare(predicted, found)
-    assert not [(each, each.deviation) for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
-    assert [each.parameters for each in found] == [
+    assert [each.memory["parameters"] for each in found] == [
         rank.parameters.total for each in found for rank in predicted if rank.ranks[0] <= each.rank <= rank.ranks[1]
     ]
 
@@ -131,7 +108,7 @@ def test_four_ranks_keep_at_most_three_tenths_of_what_one_keeps(
         found = measure(trainer(NEWEST), size, words, tmp_path_factory.mktemp("long"))
         compared = memory_run.compare(ranks(read(words, size, "cpu")), found)
         assert not [each for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
-        kept[size] = max(each.bytes["activations"] for each in found)
+        kept[size] = max(each.memory["activations"] for each in found)
     assert kept[4] <= 0.3 * kept[1], kept
 
 

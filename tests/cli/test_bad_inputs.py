@@ -37,6 +37,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("features --diff", "--diff wants the name"),
     ("features quant_states --against empty", "no megatron/core"),
     ("bench", "no command to read"),
+    ("bench torchrun --nproc-per-node 2 x.py", "write it after `--`"),
+    ("plan x.py", "plan --devices N --memory GIB -- torchrun"),
     (f"{BENCH} -- torchrnu", "no program 'torchrnu'"),
     (f"{BENCH} --repeats 0 -- true", "--repeats", "at least 1, not '0'"),
     (f"{BENCH} --features rmsnorm -- true", "no feature 'rmsnorm'"),
@@ -45,17 +47,21 @@ COMMANDS: list[tuple[str, ...]] = [
     ("bench-ops --device npu", "--device"),
     (f"memory -- torchrun --nproc-per-node gpu {GPT}", "--nproc-per-node", "--world-size N"),
     (f"memory -- torchrun --nproc-per-node=3 {TRAIN} --tensor-model-parallel-size 2", "3 ranks"),
+    ("memory -- x.py --seq-length 4", "--num-layers, --hidden-size", "--micro-batch-size are not in the command"),
     ("memory -- x.py --num-layers many", "--num-layers", "many"),
     (f"memory -- {GPT} --fp8-format e4m3", "--fp8-format e4m3", "not predicted"),
     (f"memory --measure -- no-such-program {TRAIN}", "no-such-program"),
     (f"memory --expert-imbalance 2 -- {TRAIN}", "no --num-experts"),
     ("doctor now", "unrecognized arguments: now"),
+    ("doctor -- python none.py", "there is no script none.py"),
+    ("doctor -- echo hello", "starts no torchrun", "hello"),
+    ("doctor --selftest -- python none.py", "takes no command"),
     ("doctor --quick", "--quick belongs to --selftest"),
     ("doctor --selftest --quick --out none/x.json", "none/x.json: there is no such folder"),
     (f"{PLANNED.replace('a100', 'abacus')} -- {LAYOUT}", "--device abacus", "h100-sxm"),
     (f"{PLANNED} --why QQ2 -- {LAYOUT}", "--why", "'QQ2'"),
     (f"plan --devices 2 --memory 1 --calibration none.json -- {LAYOUT}", "there is no file none.json", "calibrate"),
-    (f"{PLANNED} --reserve 40 -- {LAYOUT}", "--reserve 40", "less than that"),
+    (f"{PLANNED} --reserve 40 -- {LAYOUT}", "--reserve 40.0 GB", "less than that"),
     (f"{PLANNED} --devices 11 -- {LAYOUT}", "no layout of 11 devices", "change --devices"),
     (f"{PLANNED} --plot picture -- {LAYOUT}", "--plot picture", ".png"),
     (f"{PLANNED} -- {GPT}", "--global-batch-size is not in the command"),
@@ -97,7 +103,6 @@ ABSURD = [
     ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 cannot be divided by"),
     ("--num-attention-heads 7", "--hidden-size 64 cannot be divided by --num-attention-heads 7"),
     ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 of --num-experts 4"),
-    ("--noop-layers 0,7", "--noop-layers 0,7: it is MindSpeed's"),
 ]
 
 
@@ -154,7 +159,7 @@ MODEL = (
 ).split()
 # Refused after parsing, in one process.
 TRAININGS = [
-    ("--mock-data --context-parallel-size 2", ["--context-parallel-size 2: needs 2 processes"]),
+    ("--data-path a --context-parallel-size 2", ["--context-parallel-size 2: needs 2 processes", "no a.idx"]),
     ("--data-path none/text", ["--data-path none/text", "no none/text.idx"]),
     ("--data-path half", ["no half.bin"]),
     ("--data-args-path none.txt", ["--data-args-path none.txt", "no such file"]),
@@ -167,7 +172,7 @@ PARSED = [
     ("--no-such-thing", ["unrecognized argument --no-such-thing"]),
     ("--virtual-optimizer much", ["takes all, or a number of GiB", "not 'much'"]),
     ("--yaml-cfg none.yaml", ["--yaml-cfg", "no file none.yaml"]),
-    ("--auto-settings", ["--auto-settings (served in", "Instead: "]),
+    ("--auto-settings", ["--auto-settings (done", "Instead: "]),
 ]
 
 # Removed by the process that made it, not by the forks.

@@ -34,15 +34,14 @@ def test_a_record_has_a_row_for_each_layer(tmp_path, capsys):
     assert found["balance"][0]["imbalance"] == 2.0 and len(found["policies"]) == 4
 
 
-def test_a_policy_has_a_row_and_pictures(tmp_path, capsys):
+def test_a_policy_has_a_row_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "load.jsonl"
     skewed = [[[9, 7, 1, 1], [1, 1, 1, 9]], [[9, 7, 1, 1], [3, 1, 1, 7]]] * 3
     steps = [record.LoadStep(at, [9, 9], rows, [[0, 0], [0, 0]]) for at, rows in enumerate(skewed, 1)]
     record.append(file, steps, HEADER)
-    out, load, policies = tmp_path / "balance.json", tmp_path / "load.png", tmp_path / "policies.png"
-    pictures = ["--plot", load, "--plot-policies", policies]
-    lines = balance(capsys, file, "--interval", 2, *pictures, "--json", out)
+    out, picture = tmp_path / "balance.json", tmp_path / "load.png"
+    lines = balance(capsys, file, "--interval", 2, "--plot", picture, "--json", out)
     place = next(place for place, line in enumerate(lines) if line.startswith("policy"))
     rows = [line.split() for line in lines[place + 1 : place + 5]]
     assert [row[0] for row in rows] == ["none", "copies", "placement", "both"]
@@ -52,7 +51,7 @@ def test_a_policy_has_a_row_and_pictures(tmp_path, capsys):
     step = (1 + 0.5 * (copies["imbalance"] - 1)) / (1 + 0.5 * (none["imbalance"] - 1))
     assert rows[1][2] == f"{step:.3f}" and step < 0.9
     assert both["imbalance"] <= placed["imbalance"] < none["imbalance"] and copies["copied"] > 0
-    assert all(each.read_bytes()[:4] == b"\x89PNG" for each in (load, policies))
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_lengths_have_a_row_for_each_assignment(tmp_path, capsys):

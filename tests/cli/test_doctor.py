@@ -81,15 +81,38 @@ def test_text_and_json_say_the_same_and_a_check_that_fails_is_a_row(capsys, monk
 
 
 def test_without_torch_and_without_anything(tmp_path):
-    own, training = doctor_checks.OWN_PACKAGES, doctor_checks.TRAINING_PACKAGES
-    gone = without(tmp_path, "torch", "megatron", "pybind11", *own, *training)
+    gone = without(tmp_path, "torch", "megatron", "pybind11", *doctor_checks.OWN_PACKAGES)
     found = examined(command("doctor", "--json", **gone, PATH=""))
     assert found["torch"]["status"] == "problem" and "pip install" in found["torch"]["fix"]
     assert found["device"]["status"] == found["features"]["status"] == "note"
     assert found["megatron-core"]["status"] == "problem" and "checkout" in found["megatron-core"]["fix"]
     assert "megatron.training" not in found
-    assert "pyyaml" in found["script's packages"]["fix"] and "wrapt" in found["own packages"]["fix"]
+    assert "wrapt" in found["own packages"]["fix"] and "script's packages" not in found
     assert found["c++ compiler"]["status"] == "note"
+
+
+def test_a_command_is_judged_by_what_it_would_import(tmp_path):
+    for name, text in {
+        "megatron/core/__init__.py": "import yaml\nfrom . import inner\n\ndef f(): import never_at_the_start",
+        "megatron/core/inner.py": "try:\n    import optional_extension\nexcept ImportError:\n    pass",
+        "megatron/core/package_info.py": "__version__ = '0.16.1'",
+        "megatron/core/datasets/Makefile": "",
+        "megatron/training/__init__.py": "from megatron.training.loop import train",
+        "megatron/training/loop.py": "import no_such_tokenizer",
+        "job/helper.py": "import no_such_reader, torch",
+        "job/train.py": "import helper\nfrom megatron.training import train\nfrom megatron import core",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    run = command("doctor", "--json", "--", sys.executable, "train.py", cwd=tmp_path / "job", path=[tmp_path])
+    found = examined(run)
+    assert f"{sys.executable} runs {tmp_path}/job/train.py" in run.stdout
+    assert "does not import mindspeed_lite" in run.stdout
+    assert found["megatron-core"]["text"].startswith(f"0.16.1 at {tmp_path}/megatron/core")
+    row = found["script's packages"]
+    assert row["fix"] == "pip install no_such_tokenizer no_such_reader"
+    assert f"no_such_reader (by {tmp_path}/job/helper.py)" in row["text"]
+    assert found["dataset helper"]["status"] != "ok" or "first start" in found["dataset helper"]["text"]
 
 
 def test_a_torch_that_does_not_import(tmp_path):

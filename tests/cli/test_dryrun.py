@@ -33,9 +33,10 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
         SCRIPT, *MODEL, *flags.split(), "--train-iters", "5", "--global-batch-size", "256",
         folder=tmp_path, code=1,
     )  # fmt: skip
-    assert "memory of 2 of 64 ranks; 4 of 8 micro-batches were run" in said
+    assert "memory of 2 of 64 ranks; 3 of 8 micro-batches were run" in said
     assert "features on: use_flash_attn" in said and "collectives match on the 2 ranks that ran" in said
-    assert "does not fit: rank 0 takes" in said and "TENSOR_MODEL_PARALLEL_GROUP" in said
+    assert "does not fit: rank 0 takes" in said and "most are activations: --recompute-" in said
+    assert "TENSOR_MODEL_PARALLEL_GROUP" in said
     found = json.loads((tmp_path / "report.json").read_text())
     assert [each["number"] for each in found["ranks"]] == [0, 32] and not found["problems"]
     assert {*tmp_path.iterdir()} == {tmp_path / "report.json"}
@@ -47,7 +48,8 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
         (["--", "echo", "hello"], "starts no torchrun and no python script: hello", 2),
         (["--", "python", SCRIPT, "--no-such-flag"], "rank 0 of 1: the script ended with 2", 1),
         (["--", "python", "missing.py"], "rank 0 of 1: FileNotFoundError", 1),
-        (["--memory", "none", "--", "python", SCRIPT], "--memory: takes a number", 2),
+        (["--memory", "none", "--", "python", SCRIPT], "--memory: takes", 2),
+        (["--device", "h1", "--", "python", SCRIPT], "--device h1: there is no such device", 2),
     ],
 )
 def test_bad_input_is_one_line(words, text, code, tmp_path):

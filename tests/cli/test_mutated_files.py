@@ -11,7 +11,6 @@ import struct
 import pytest
 
 from mindspeed_lite import cli, json_file
-from mindspeed_lite.bench.operators import earlier
 from mindspeed_lite.parallel.balance import record
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
@@ -129,12 +128,6 @@ def prices(file):
     return [*asked, *found.overheads, found.shared(1.0, 1.0, 4), found.overlap]
 
 
-def judged(file):
-    before, report = earlier.load(str(file)), json.loads(REPORT)
-    rows = (report["rows"][0] | {"bound": bound} for bound in ("memory", "compute"))
-    return [earlier.judge(row, report["ceiling"], before) for row in rows]
-
-
 def samples():
     keys = {("product", "forward", "2"): 3, ("flash", "forward", "2"): 2, ("norm", "plain", "forward", "2"): 1}
     for key, size in {**keys, ("optimizer", "plain"): 1}.items():
@@ -151,23 +144,6 @@ CALIBRATION = json.dumps(
             for place, size in enumerate((1024, 4096, 1 << 20), 1)
         ],
         "overheads": {"layer": 1e-4, "microbatch": 1e-4, "step": 1e-3},
-    }
-)  # fmt: skip
-REPORT = json.dumps(
-    {
-        "schema_version": 1, "kind": "bench-ops", "title": "t",
-        "environment": {"device": "cpu", "torch": "2"},
-        "ceiling": {"flops_per_second": 1e11, "bytes_per_second": 1e10},
-        "rows": [
-            {
-                "operator": "rms_norm", "case": "8x8", "direction": "forward", "device": "cpu", "dtype": "bf16",
-                "bound": "memory",
-                "contenders": [
-                    {"name": "mindspeed_lite", "seconds": 1e-3, "low": 9e-4, "high": 2e-3, "error": None},
-                    {"name": "torch", "seconds": None, "low": None, "high": None, "error": "it ended"},
-                ],
-            }
-        ],
     }
 )  # fmt: skip
 INDEX = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 8, 9) + struct.pack("<8i", *range(3, 11)) + bytes(136)
@@ -195,7 +171,6 @@ KINDS = {
     "trace": (mutated_lines, [*trace_lines()], command(
         "schedule", "--trace", "{file}", "--json", "{out}", "--", *PIPELINE, *SMALL, "--vocab-size", "512")),
     "calibration": (mutated, CALIBRATION, function(prices)),
-    "report": (mutated, REPORT, function(judged)),
     "index": (mutated_bytes, INDEX, command("balance", "{file}", "--json", "{out}", "--seq-length", "16",
         "--ranks", "2", "--global-batch-size", "4", "--steps", "2")),
 }  # fmt: skip

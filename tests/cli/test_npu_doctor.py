@@ -76,7 +76,7 @@ def test_everything_there(tmp_path):
         assert part in row["text"]
     assert found["device"]["text"].startswith("npu (2 x Ascend910B2), chosen by availability. npu: usable")
     assert "hccl there; hccl serves the npu device" in found["collectives"]["text"]
-    assert "attention:npu" in found["features"]["text"] and "rms_norm:npu" in found["features"]["text"]
+    assert "operators by npu" in found["features"]["text"] and "attention" not in found["features"]["text"]
 
 
 def test_a_selftest_without_an_npu_says_why_in_the_same_words(tmp_path, monkeypatch):

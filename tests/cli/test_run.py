@@ -84,10 +84,12 @@ def test_an_interrupt_stays_an_interrupt(tmp_path):
         (("--allocator",), "needs a value"),
         (("--allocator=", "script.py"), "keep or system"),
         (("empty",), "no script 'empty'"),
+        (("of_llm.py",), "imports mindspeed_llm, which is MindSpeed's: start Megatron-LM's own script"),
     ],
 )
 def test_what_cannot_start_is_one_line(tmp_path, arguments, word):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "of_llm.py").write_text("from mindspeed_llm import megatron_adaptor")
     fails_in_one_line(command("run", *arguments, cwd=tmp_path, **OFF), word)
 
 

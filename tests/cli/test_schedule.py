@@ -11,7 +11,7 @@ from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
 from mindspeed_lite.pipeline.simulate import simulate
 from mindspeed_lite.planner import ranks, read
-from mindspeed_lite.planner.order_candidates import OrderFlags
+from mindspeed_lite.planner.order_candidates import OrderBuilder, OrderFlags, flags
 from mindspeed_lite.planner.pipeline_costs import constant_bytes, flops, model_stages
 from tests.harness.commands import python
 
@@ -89,11 +89,33 @@ def test_orders_are_compared_and_the_fastest_that_fits_is_named(tmp_path, capsys
     fastest = min(found["orders"], key=lambda each: each["step"])
     assert found["fastest"] == fastest["name"] and f"fastest: {fastest['name']}" in out
     least = min(found["orders"], key=lambda each: each["peak_bytes"])
-    tight = (least["peak_bytes"] + 1) / 2**30
-    code, out, _ = run(capsys, "--order", "1f1b,zb-h1,interleaved,dualpipev", "--memory", f"{tight:.12f}")
-    assert code == 0 and f"GiB: {least['name']}" in out
+    tight = (least["peak_bytes"] + 1) / 1e9
+    code, out, _ = run(capsys, "--order", "1f1b,zb-h1,interleaved,dualpipev", "--memory", f"{tight:.12f}GB")
+    assert code == 0 and f"B: {least['name']}" in out
     code, out, _ = run(capsys, "--memory", "0.0001")
-    assert code == 1 and "no order fits within 0.0001 GiB" in out
+    assert code == 1 and "no order fits within 100 kB" in out
+
+
+RUNNABLE = "1f1b interleaved interleaved-overlap zb-h1 zb-auto dualpipev dualpipev-whole dualpipev-dw-detach"
+
+
+@pytest.mark.parametrize("order", [*RUNNABLE.split(), "interleaved+recompute-in-bubble"])
+def test_the_flags_to_paste_run_the_order(order):
+    words = [*MODEL, *FOUR]
+    found = OrderBuilder(read(words, 4)).compare(order)[0][-1]
+    read_again = OrderFlags.read([*words, *flags(found)])
+    assert read_again.order(read(read_again.rest, 4)) == order
+    if order == "zb-auto":
+        assert read_again.max_live == found.peak_live
+
+
+def test_the_screen_ends_with_the_flags_of_the_fastest(capsys):
+    _, out, _ = run(capsys, "--order", "zb-h1")
+    assert out.endswith("in place of the command's own for its order:\n  --pipeline-schedule zb-h1\n")
+    _, out, _ = run(capsys, "--order", "1f1b,zbv-auto")
+    assert "zbv-auto is only simulated" in out
+    _, out, _ = run(capsys, "--order", "1f1b", flags="--pipeline-schedule zb-h1")
+    assert out.endswith("fastest: zb-h1, the order of the command\n")
 
 
 def test_own_orders_pictures_and_traces(tmp_path, capsys):
@@ -145,9 +167,8 @@ def test_operations_are_two_for_each_weight_and_token_and_attentions_own():
     training = read([*MODEL, "--pipeline-model-parallel-size", "2"], 2)
     first, last = (flops(training, chunk) for chunk in model_stages(training, 1))
     layer = 4 * 128 * 128 + 3 * 128 * 384
-    norms = 2 * 128
     attention = 256 * 256 * 128 * 2
-    assert first.forward == 4 * (2 * 256 * (layer + norms) + attention)
+    assert first.forward == 4 * (2 * 256 * layer + attention)
     assert first.weight_grad == first.forward - 4 * attention
     assert first.input_grad == first.forward + 4 * attention
     assert last.forward - first.forward == 2 * 256 * 128 * training.padded_vocab_size

@@ -1,6 +1,7 @@
 """Width, colour and tables; a real pseudo-terminal where they matter."""
 
 import argparse
+import io
 import os
 import pty
 import re
@@ -23,7 +24,7 @@ def in_a_terminal(*arguments, columns, path=(), **variables):
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     given = environment(path, TERM="xterm", **variables)
     what = [sys.executable, "-m", "mindspeed_lite", *arguments]
-    child = subprocess.Popen(what, env=given, stdin=theirs, stdout=theirs, stderr=theirs)
+    child = subprocess.Popen(what, env=given, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
     os.close(theirs)
     pieces = [b"-"]
     while pieces[-1]:
@@ -38,7 +39,7 @@ def in_a_terminal(*arguments, columns, path=(), **variables):
 def test_a_terminal_has_colour_and_its_own_width(tmp_path):
     # Doctor without torch: instant, and it has all three colours.
     code, out = in_a_terminal("doctor", columns=70, **without(tmp_path, "torch"))
-    assert code == 1 and "\x1b[31mproblem\x1b[0m" in out and "\x1b[32mok " in out
+    assert code == 1 and "\x1b[31mproblem\x1b[0m" in out and "\x1b[32mok\x1b[0m " in out
     plain = ESCAPE.sub("", out)
     assert max(map(len, plain.splitlines())) <= 70
     _, wide = in_a_terminal("doctor", columns=160, NO_COLOR="1", **without(tmp_path, "torch"))
@@ -55,22 +56,15 @@ def test_piped_output_is_plain_and_one_line_a_row(tmp_path):
     assert "pip install" in row
 
 
-@pytest.mark.parametrize(("columns", "expected"), [("20", 60), ("133", 133), ("999", 200)])
-def test_width_has_bounds(monkeypatch, columns, expected):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert terminal.width() == expected
-
-
-def test_a_table_shares_its_room_and_keeps_every_word(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "50")
-    row = ("name", "many words that have to be wrapped somewhere", "and some more of them here")
-    terminal.table(("x", "y", "z"), [row], "a title")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["", "a title", ""] and all(len(line) <= 50 for line in lines)
-    assert set(" ".join(lines[3:]).split()) == set(" ".join(row).split()) | {"x", "y", "z"}
-    monkeypatch.delenv("COLUMNS")
-    terminal.table(("", "", ""), [row])
-    assert capsys.readouterr().out == "  ".join(row) + "\n"
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_for_a_terminal(monkeypatch, is_terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    with terminal.progress("reading the command") as tell:
+        tell(3, 12, "layouts")
+    shown = ESCAPE.sub("", stream.getvalue())
+    assert ("3/12" in shown and "layouts" in shown) if is_terminal else not shown
 
 
 @pytest.mark.parametrize(

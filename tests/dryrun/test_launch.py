@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,13 +33,17 @@ def test_torchrun_gives_the_size_of_the_world():
         ("torchrun --nproc-per-node 2 -m package.module --x", ("-m", "package.module", "--x"), 2),
         ("python a.py --x", ("a.py", "--x"), 1),
         ("python -m mindspeed_lite run a.py --x", ("a.py", "--x"), 1),
-        (f"{sys.executable} a.py", ("a.py",), 1),
+        (f"{sys.executable} -u a.py", ("a.py",), 1),
+        (f"bash -c '{sys.executable} -m torch.distributed.run --nproc-per-node 2 a.py'", ("a.py",), 2),
+        ("torchrun --nproc-per-node 2 mindspeed-lite run a.py", ("a.py",), 2),
+        ("mindspeed-lite run a.py --x", ("a.py", "--x"), 1),
     ],
 )
 def test_other_launchers(command, words, size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    found = launch.find(command.split())
+    found = launch.find(shlex.split(command))
     assert (found.words, found.world_size) == (words, size)
+    assert found.is_run is ("mindspeed" in command) and Path(found.interpreter).name.startswith("python")
 
 
 def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
@@ -47,7 +53,7 @@ def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
     found = launch.find(["bash", str(path)])
     assert found.world_size == 32 and found.folder == str(tmp_path / "inner")
     assert found.words == ("pretrain_gpt.py", "--num-layers", "2", "--data-path a b")
-    assert found.environment["NNODES"] == "4" and "mindspeed-lite-dryrun" not in found.environment["PATH"]
+    assert found.environment["NNODES"] == "4" and "mindspeed-lite-dryrun" not in found.environment["PYTHONPATH"]
 
 
 @pytest.mark.parametrize(

@@ -97,21 +97,23 @@ def small(text):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "value", "wanted"),
     [
-        (Option("--a", "h"), "yes"),
-        (Option("--a", "h"), 1),
-        (Option("--a", "h", default=1), "one"),
-        (Option("--a", "h", default=1), True),
-        (Option("--a", "h", default=1), 1.5),
-        (Option("--a", "h", default="x", choices=["x", "y"]), "z"),
-        (Option("--a", "h", default=None, type=int, nargs="+"), 3),
-        (Option("--a", "h", default=None, type=int, nargs="+"), "34"),
-        (Option("--a", "h", default=None, type=small), "12"),
+        (Option("--a", "h"), "yes", "True or False"),
+        (Option("--a", "h"), 1, "True or False"),
+        (Option("--a", "h", default=1), "one", "a whole number"),
+        (Option("--a", "h", default=1), True, "a whole number"),
+        (Option("--a", "h", default=1), 1.5, "a whole number"),
+        (Option("--a", "h", default="x"), True, "text"),
+        (Option("--a", "h", default="x", choices=["x", "y"]), "z", "one of x, y"),
+        (Option("--a", "h", default="x", choices=["x", "y"]), True, "one of x, y"),
+        (Option("--a", "h", default=None, type=int, nargs="+"), 3, "a list of values"),
+        (Option("--a", "h", default=None, type=int, nargs="+"), "34", "a list of values"),
+        (Option("--a", "h", default=None, type=small), "12", "too large"),
     ],
 )
-def test_a_wrong_value_is_an_option_error_that_names_the_flag(option, value):
-    with pytest.raises(OptionError, match="--a"):
+def test_a_wrong_value_is_an_option_error_that_names_the_flag(option, value, wanted):
+    with pytest.raises(OptionError, match=rf"^--a .*{wanted}, not {value!r}\.$"):
         Settings.of([option], {"a": value})
 
 

@@ -100,7 +100,7 @@ CASES = {
 
 WINDOW_IN_MEGATRON = "mask = get_sliding_window_causal_mask(sq, sk, self.window_size)"
 
-# What another Megatron does with a mask beside a window: main since pull request 7040, and one that there is not.
+# What another Megatron does with a mask and a window: main since pull request 7040, and one that there is not.
 BESIDE_A_WINDOW = {
     "joined": f"given = mask; {WINDOW_IN_MEGATRON}; mask = mask if given is None else given | mask",
     "alone": f"if mask is None: {WINDOW_IN_MEGATRON}",

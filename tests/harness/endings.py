@@ -1,6 +1,6 @@
-"""How a process ends: its output, its exit code, and what it leaves behind.
+"""How a process ends: its output, its exit code, and what is left of it.
 
-A case is forked from a process that has the slow imports behind it (`processes.forked`) and gets a folder of its own.
+A case is forked from a process that has made the slow imports (`processes.forked`) and gets a folder of its own.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ LAYOUTS = {
 _ARGUMENTS: dict[str, dict[str, Any]] = {"delayed": {"overlap_moe_expert_parallel_comm": True}}
 # Of options that take a text.
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
-# What one process asks for beside a feature.
-_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}, "adaptive_memory": {"memory_budget": 1.0}}
+# Flags that a feature needs besides its own in one process.
+_MORE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}, "adaptive_memory": {"memory_budget": 1.0}}
 # Why a feature is not undone here, though it can be trained.
 COMBINED = "Megatron's combined schedule, which it turns on, leaves its own marks in a model"
 
@@ -92,7 +92,7 @@ def _flags(features: Sequence[Feature]) -> dict[str, Any]:
     for each in reversed(features):
         if not each.is_enabled(_settings(found)):
             found[each.options[0].dest] = _value(each.options[0])
-            found.update(_BESIDE.get(each.name, {}))
+            found.update(_MORE.get(each.name, {}))
     return found
 
 
@@ -113,7 +113,7 @@ def _value(option: Option) -> Any:
 
 @functools.cache
 def company(name: str) -> list[Feature]:
-    """The feature behind those it requires, and one more where its condition asks for that in every layout."""
+    """The feature after those it requires, and one more where its condition asks for that in every layout."""
     features = runtime.catalogue()
     required = [*(features[each.feature] for each in features[name].requires), features[name]]
     others = [[]] + [[each] for each in features if each.options[0].is_switch and each not in required]

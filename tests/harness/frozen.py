@@ -27,12 +27,12 @@ _ADAPTED: dict[str, tuple[tuple[str, ...], float]] = {
 }
 # What `on_and_off` trains with every feature.
 KINDS = (*(each for each in _TRAINED if each != "only output layer"), *_ADAPTED)
-# Schedules that run micro-batches in another order draw other numbers for each.
+# Schedules that run micro-batches in another order draw other values for each.
 DRAWING = "LoRA with dropout"
 
 
 class Adapter(torch.nn.Module):
-    """A linear layer of Megatron's with a product of low rank beside it, as Megatron-Bridge puts it in its place."""
+    """A linear layer of Megatron's with a product of low rank in parallel, as Megatron-Bridge puts it in its place."""
 
     def __init__(self, linear: Any, name: str, dropout: float) -> None:
         super().__init__()

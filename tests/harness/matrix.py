@@ -24,12 +24,7 @@ def only(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def pairs(
-    columns: Sequence[Any],
-    older: Sequence[tuple[str, Any]],
-    newest: Sequence[Any] | None = None,
-    among: Sequence[str] = checkouts.ALL,
-) -> list[Any]:
-    """Parameters (release, column) for all pairs: on the newest release run `newest` (all), of the others `older`."""
-    kept = [*older, *((among[-1], column) for column in (columns if newest is None else newest))]
-    return only(kept, [(release, column) for release in among for column in columns])
+def pairs(columns: Sequence[Any], older: Sequence[tuple[str, Any]]) -> list[Any]:
+    """Parameters (release, column) for all pairs: on the newest release all run, of the others `older`."""
+    kept = [*older, *((checkouts.ALL[-1], column) for column in columns)]
+    return only(kept, [(release, column) for release in checkouts.ALL for column in columns])

@@ -1,4 +1,4 @@
-"""Trains a layout without a feature and with it, on Megatron-core alone: two jobs of `training_server`.
+"""Trains a layout without a feature and with it, on Megatron-core alone: two jobs of `tests.harness.jobs`.
 
 A feature brings those it requires; what it sets for a script is in the model's configuration. Lanes stand in the place
 of a device's streams. Where Megatron alone cannot train in a layout, or gives it other weights, a training on one rank
@@ -32,7 +32,7 @@ EXERCISED = {
     "use_fused_embedding": "tensor",
 }
 # So that it has something to do, whatever it measures.
-BESIDE: dict[str, dict[str, Any]] = {
+MORE_FLAGS: dict[str, dict[str, Any]] = {
     "balanced_moe_experts": {"balanced_moe_break_even": 0.0},
     "enable_expert_placement": {"expert_placement_freq": 1, "expert_placement_break_even": 0.0},
 }
@@ -100,7 +100,7 @@ def train(
     ranks = ranks_of(own)
     if kind and ranks == 1:
         more["micro_batches"] = 2  # a pipeline wants more
-    flags = {**flags_of(feature), **BESIDE.get(name, {}), "host_args": host_args(layout)}
+    flags = {**flags_of(feature), **MORE_FLAGS.get(name, {}), "host_args": host_args(layout)}
     given = {**own, **more, "requested": name}
     try:
         off = reference(trainer, layout, more)

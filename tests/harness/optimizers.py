@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "L2": {"bf16": True, "decoupled_weight_decay": False},
     "no clipping": {"bf16": True, "clip_grad": 0.0},
     "constant loss scale": {"bf16": True, "loss_scale": 16.0},
+    "constant loss scale, distributed": {"bf16": True, "loss_scale": 16.0, "use_distributed_optimizer": True},
 }
 
 
@@ -65,7 +67,7 @@ def optimizer_of(**options: Any) -> tuple[Any, Any]:
 
 
 def gradients(model: Any, step: int, scale: float = 1.0) -> None:
-    """What a backward pass and its reduction leave behind; some steps are clipped and some are not."""
+    """Gradients as a backward pass and its reduction leave them; some steps are clipped and some are not."""
     generator = torch.Generator().manual_seed(100 + step)
     size = scale * (0.3 if step % 2 else 1e-3)
     for parameter in model.parameters():
@@ -87,14 +89,16 @@ def train(options: dict[str, Any], steps: int = 6, overflow: int | None = None) 
         if step == overflow:
             next(model.parameters()).main_grad.view(-1)[3] = float("inf")
         history.append(optimizer.step())
-    return {
-        "history": history,
-        "model": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-        "main": [parameter.detach().clone() for parameter in optimizer.get_parameters()],
-        "state": copy.deepcopy(inner(optimizer).state_dict()),
-        "kind": type(inner(optimizer)),
-        "scale": float(optimizer.get_loss_scale()),
-    }
+    own = inner(optimizer)
+    with getattr(own, "materialized", contextlib.nullcontext)():
+        return {
+            "history": history,
+            "model": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+            "main": [parameter.detach().clone() for parameter in optimizer.get_parameters()],
+            "state": copy.deepcopy(own.state_dict()),
+            "kind": type(own),
+            "scale": float(optimizer.get_loss_scale()),
+        }
 
 
 def live_bytes(model: Any, optimizer: Any) -> int:

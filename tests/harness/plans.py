@@ -44,7 +44,8 @@ def swaps_of(*features, session=None, **keywords):
     """The swaps of a plan, each with its feature's view of one session, not in force yet."""
     session = session or session_of(context_of(features))
     views = {each.name: session.of(each.name) for each in features}
-    return [Swap(each.feature, each.patch, views[each.feature]) for each in steps_of(plan_of(*features, **keywords))]
+    applied = plan_of(*features, **keywords).applied
+    return [Swap(each.feature.name, step.patch, views[each.feature.name]) for each in applied for step in each.steps]
 
 
 @contextmanager

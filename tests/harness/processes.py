@@ -1,4 +1,4 @@
-"""`@forked(...)`: a test runs in a process of its own, forked from one that has the slow imports behind it.
+"""`@forked(...)`: a test runs in a process of its own, forked from one that has made the slow imports.
 
 The device layer changes torch, and features change Megatron, for a whole process. A fork costs milliseconds where
 a fresh interpreter costs seconds. The server is this module run with the name of what it imports first; it never
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tests.harness import seeds
@@ -51,10 +51,24 @@ PRELOADED = {
         "tests.harness.planned",
     ),
 }
+_CORE = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe.token_dispatcher",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.datasets.gpt_dataset",
+    "torch._dynamo",
+    "tests.harness.jobs",
+)
+_TRAINING = ("megatron.training", "megatron.training.training", "megatron.training.yaml_arguments")
+# For trainings: Megatron's core alone, and with its script's loop.
+PRELOADED["core"], PRELOADED["training"] = ((*each, "tests.harness.planned") for each in (_CORE, (*_CORE, *_TRAINING)))
 # Seconds; ranks that wait for each other must be ended before the test they belong to.
 TIMEOUT = 500
 RANK_TIMEOUT = 300
-_servers: dict[str, _Server] = {}
+_servers: dict[str, Server] = {}
 
 
 def clean_environment(**given: str) -> dict[str, str]:
@@ -78,9 +92,10 @@ def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Tes
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
+            _check_pickled(test, arguments)
             if preloaded not in _servers:
-                _servers[preloaded] = _Server(preloaded)
-            status, text = _servers[preloaded].ask((test.__module__, test.__name__, arguments, environment))
+                _servers[preloaded] = Server(preloaded)
+            status, text = _servers[preloaded].ask(test.__module__, test.__name__, arguments, environment)
             if status == "skipped":
                 import pytest
 
@@ -93,22 +108,47 @@ def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Tes
     return decorate
 
 
-class _Server:
-    def __init__(self, preloaded: str) -> None:
-        self._process = subprocess.Popen(
+def _check_pickled(test: Any, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"@forked pickles the arguments of {test.__name__}, and `{name}` cannot be pickled ({error}): do in "
+                "the test what this fixture does, such as contextlib.redirect_stdout for capsys"
+            ) from None
+
+
+class Server:
+    """A process that has imported `PRELOADED[preloaded]` and forks one for each request.
+
+    environment: its variables. errors: a file for standard error.
+    """
+
+    def __init__(self, preloaded: str, environment: Mapping[str, str] | None = None, errors: Any = None) -> None:
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.processes", preloaded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if errors is None else errors,
             cwd=ROOT,
-            env=clean_environment(),
+            env=clean_environment() if environment is None else environment,
         )
-        atexit.register(self._process.terminate)
+        atexit.register(self.process.terminate)
 
-    def ask(self, request: Any) -> tuple[str, str]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump(request, self._process.stdin)
-        self._process.stdin.flush()
-        answer: tuple[str, str] = pickle.load(self._process.stdout)
+    def ask(
+        self,
+        module: str,
+        name: str,
+        arguments: dict[str, Any],
+        environment: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> tuple[str, Any]:
+        """("passed", what `module.name(**arguments)` returned), ("failed", its traceback) or ("skipped", why)."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        pickle.dump((timeout, (module, name, arguments, {**(environment or {})})), self.process.stdin)
+        self.process.stdin.flush()
+        answer: tuple[str, Any] = pickle.load(self.process.stdout)
         return answer
 
 
@@ -130,9 +170,9 @@ def _fork(body: Callable[[], Any]) -> tuple[int, int]:
     if pid:
         os.close(writing)
         return pid, reading
-    answer = ("passed", "")
+    answer: tuple[str, Any] = ("passed", None)
     try:
-        body()
+        answer = ("passed", body())
     except BaseException as error:
         skipped = type(error).__name__ == "Skipped"
         answer = ("skipped", str(error)) if skipped else ("failed", traceback.format_exc())
@@ -144,7 +184,7 @@ def _fork(body: Callable[[], Any]) -> tuple[int, int]:
     os._exit(0)
 
 
-def _wait(pid: int, reading: int, timeout: float) -> tuple[str, str]:
+def _wait(pid: int, reading: int, timeout: float) -> tuple[str, Any]:
     received, deadline = b"", time.monotonic() + timeout
     while True:
         if not select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -157,22 +197,21 @@ def _wait(pid: int, reading: int, timeout: float) -> tuple[str, str]:
     os.close(reading)
     _, status = os.waitpid(pid, 0)
     if received:
-        answer: tuple[str, str] = pickle.loads(received)
+        answer: tuple[str, Any] = pickle.loads(received)
         return answer
     return "failed", f"the process ended without an answer: {os.waitstatus_to_exitcode(status)}"
 
 
-def _run(module: str, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+def _run(module: str, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
     os.environ.update(environment)
     seeds.seed()
-    inspect.unwrap(getattr(importlib.import_module(module), name))(**arguments)
+    return inspect.unwrap(getattr(importlib.import_module(module), name))(**arguments)
 
 
 def main() -> None:
     # Standard output carries the answers; what the imports and the tests print must not.
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
+    os.dup2(2, 1)
     for name in PRELOADED[sys.argv[1]]:
         importlib.import_module(name)
     if sys.argv[1] == "megatron":
@@ -182,10 +221,10 @@ def main() -> None:
     gc.freeze()
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            timeout, request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_wait(*_fork(functools.partial(_run, *request)), TIMEOUT), answers)
+        pickle.dump(_wait(*_fork(functools.partial(_run, *request)), timeout), answers)
         answers.flush()
 
 

@@ -34,7 +34,7 @@ class Recorder(World):
 
 
 def main() -> None:
-    world = Recorder(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    world = Recorder(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     world.record()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import startup

@@ -1,6 +1,6 @@
-"""Trains, generates and trains on with features off meanwhile, beside a training that never switches.
+"""Trains, generates and trains on with features off meanwhile, and compares with a training that never switches.
 
-A script of `training_server`: `switching.py OUT`. Writes OUT/switched.json: what differs, and memory by switch.
+A script of `tests.harness.jobs`: `switching.py OUT`. Writes OUT/switched.json: what differs, and memory by switch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mindspeed_lite
 from mindspeed_lite.platform import process_memory
 from tests.harness import core_loop, live_undo
 from tests.harness.feature_layouts import host_args
-from tests.harness.training_server import called
+from tests.harness.jobs import called
 
 FLAGS: dict[str, Any] = {
     "use_flash_attn": True,

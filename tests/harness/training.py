@@ -1,17 +1,16 @@
-"""Trains on one Megatron release: jobs of `training_server`, what they recorded, and how near two trainings are."""
+"""Trains on one Megatron release: jobs (`tests.harness.jobs`), what they recorded, and how near two trainings are."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.harness.checkouts import ROOT
+from tests.harness.processes import Server
 
 SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
 MODEL = (
@@ -126,32 +125,26 @@ class Trainer:
             "TORCH_EXTENSIONS_DIR": str(scratch / "extensions"),
         }
         self._errors = (scratch / "forker.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.training_server", *(["--training"] if training else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        self.version: str = self._answer()["ready"]
+        self._server = Server("training" if training else "core", environment, self._errors)
+        self.version: str = self._ask("megatron_version", {}, timeout=600)
 
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the training server ended:\n" + (self.scratch / "forker.log").read_text()[-3000:]
-        return json.loads(line)
+    def _ask(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
+        try:
+            status, found = self._server.ask("tests.harness.jobs", name, arguments, timeout=timeout)
+        except EOFError:
+            raise AssertionError(
+                "the training server ended:\n" + (self.scratch / "forker.log").read_text()[-3000:]
+            ) from None
+        assert status == "passed", found
+        return found
 
     def run(self, **job: Any) -> Result:
-        """Run one job (see `training_server`); does not check its outcome."""
+        """Run one job (see `tests.harness.jobs`); does not check its outcome."""
         self._count += 1
         out = self.scratch / f"job{self._count}"
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"nproc": 1, "arm": "device", **job, "out": str(out)}) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
-        return Result(answer["codes"], answer["seconds"], out)
+        given = {"nproc": 1, "arm": "device", "timeout": 600, **job, "out": str(out)}
+        codes, seconds = self._ask("run", {"job": given}, given["timeout"] + 100)
+        return Result(codes, seconds, out)
 
     def once(self, **job: Any) -> Result:
         """Run one job, or give back what the very same job gave before: runs are reproducible to the bit (see
@@ -177,6 +170,6 @@ class Trainer:
 
     def close(self) -> None:
         # No job runs now, and ending an interpreter with Megatron takes seconds.
-        self._process.kill()
-        self._process.wait(timeout=120)
+        self._server.process.kill()
+        self._server.process.wait(timeout=120)
         self._errors.close()

@@ -1,14 +1,11 @@
-"""The network laboratory: bytes take the time that the link says, in the kernel and in the clock."""
+"""Modelled links: bytes take the time that the link says."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import socket
 import tempfile
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lab import network
-from lab.links import Links, join
+from lab.links import join
 from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
@@ -35,70 +32,32 @@ def seconds_of_a_gather() -> float:
 
 @once_of(8)
 @forked("torch")
-def test_a_namespace_carries_so_many_bytes_a_second():
-    reason = network.why_no_namespaces()
-    if reason is not None:
-        pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp())
-    with network.Namespaces(2) as lab:
-        lab.set_rate(20)
+def test_a_training_meets_as_torchrun_starts_it_and_talks_over_the_links():
+    """Groups made later use the links too."""
+    for given in ({"rate": 20.0}, {"rate": 80.0, "within": 20.0, "ranks_per_host": 2}):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
 
-        def body(rank):
-            lab.enter(rank)
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-            took = seconds_of_a_gather()
-            # 4 megabits at 20 a second; the bucket lets 0.6 megabits through at once.
-            assert 0.08 < took < 2.0, took
+        def body(rank, given=given, port=port):
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
+            join(**given)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=250))
+            assert 0.08 < seconds_of_a_gather() < 2.0
+            later = dist.new_group([0, 1])
+            start = time.perf_counter()
+            dist.all_reduce(torch.ones(SIZE), group=later)
+            assert time.perf_counter() - start > 0.1
 
         on_ranks(2, body)
-        names = os.listdir("/run/netns")
-        assert all(any(each == lab._host(rank) for each in names) for rank in range(2))
-    assert not any(each.startswith(lab.name) for each in os.listdir("/run/netns")), "left behind"
-
-
-@once_of(8)
-@forked("torch")
-def test_a_training_meets_outside_and_talks_over_the_links():
-    """As torchrun starts it: the store is outside the namespaces, and groups made later use the link too."""
-    reason = network.why_no_namespaces()
-    for links in (Links(20.0), Links(80.0, 20.0, 2)):
-        for is_modelled in {True, reason is not None}:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-
-            def body(rank, links=links, port=port):
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
-                join(links)
-                dist.init_process_group("gloo", timeout=timedelta(seconds=250))
-                assert 0.08 < seconds_of_a_gather() < 2.0
-                later = dist.new_group([0, 1])
-                start = time.perf_counter()
-                dist.all_reduce(torch.ones(SIZE), group=later)
-                assert time.perf_counter() - start > 0.1
-                assert bool(links.bridge) == ("lab0" in {each for _, each in socket.if_nameindex()})
-
-            with contextlib.nullcontext() if is_modelled else network.Namespaces(0) as bridge:
-                on_ranks(2, functools.partial(body, links=replace(links, bridge=bridge.name if bridge else "")))
-            assert is_modelled or not any(each.startswith(bridge.name) for each in os.listdir("/run/netns"))
 
 
 @forked("torch")
 def test_one_process_alone_has_no_link():
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    join(Links(20.0))
+    join(20.0)
     with pytest.raises(SystemExit, match="joins processes, and this training has one"):
         dist.init_process_group("gloo")
-
-
-def test_without_tools_or_rights_the_reason_is_named(monkeypatch):
-    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
-    assert "no ip and no tc on the path (Debian: iproute2)" in (network.why_no_namespaces() or "")
-    with network.laboratory(2) as made:
-        assert isinstance(made, network.Delays)
-    monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    assert network.why_no_namespaces() == "network namespaces need root"
 
 
 @once_of(8)
@@ -108,7 +67,7 @@ def test_a_delayed_link_carries_one_message_after_the_other():
 
     def body(rank):
         lab = network.Delays(latency=0.01)
-        lab.enter(rank)
+        lab.enter()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         # Whatever else runs on this machine only adds: each is the least of some.
         assert min(seconds_of_a_gather() for _ in range(5)) < 0.1, "no rate, no delay"

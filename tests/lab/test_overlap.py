@@ -32,7 +32,7 @@ def test_nine_tenths_of_what_can_be_hidden_is_hidden(share, gather_exposed, redu
 
     def body(rank):
         lab = Delays()
-        lab.enter(rank)
+        lab.enter()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         view = Timeline()
         view.install()

@@ -16,9 +16,7 @@ from lab.timeline import (
     EXPERTS,
     FLIGHT,
     WAIT,
-    Span,
     Timeline,
-    draw,
 )
 from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
@@ -38,7 +36,7 @@ def test_lanes():
     def body(rank):
         lab = Delays(latency=DELAY)
         lab.set_rate(1e9)
-        lab.enter(rank)
+        lab.enter()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         view, before = Timeline(), dist.all_reduce
         remove = view.install()
@@ -94,13 +92,3 @@ def test_experts_have_a_lane_and_bytes_of_their_own():
         assert len([each for each in view.spans if each.lane == FLIGHT]) == 1
 
     on_ranks(2, body)
-
-
-def test_the_picture(tmp_path):
-    spans = [
-        Span(COMPUTE, "compute", 0.0, 0.5),
-        Span(WAIT, "all_reduce", 0.5, 0.7),
-        Span(FLIGHT, "all_reduce", 0.4, 0.7),
-    ]
-    draw(tmp_path / "lanes.png", {"off": {0: spans, 1: spans}, "on": {0: spans[:1], 1: spans[:1]}}, "a step")
-    assert (tmp_path / "lanes.png").read_bytes()[:4] == b"\x89PNG"

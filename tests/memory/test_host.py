@@ -1,4 +1,4 @@
-"""Host memory on CPU: mapped files that leave nothing behind, reserve what they take and can leave memory."""
+"""Host memory on CPU: mapped files without a name on disk that reserve what they take and can leave memory."""
 
 from __future__ import annotations
 

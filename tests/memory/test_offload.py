@@ -115,7 +115,7 @@ def test_device_memory_is_freed_and_buffers_are_used_again() -> None:
     records = [each for each in gc.get_objects() if type(each) is module._Record]
     on_device = [each for each in records if each.storage is not None]
     away = [each for each in records if each.storage is None]
-    # Of twelve layers only the last is there, beside what is held elsewhere: the table and the batch.
+    # Of twelve layers only the last is there, besides what is held elsewhere: the table and the batch.
     assert len(away) >= 10 * 4 and len(on_device) <= 7, (len(away), len(on_device))
     taken = len(lanes.allocated)
     out.sum().backward()

@@ -167,7 +167,7 @@ def test_every_form_trains_to_the_same_bits(placement: str, form: str, shares: b
     expected = steps(*optimizer_of(None, form, shares, kind), 4)
     optimizer, mains = optimizer_of(PLACEMENTS[placement](), form, shares, kind)
     assert same(steps(optimizer, mains, 4), expected)
-    # Halves stay, and the exponents of fp8, of which there is one for 128 numbers.
+    # Halves stay, and the exponents of fp8, of which there is one for 128 values.
     size = 2 * FORMS[form].itemsize + (4 if placement == "swapped" and not shares else 0)
     assert optimizer.placement.nbytes == size * NUMBERS
     if placement == "mapped":
@@ -222,7 +222,7 @@ def test_a_group_ends_with_the_parameter_that_fills_it() -> None:
     optimizer, mains = optimizer_of(home)
     assert list(home.update_groups([])) == []
     step(optimizer, mains, 0)
-    # 130,000 numbers: thirds of 43,333. What stays belongs to the group where it stands.
+    # 130,000 values: thirds of 43,333. What stays belongs to the group where it stands.
     assert list(home.update_groups(mains)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
     assert list(swapped().update_groups(mains)) == [slice(0, 6)], "nothing of it has left"
 
@@ -374,7 +374,7 @@ def test_a_step_of_torch_and_parameters_without_gradients() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_an_update_that_fails_leaves_numbers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_leaves_values_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, mains = optimizer_of(swapped(times=4))
     expected = steps(optimizer, mains, 2)
     given, calls = stepping.adamw, iter(range(100))

@@ -204,14 +204,14 @@ def test_it_is_the_best_of_all(seed: int, copies: bool) -> None:
     assert error.value.least == least
 
 
-def test_a_copy_costs_what_the_layer_behind_it_does_not_hide() -> None:
+def test_a_copy_costs_what_the_next_layer_does_not_hide() -> None:
     move = LayerOption(frozenset(), 0, 0, 0, 0, 0.0, frozenset({MLP}), 100)
     again = LayerOption(frozenset({MLP}), 0, 0, 0, 0, 2.0)
     lanes = Transfers((1, NONE), (9.0, 4.0), (9.0, 5.0), out=20.0, back=10.0)
-    # 5 s out behind 4 s; 10 s back behind 5 s, and behind 7 s where the layer computes its MLP again.
+    # 5 s out overlap with 4 s; 10 s back with 5 s, and with 7 s where the layer computes its MLP again.
     assert lanes.exposed([move, LayerOption(frozenset(), 0, 0, 0, 0, 0.0)]) == (1.0 + 5.0, 0.0)
     assert lanes.exposed([move, again]) == (1.0 + 3.0, 0.0)
-    # Leaving and coming back, they are there beside those of the layer behind, and in between they are not.
+    # Leaving and coming back, they are there with those of the next layer, and in between they are not.
     moments = {
         Instant(0, (1, 0), True): 1,
         Instant(1, (1, 1), True): 2,

@@ -50,7 +50,7 @@ def test_a_mindspeed_flag_works_and_the_report_says_so_once():
     with contextlib.redirect_stdout(printed):
         arguments.validate_args(args)
     text = " ".join(printed.getvalue().split())
-    for each in ("--use-mc2 is read as --use-ascend-mc2", "--norm-topk-prob is left out", "--smart-swap (served in"):
+    for each in ("--use-mc2 is read as --use-ascend-mc2", "--norm-topk-prob is left out", "--smart-swap (done"):
         assert text.count(each) == 1, each
     assert "--transformer-impl local set" not in text
 
@@ -58,16 +58,16 @@ def test_a_mindspeed_flag_works_and_the_report_says_so_once():
 @forked("megatron")
 def test_every_error_at_once_and_no_wall_of_usage():
     assert ends("--auto-settings", "--use-flas-attn", "3", "--num_layers", "4", "--auto-settings-type", "black") == [
-        "pretrain.py: error: --auto-settings (served in another way): search parallel layout and micro-batch by "
+        "pretrain.py: error: --auto-settings (done another way): search parallel layout and micro-batch by "
         "profiling short runs. Instead: choose the layout with `mindspeed-lite plan`",
-        "pretrain.py: error: --auto-settings-type (served in another way): white: model only; black: run each "
+        "pretrain.py: error: --auto-settings-type (done another way): white: model only; black: run each "
         "candidate; mixed: run the model's best. Instead: choose the layout with `mindspeed-lite plan`",
         "pretrain.py: error: unrecognized argument --use-flas-attn: did you mean --use-flash-attn?",
         "pretrain.py: error: unrecognized argument --num_layers: did you mean --num-layers?",
     ]
     assert ends("--use-flas-attn")[-1].endswith("unrecognized argument --use-flas-attn: did you mean --use-flash-attn?")
     assert ends("--train-iters", "many") == ["pretrain.py: error: argument --train-iters: invalid int value: 'many'"]
-    assert ends("--quant-states", "hif8")[0].startswith("pretrain.py: error: --quant-states hif8: ")
+    assert ends("--quant-states", "hif8")[0].startswith("pretrain.py: error: --quant-states hif8 (outside")
     assert len(ends("--mindspeed-lite-strict", "--smart-swap")) == 1
 
 

@@ -12,6 +12,8 @@ import torch
 from tests.npu_contract.recorder import Call, Tensor
 
 OPS = Path(__file__).resolve().parents[2] / "mindspeed_lite" / "ops"
+# Of backends that operators share.
+FOLDERS = {"rms_norm": "norm", "layer_norm": "norm"}
 DTYPES = ("float16", "bfloat16", "float32")
 
 Tensors = Mapping[str, torch.Tensor]
@@ -25,7 +27,6 @@ class ContractCase:
     operator: its name in mindspeed_lite.ops.
     forward, calls: the operator of torch_npu that it must become, and how many times.
     backward: the operator of torch_npu for its gradient; empty if it has none.
-    kernel, backward_kernel: the CANN kernels behind the two begin like this; the second's default is "<kernel>Grad".
     saved: argument of `backward` -> the result of `forward` that it must be. Arguments of one name must be the same
         anyway.
     renamed: argument of `forward` -> its name in `backward`, where the two differ.
@@ -34,10 +35,8 @@ class ContractCase:
     name: str
     operator: str
     forward: str
-    kernel: str
     calls: int = 1
     backward: str = ""
-    backward_kernel: str = ""
     saved: Mapping[str, int] = {}
     renamed: Mapping[str, str] = {}
 
@@ -65,7 +64,7 @@ class ContractCase:
 
 def source(operator: str) -> str:
     """The text of an operator's NPU backend."""
-    return (OPS / operator / "npu.py").read_text()
+    return (OPS / FOLDERS.get(operator, operator) / "npu.py").read_text()
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,8 @@ WHEELS = {
     "2.14.0": "2.14.0",
 }
 
-# What a subprocess finds. `absent` and `no_device` are for what the package says on such machines.
+# What a subprocess finds.
 MODES = {
-    "no_cann": "the wheel without CANN: torch_npu does not import",
-    "no_device": "CANN's libraries are there, and no device",
     "fake": "a device that refuses memory: fake tensors, meta kernels, autograd formulas",
     "host": "a device whose memory is the host's and whose kernels compute nothing: the wheel's own C++ checks",
 }
@@ -73,7 +71,7 @@ class Environment:
         """Run a module (`package.module`) or source text in a new process that has loaded torch and torch_npu.
 
         mode: one of MODES. arguments: its sys.argv[1:]. variables: added to its environment. Output is captured
-        as text, and the exit status is the caller's to judge. In mode `no_cann` nothing is loaded beforehand.
+        as text, and the exit status is the caller's to judge.
         """
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
@@ -98,13 +96,14 @@ class Environment:
             PYTHONPATH=os.pathsep.join(path),
             # The wheel asks to be imported by every `import torch`; load.py does it in the right order instead.
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-            # Operators run in the caller's thread: behind the queue a failed one is silent.
+            # Operators run in the caller's thread: through the queue a failed one is silent.
             TASK_QUEUE_ENABLE="0",
             # torch_npu refuses to share a process with a visible GPU.
             CUDA_VISIBLE_DEVICES="",
+            CANN_STUB_FOLDER=str(self.stubs),
+            CANN_STUB_MODE=mode,
+            CANN_STUB_DEVICES=str(devices),
         )
-        if mode != "no_cann":
-            kept.update(CANN_STUB_FOLDER=str(self.stubs), CANN_STUB_MODE=mode, CANN_STUB_DEVICES=str(devices))
         return kept
 
 

@@ -48,7 +48,7 @@ MUTATIONS = {
     "a message that is too small": ("x.element_size() < LEAST_BYTES", "x.element_size() < 0", "MiB is served"),
     "a message that is too large": ("x.element_size() > MOST_BYTES", "x.element_size() < 0", "MiB is served"),
     "rows of the source alone": ("-min(totals)", "-totals[0]", "MiB is served"),
-    "numbers that it does not take": (
+    "a dtype that it does not take": (
         "if x.dtype not in (torch.float16, torch.bfloat16)",
         "if x.dtype not in (torch.float16, torch.bfloat16, torch.float32)",
         "float32 is served",
@@ -67,7 +67,7 @@ def wrong(call: Call) -> Iterator[str]:
         yield f"{x.dtype} times {w.dtype}: want one of {DTYPES}"
     if x.shape[1] != w.shape[2 if a["trans_gmm_weight"] else 1]:
         yield f"{x} times {w} do not fit"
-    # Of what is sent and what is received, before the product or behind it.
+    # Of what is sent and what is received, before the product or after it.
     if min(sum(SENT), sum(RECEIVED), x.shape[0]) * min(w.shape[1:]) * 2 < 2 << 20:
         yield f"{x} is less than 2 MiB"
     if max(sum(SENT), sum(RECEIVED), x.shape[0]) * max(w.shape[1:]) * 2 > 100 << 20:

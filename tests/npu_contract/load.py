@@ -30,18 +30,15 @@ def load(folder: Path) -> None:
 def main() -> None:
     target = sys.argv[1]
     sys.argv = sys.argv[1:]
-    folder = os.environ.get("CANN_STUB_FOLDER")
-    if folder:
-        load(Path(folder))
+    load(Path(os.environ["CANN_STUB_FOLDER"]))
     if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", target):
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         exec(compile(target, "<npu_contract>", "exec", dont_inherit=True), {"__name__": "__main__"})
-    if folder:
-        # All is written. Without the wheel's destructors: over these stubs one has aborted, once in many runs.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    # All is written. Without the wheel's destructors: over these stubs one has aborted, once in many runs.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

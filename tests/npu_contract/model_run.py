@@ -9,6 +9,7 @@ Every feature that applies is on. How the model comes to run without a device: m
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -82,38 +83,13 @@ def run(environment: Environment, jobs: Sequence[Mapping[str, Any]], mode: str =
 
 
 def differences(stored: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
-    """What was lost, added or changed between a golden list and a run, in the order of the run."""
-    found = []
-    for part in ("forward", "backward"):
-        before, now = stored[part], seen[part]
-        i = j = 0
-        for i_next, j_next in [*_common(before, now), (len(before), len(now))]:
-            found += [f"{part} {number + 1}: lost: {before[number]}" for number in range(i, i_next)]
-            found += [f"{part} {number + 1}: added: {now[number]}" for number in range(j, j_next)]
-            if i_next < len(before) and before[i_next] != now[j_next]:
-                found.append(f"{part} {j_next + 1}: changed: {before[i_next]}\n    is now {now[j_next]}")
-            i, j = i_next + 1, j_next + 1
-    return found
-
-
-def _common(before: Sequence[str], now: Sequence[str]) -> list[tuple[int, int]]:
-    """Positions of a longest sequence of operators that both lists have in this order."""
-    one, other = ([call.partition("(")[0] for call in calls] for calls in (before, now))
-    longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
-    for i in reversed(range(len(one))):
-        for j in reversed(range(len(other))):
-            same = one[i] == other[j]
-            longest[i][j] = longest[i + 1][j + 1] + 1 if same else max(longest[i + 1][j], longest[i][j + 1])
-    pairs, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        if one[i] == other[j]:
-            pairs.append((i, j))
-            i, j = i + 1, j + 1
-        elif longest[i + 1][j] >= longest[i][j + 1]:
-            i += 1
-        else:
-            j += 1
-    return pairs
+    """What was lost (-) or added (+) between a golden list and a run, in the order of the run."""
+    return [
+        f"{part} {line}"
+        for part in ("forward", "backward")
+        for line in difflib.unified_diff(stored[part], seen[part], lineterm="", n=0)
+        if not line.startswith(("---", "+++", "@@"))
+    ]
 
 
 # Operators for which the reference serves on an NPU, and why that is right.

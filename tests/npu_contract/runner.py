@@ -5,17 +5,15 @@
 
 Passes: `fake` runs forward and backward on fake NPU tensors; `content` the forward on CPU tensors, whose masks
 have a content, with every torch_npu operator answered by its meta kernel; `host` both on eager tensors of the stub
-device, through the C++ code of the wheel, with a trace of the kernels it would launch.
+device, through the C++ code of the wheel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import json
-import os
 import sys
 import types
 from collections.abc import Iterator
@@ -99,9 +97,7 @@ def _forward_and_backward(case: ContractCase, leaves: Any, which: str, record: d
         # What was called before an error is part of the record.
         record["forward"] = recorder.calls
         with torch.set_grad_enabled(which != "content"):
-            trace(which)
             out = case.run(leaves)
-        record["trace_forward"] = trace(which)
         record["out"] = tree_map(describe, out)
         if which == "content" or not case.backward:
             return
@@ -110,31 +106,19 @@ def _forward_and_backward(case: ContractCase, leaves: Any, which: str, record: d
         if not outputs:
             raise RuntimeError("the output does not require grad")
         torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
-        record["trace_backward"] = trace(which)
         record["gradients"] = {
             name: None if leaf.grad is None else describe(leaf.grad) for name, leaf in leaves.items()
         }
 
 
-def trace(which: str) -> list[str]:
-    """The lines that the stub libraries noted since the last call; empty outside pass `host`."""
-    if which != "host":
-        return []
-    library = ctypes.CDLL(str(Path(os.environ["CANN_STUB_FOLDER"]) / "libcann_stub.so"))
-    library.cann_stub_trace.restype = ctypes.c_char_p
-    lines = library.cann_stub_trace().decode().splitlines()
-    library.cann_stub_trace_reset()
-    return lines
-
-
 @contextlib.contextmanager
 def _broken(operator: str, source: str) -> Iterator[None]:
     """Within the block the operator's NPU backend is what `source` says."""
-    name = f"mindspeed_lite.ops.{operator}.npu"
+    chosen = dispatch.operator(operator)
+    name = chosen.backends["npu"]
     own = importlib.import_module(name)
     module = types.ModuleType(name)
     exec(compile(source, f"<broken {name}>", "exec"), module.__dict__)
-    chosen = dispatch.operator(operator)
     sys.modules[name] = module
     chosen._chosen.clear()
     try:

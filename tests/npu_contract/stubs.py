@@ -5,7 +5,7 @@
     libcann_stub.so   cann/device.c, and a refusal for every other function that nobody here defines
     <missing>.so      an empty library per missing one, which brings libcann_stub.so with it
     libopapi.so       cann/operators.c, and an answer for every aclnn function that the wheel can call by name
-    cann_allocator.so only beside a CUDA build of torch: see cann/allocator.cpp
+    cann_allocator.so only for a CUDA build of torch: see cann/allocator.cpp
 
 A refusal returns 200006, CANN's "feature unsupported", so that to really use a device is an error and never a
 silent success. What the device answers is decided by CANN_STUB_MODE, in the C files.
@@ -46,7 +46,7 @@ class Missing(NamedTuple):
 
 
 def build(site: Path, torch: Path, out: Path) -> Missing:
-    """Build every stub for the torch_npu in `site`, beside the torch whose package folder is `torch`."""
+    """Build every stub for the torch_npu in `site` and the torch whose package folder is `torch`."""
     cuda = bool(list(torch.glob("lib/libtorch_cuda.so*"))) and (torch / "include/c10/core/AllocatorConfig.h").is_file()
     _require("gcc", "nm", "readelf", *(["g++"] if cuda else []))
     missing = survey(site, torch)
@@ -77,9 +77,9 @@ def survey(site: Path, torch: Path) -> Missing:
     wheel = _libraries(site / "torch_npu")
     if not wheel:
         raise ToolError(f"there is no torch_npu in {site}")
-    beside = [path for path in _libraries(torch / "lib") if not any(word in path.name for word in _FOREIGN)]
-    beside += _libraries(site / "torch_npu.libs")
-    here = {path.name for path in (*wheel, *beside)}
+    others = [path for path in _libraries(torch / "lib") if not any(word in path.name for word in _FOREIGN)]
+    others += _libraries(site / "torch_npu.libs")
+    here = {path.name for path in (*wheel, *others)}
     absent, system = [], []
     for name in sorted(_needed(wheel) - here):
         found = _run(["gcc", f"-print-file-name={name}"]).strip()
@@ -87,7 +87,7 @@ def survey(site: Path, torch: Path) -> Missing:
             system.append(Path(found))
         elif not (torch / "lib" / name).exists():
             absent.append(name)
-    offered = _symbols("--defined-only", [*wheel, *beside, *system])
+    offered = _symbols("--defined-only", [*wheel, *others, *system])
     # A name with a version belongs to a system library that is there; a weak one may stay undefined.
     wanted = {name for name in _symbols("--undefined-only", wheel, kinds="U") if "@" not in name} - offered
     wanted = {name for name in wanted if not _PYTHON.match(name)}

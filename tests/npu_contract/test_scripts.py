@@ -76,7 +76,7 @@ print(torch.equal(again.cpu().view(torch.int32), numbers), flush=True)
 """
 
 # Work on a stream that overlaps with compute: names, events, and bytes in their order.
-BESIDE = """
+SIDE_STREAM = """
 import torch
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 
@@ -124,7 +124,7 @@ _DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 LAST_LINES = {
     KEPT: ("host", "[]"),
     COPIED: ("host", "True True True"),
-    BESIDE: ("host", "True 1 0 True"),
+    SIDE_STREAM: ("host", "True 1 0 True"),
     # In the logits' dtype, and a tensor of their size is kept.
     LOSS: ("fake", json.dumps({each: [[each, [6]], [each, [6, 40]], True] for each in _DTYPES})),
 }

@@ -7,7 +7,7 @@ import json
 from tests.npu_contract import support_table
 from tests.npu_contract.call_sites import Call, our_calls
 from tests.npu_contract.environment import Environment
-from tests.npu_contract.support_table import table, verdict
+from tests.npu_contract.support_table import verdict
 from tests.npu_contract.wheels import arguments, read
 
 SCHEMA = 'npu_thing(Tensor x, int[2] size=[1, 1], *, str how="a", Tensor(a!)? out=None) -> (Tensor, Tensor)'
@@ -34,20 +34,6 @@ def test_verdicts() -> None:
     assert verdict(Call("npu_gone", 1), operators) == "absent"
     operators["npu_thing"] |= {"autograd": False, "fake": False}
     assert verdict(Call("npu_thing", 1), operators) == "no autograd formula; no fake kernel"
-
-
-def test_what_was_not_read_is_said() -> None:
-    ours = {"npu_new": Call("npu_new", 1)}
-    data = {
-        "asked": [],
-        "wheels": {
-            "1": {"why": "no such release"},
-            "2": {"wheel": "w.whl", "count": 3, "requires": [], "cann": [], "operators": {}},
-        },
-    }
-    row = next(line for line in table(data, ours).splitlines() if line.startswith("| `npu_new`"))
-    assert row.endswith("| not read |")
-    assert "- 1: not read: no such release" in table(data, ours)
 
 
 ASK = """

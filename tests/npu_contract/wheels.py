@@ -87,7 +87,7 @@ def _text(files: Mapping[str, Callable[[], bytes]], ending: str) -> str:
 
 
 def _cann(metadata: str, wheel: str) -> list[str]:
-    """The releases of CANN that a wheel's description names beside its own torch, with the wheel each is for."""
+    """The releases of CANN that a wheel's description names with its own torch, and the wheel each is for."""
     torch = re.search(r"-(\d+\.\d+\.\d+)", wheel)
     row = r"^\| *CANN (\S+) *\| *([\d.]+) *\| *(\S+) *\|"
     pairs = [found.groups() for found in re.finditer(row, metadata, re.MULTILINE)]

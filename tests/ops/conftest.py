@@ -32,10 +32,12 @@ def npu_twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[twin.Call]]:
     monkeypatch.setitem(sys.modules, "torch_npu", twin.torch_npu(calls))
 
     def forget() -> None:
-        for name, package in OPERATORS.items():
-            sys.modules.pop(f"{package}.npu", None)
-            # An import of the backend also leaves it as the package's attribute.
-            vars(importlib.import_module(package)).pop("npu", None)
+        for name in OPERATORS:
+            backend = operator(name).backends.get("npu")
+            if backend is not None:
+                sys.modules.pop(backend, None)
+                # An import of the backend also leaves it as the package's attribute.
+                vars(importlib.import_module(backend.removesuffix(".npu"))).pop("npu", None)
             operator(name)._chosen.clear()
 
     forget()

@@ -1,4 +1,4 @@
-"""PyTorch's flash and memory-efficient CUDA kernels, on CPU tensors, by their schemas and by what is known of them.
+"""PyTorch's flash CUDA kernels, on CPU tensors, by their schemas and by what is known of them.
 
 What they are known to refuse raises. A row without keys comes out as NaN.
 """
@@ -141,37 +141,3 @@ def _flash_attention_backward(**args: Any) -> tuple[torch.Tensor, ...]:
         scores = _scores(one[1], one[2], scale, _visible(one[1].shape[1], one[2].shape[1], *limits))
         parts.append(_backward(scores, scale, *one))
     return tuple(torch.cat([part[i].squeeze(0) for part in parts]) for i in range(3))
-
-
-def _efficient(args: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    if args["dropout_p"] != 0.0 or args["cu_seqlens_q"] is not None or args["window_size"] is not None:
-        raise NotImplementedError
-    if k.shape[2] != q.shape[2]:
-        raise RuntimeError("key heads are not repeated")
-    kind, bias = args["custom_mask_type"], args["bias"]
-    scores = _scores(q, k, args["scale"], _visible(q.shape[1], k.shape[1], None, 0) if kind == 2 else None)
-    if kind not in (0, 2):
-        raise NotImplementedError
-    if bias is None:
-        return scores
-    if bias.shape != scores.shape or bias.dtype != q.dtype or bias.stride(-1) != 1:
-        raise RuntimeError(f"bias {bias.dtype} {tuple(bias.shape)}")
-    if bias.stride(2) * bias.element_size() % 16:
-        raise RuntimeError(f"rows of the bias are {bias.stride(2)} elements apart: not aligned")
-    return scores + bias.float()
-
-
-def _efficient_attention_forward(**args: Any) -> tuple[Any, ...]:
-    q, k, v = args["query"], args["key"], args["value"]
-    assert args["compute_log_sumexp"]
-    out, lse = _forward(_efficient(args, q, k), v, q.dtype)
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-    return out, lse, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64), q.shape[1], k.shape[1]
-
-
-def _efficient_attention_backward(**args: Any) -> tuple[Any, ...]:
-    grad, q, k, v, out, lse = (args[name] for name in ("grad_out_", "query", "key", "value", "out", "logsumexp"))
-    if lse.shape[-1] % 32 or (args["max_seqlen_q"], args["max_seqlen_k"]) != (q.shape[1], k.shape[1]):
-        raise RuntimeError(f"logsumexp {tuple(lse.shape)}")
-    scores = _efficient(args, q, k)
-    return (*_backward(scores, args["scale"], grad, q, k, v, out, lse[..., : q.shape[1]]), None)

@@ -1,39 +1,36 @@
 // Every function of numbers.h over an array, for tests/ops/test_native.py, and halves.h over every number.
+#include "export.h"
 #include "halves.h"
 #include "numbers.h"
 
-#define OVER(name, expression)                                                                  \
-    extern "C" void name(const float* x, float* y, int64_t n, int threads) {                    \
-        _Pragma("omp parallel for simd num_threads(threads)") for (int64_t i = 0; i < n; ++i) { \
-            y[i] = expression;                                                                  \
-        }                                                                                       \
-    }
+void exponential(Guard&, const float* x, float* y, int64_t n, int threads) {
+#pragma omp parallel for simd num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) y[i] = exp_(x[i]);
+}
 
-OVER(exponential, exp_(x[i]))
-
-extern "C" void power(const float* x, float* y, int64_t n, int) {
+void power(Guard&, const float* x, float* y, int64_t n, int) {
     const PowerBounds bounds;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) y[i] = exp2_(x[i], bounds);
 }
 
-extern "C" void narrow(const float* x, bf16* y, int64_t n) {
+void narrow(Guard&, const float* x, bf16* y, int64_t n) {
     for (int64_t i = 0; i < n; ++i) store(y + i, load(x + i));
 }
 
-extern "C" void narrow_row(const float* x, bf16* y, int64_t n) { round_row(x, n, y); }
+void narrow_row(Guard&, const float* x, bf16* y, int64_t n) { round_row(x, n, y); }
 
 // y holds 2 n numbers.
-extern "C" void narrow_pairs(const float* first, const float* second, bf16* y, int64_t n) {
+void narrow_pairs(Guard&, const float* first, const float* second, bf16* y, int64_t n) {
     round_pairs(first, second, n, y);
 }
 
-extern "C" void widen(const bf16* x, float* y, int64_t n) {
+void widen(Guard&, const bf16* x, float* y, int64_t n) {
     for (int64_t i = 0; i < n; ++i) store(y + i, load(x + i));
 }
 
 // How many of all numbers do not come back from their halves, and how many that are no NaN are rounded otherwise.
-extern "C" void halves(int64_t* wrong, int threads) {
+void halves(Guard&, int64_t* wrong, int threads) {
     int64_t lost = 0, otherwise = 0;
 #pragma omp parallel for reduction(+ : lost, otherwise) num_threads(threads)
     for (int64_t bits = 0; bits < int64_t(1) << 32; ++bits) {
@@ -45,3 +42,11 @@ extern "C" void halves(int64_t* wrong, int threads) {
     wrong[0] = lost;
     wrong[1] = otherwise;
 }
+
+EXPORT(exponential, exponential);
+EXPORT(power, power);
+EXPORT(narrow, narrow);
+EXPORT(narrow_row, narrow_row);
+EXPORT(narrow_pairs, narrow_pairs);
+EXPORT(widen, widen);
+EXPORT(halves, halves);

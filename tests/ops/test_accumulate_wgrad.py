@@ -101,10 +101,7 @@ def test_the_cuda_call_fits_the_schema() -> None:
         assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "CUDA")
 
 
-def test_what_cublas_does_not_take_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    for main_dtype in (torch.float16, torch.float64):
-        assert cuda.supported(Case("cuda", torch.bfloat16, main_dtype, True))
-    assert cuda.supported(Case("cuda", torch.float32, torch.float32, True)) == []
+def test_an_older_torch_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "addmm", None)
     (reason,) = cuda.supported(Case("cuda", torch.bfloat16, torch.float32, True))
     assert "does not add a 16-bit product to an fp32 matrix" in reason
@@ -122,11 +119,6 @@ def test_cuda_accumulates_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("npu_twin")
-def test_npu_reasons_and_one_dtype() -> None:
+def test_npu_of_one_dtype() -> None:
     tensors = make(6, 5, 4, torch.float32, torch.float32)
     assert error(on("npu", *tensors), exactly(*tensors)) < 1e-6
-    with force("accumulate_wgrad", "npu"):
-        assert "takes float16 and bfloat16" in why_not(*make(6, 5, 4, torch.float64))[0]
-        main_grad, dy, x = make(6, 5, 4, torch.bfloat16, torch.float64)
-        assert "accumulates in float32" in why_not(main_grad, dy, x)[0]
-        assert "not contiguous" in why_not(torch.zeros(4, 5).t(), dy, x)[0]

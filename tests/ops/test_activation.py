@@ -10,12 +10,8 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.activation import KINDS, ActivationSpec, activation, reference
-from mindspeed_lite.ops.dispatch import force
 from tests.harness.compare import error, forward_backward
 from tests.harness.reasons import why_not_of
-from tests.ops.triton_compile import compile_sm90
-
-from . import twin
 
 why_not = why_not_of(activation)
 
@@ -144,21 +140,6 @@ def test_what_does_not_fit_is_refused(arguments: tuple[Any, str], options: dict[
 ON_NPU = [kind for kind in KINDS if kind not in ("quick_geglu", "squared_relu")]
 
 
-def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_twin: list[twin.Call]) -> None:
-    x = torch.zeros(2, 8)
-    with force("activation", "npu"):
-        assert all("torch_npu has an operator for" in why_not(x, kind)[0] for kind in set(KINDS) - set(ON_NPU))
-        assert all(
-            "limit or an offset" in why_not(x, "swiglu", **has_clamp_or_offset)[0]
-            for has_clamp_or_offset in ({"clamp": 1.0}, {"linear_offset": 1.0})
-        )
-        (reason,) = why_not(x.double(), "swiglu")
-        assert "float64" in reason
-        with pytest.raises(RuntimeError, match="cannot serve"):
-            activation(x, "squared_relu")
-    assert npu_twin == []
-
-
 # ---- Triton ----
 
 
@@ -173,21 +154,3 @@ def test_triton_rows_longer_than_a_piece(dtype: torch.dtype, whole_rows: bool, m
     ):
         # The interpreter cuts to bfloat16 where a GPU rounds.
         assert error(ours, truth) <= torch.finfo(ours.dtype).eps + 4e-7
-
-
-@pytest.mark.parametrize("kind", ["swiglu", "squared_relu"])
-def test_triton_kernels_keep_everything_in_registers_of_an_h100(kind: str) -> None:
-    gated, floats = kind in reference.GATED, {"linear_offset": "fp32", "clamp": "fp32"}
-    shared = {"x": "*bf16", "bias": "*bf16", "weights": "*fp32", "stride": "i64", **floats}
-    how = {"HALF": 14336, "KIND": kind, "GATED": gated, "HAS_BIAS": True, "HAS_WEIGHTS": True, "BLOCK": 1024}
-    how |= {"PIECES": 1, "BENT": 3 if gated else 0}
-    module = "mindspeed_lite.ops.activation.cuda"
-    forward = compile_sm90(f"{module}:forward_kernel", {**shared, "y": "*bf16"}, how, num_warps=4)
-    backward = compile_sm90(
-        f"{module}:backward_kernel",
-        {**shared, "dy": "*bf16", "dx": "*bf16", "dweights": "*fp32"},
-        {**how, "WANTS_DWEIGHTS": True},
-        num_warps=4,
-    )
-    # Up to 64 registers a thread, eight such programs fit on a multiprocessor, enough to keep its memory busy.
-    assert forward.spills == backward.spills == 0 and max(forward.registers, backward.registers) <= 64

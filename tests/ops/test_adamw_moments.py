@@ -215,7 +215,7 @@ def test_errors_name_what_is_wrong() -> None:
     params, grads, codes = exact_numbers("fp8")
     lists = (params, grads, [m for m, _, _ in codes], [v for _, v, _ in codes])
     blocks = [each[2] for each in codes]
-    assert why_not(*lists, blocks=blocks) == [] or cpu._lib.unusable() is not None
+    assert why_not(*lists, blocks=blocks) == [] or cpu.LIBRARY.unusable() is not None
     with pytest.raises(ValueError, match=r"torch\.uint8 without exponents"):
         adamw(*lists, **RULE)
     with pytest.raises(ValueError, match="want 1 exponents in uint8 for 1 numbers"):

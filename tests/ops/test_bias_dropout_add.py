@@ -95,12 +95,6 @@ def test_the_generator_decides_and_the_number_of_threads_does_not() -> None:
     assert torch.equal(torch.get_rng_state(), state), "without dropout nothing is drawn"
 
 
-def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
-    x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]])
-    y = bias_dropout_add(x, torch.zeros_like(x), torch.zeros(4), 0.0)
-    assert y[0, :2].tolist() == [torch.inf, -torch.inf] and y[0, 2].isnan() and y[0, 3] == 1
-
-
 def test_what_cannot_be_served_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 4)
     for wrong, word in (
@@ -112,7 +106,5 @@ def test_what_cannot_be_served_says_why(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ValueError, match=word.replace("[", r"\[").replace("]", r"\]")):
             bias_dropout_add(*wrong)  # type: ignore[arg-type]
     assert why_not(x, x, torch.zeros(4)) == [] and selected("bias_dropout_add", "cpu") == ("cpu", ())
-    assert "float16" in why_not(x.half(), x.half())[0]
-    assert "float64" in why_not(x, x, torch.zeros(4, dtype=torch.float64))[0]
     monkeypatch.setattr(native.Library, "unusable", lambda self: "no compiler")
     assert why_not(x, x) == ["no compiler"]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops.grouped_matmul import Case
 from tests.harness.compare import error
 from tests.ops.experts import DTYPES, SLACK, Problem
 
@@ -86,12 +85,3 @@ def test_cuda_tables_are_made_once_and_say_what_is_aligned() -> None:
     assert table.tolist() == [each.data_ptr() for each in weights] and table.device.type == DEVICE
     assert aligned and cuda._addresses(weights)[0] is table
     assert not cuda._addresses([torch.zeros(40, device=DEVICE)[1:]])[1]
-
-
-def test_cuda_reasons() -> None:
-    def reasons(dtype: torch.dtype, contiguous: bool = True) -> list[str]:
-        return cuda.supported(Case("cuda", dtype, 4, 8, True, contiguous))
-
-    assert all(reasons(dtype) == [] for dtype in DTYPES)
-    assert "float64: the kernels take" in reasons(torch.float64)[0]
-    assert reasons(torch.bfloat16, contiguous=False) == ["a main gradient is not contiguous"]

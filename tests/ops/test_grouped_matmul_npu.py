@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.ops.grouped_matmul import Case, accumulate_weight_gradients, weight_gradients
+from mindspeed_lite.ops.grouped_matmul import accumulate_weight_gradients, weight_gradients
 from tests.harness.compare import error
 from tests.ops.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, on
 
@@ -49,20 +47,3 @@ def test_npu_accumulates(npu_twin: list[twin.Call], counts: list[int], same: boo
     assert ("npu_grouped_matmul_add_" in [call.function for call in npu_twin]) == fused
     if fused:
         assert error(got, exact) <= SLACK
-
-
-@pytest.mark.usefixtures("npu_twin")
-def test_npu_reasons() -> None:
-    from mindspeed_lite.ops.grouped_matmul import npu
-
-    def reasons(**changed: Any) -> list[str]:
-        case = Case("npu", torch.bfloat16, 64, 4096, False, True)
-        return npu.supported(case._replace(**changed))
-
-    assert reasons() == reasons(biased=True) == reasons(experts=1024, dtype=torch.float32) == []
-    assert reasons(biased=True, experts=1, dtype=torch.float32) == []
-    assert "float64: npu_grouped_matmul takes" in reasons(dtype=torch.float64)[0]
-    assert "1025 experts" in reasons(experts=1025)[0]
-    assert "a dimension of 65536" in reasons(widest=65536)[0]
-    assert "biases of 129 experts" in reasons(biased=True, experts=129)[0]
-    assert "biases of 64 experts in torch.float32" in reasons(biased=True, dtype=torch.float32)[0]

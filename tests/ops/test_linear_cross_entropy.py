@@ -14,12 +14,12 @@ from mindspeed_lite.ops.linear_cross_entropy import (
     Accumulate,
     chunks,
     linear_cross_entropy,
-    reference,
 )
+from tests.harness import losses
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
 from tests.harness.errors import bound
 
-compiled = pytest.mark.skipif(passes.library.unusable() is not None, reason=str(passes.library.unusable()))
+compiled = pytest.mark.skipif(passes.LIBRARY.unusable() is not None, reason=str(passes.LIBRARY.unusable()))
 
 
 def make(rows: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ def test_logits_exist_for_one_chunk_at_a_time_and_are_not_kept(monkeypatch: pyte
 
 def test_the_weights_gradient_goes_where_it_is_told() -> None:
     h, w, target, dloss = make(20, 8, 200, torch.bfloat16)
-    exact = forward_backward(lambda h, w: reference.definition(h, w, target), [h, w], dloss, torch.float64)
+    exact = forward_backward(lambda h, w: losses.linear_cross_entropy(h, w, target), [h, w], dloss, torch.float64)
     into = torch.ones(200, 8)
     stand_in = torch.full_like(w, 7.0)
     finished: list[bool] = []
@@ -118,7 +118,7 @@ def test_a_second_backward_pass_has_the_same_gradients(columns: int) -> None:
     h.requires_grad_(), w.requires_grad_()
     loss = linear_cross_entropy(h, w, target)
     first = torch.autograd.grad(loss, [h, w], dloss, retain_graph=True)
-    exact = forward_backward(lambda h, w: reference.definition(h, w, target), [h, w], dloss, torch.float64)
+    exact = forward_backward(lambda h, w: losses.linear_cross_entropy(h, w, target), [h, w], dloss, torch.float64)
     replaced = forward_backward(lambda h, w: separate(h, w, target), [h, w], dloss)
     for factor in (1.0, -3.0):
         again = torch.autograd.grad(loss, [h, w], dloss * factor, retain_graph=True)
@@ -142,7 +142,7 @@ def test_the_budget_is_kept_and_nothing_without_gradients(columns: int) -> None:
 
 def test_every_part_of_the_weights_gradient_is_added_once(columns: int) -> None:
     h, w, target, dloss = make(ROWS, HIDDEN, WIDTH, torch.bfloat16)
-    exact = forward_backward(lambda h, w: reference.definition(h, w, target), [h, w], dloss, torch.float64)
+    exact = forward_backward(lambda h, w: losses.linear_cross_entropy(h, w, target), [h, w], dloss, torch.float64)
     into, seen = torch.zeros(WIDTH, HIDDEN), torch.zeros(WIDTH, dtype=torch.int64)
 
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -16,15 +16,7 @@ from mindspeed_lite.ops import native, traced
 from mindspeed_lite.platform import cache
 
 PROBE = Path(__file__).with_name("probe.cpp")
-FUNCTIONS = {
-    "exponential": "ppli",
-    "power": "ppli",
-    "narrow": "ppl",
-    "narrow_row": "ppl",
-    "narrow_pairs": "pppl",
-    "widen": "ppl",
-}
-library = native.Library(PROBE, FUNCTIONS)
+library = native.Library(PROBE)
 compiled = pytest.mark.skipif(library.unusable() is not None, reason=str(library.unusable()))
 
 EVERY = torch.cat(
@@ -115,7 +107,7 @@ def reason(monkeypatch, tmp_path):
             now.setattr(tempfile, "tempdir", environment.get("TMPDIR"))
             for each in (native._compiler, native._version, cache.folder):
                 now.setattr(native if each is not cache.folder else cache, each.__name__, each.__wrapped__)
-            return native.Library(source, {"narrow": "ppl"}).unusable()
+            return native.Library(source).unusable()
 
     return ask
 
@@ -171,8 +163,6 @@ def test_a_source_that_does_not_compile_or_load_is_a_reason(reason, source):
     source.write_text('extern "C" void gone(); extern "C" void narrow() { gone(); }')
     # Never a crash at the first call: what is missing shows when the library is loaded.
     assert "does not load" in reason(source)
-    source.write_text('extern "C" void other() {}')
-    assert "does not load" in reason(source)
     # As clang does, where this PyTorch has GCC's runtime.
     source.write_text('extern "C" void __kmpc_none(); extern "C" void narrow() { __kmpc_none(); }')
     assert "install g++, or let the variable CXX name it" in reason(source)
@@ -187,7 +177,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(monkeypatch, reaso
     me = os.getuid()
     monkeypatch.setattr(native.cache, "folder", lambda: path.parent)
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    reason_of_another = native.Library(source, {"narrow": "ppl"}).unusable()
+    reason_of_another = native.Library(source).unusable()
     assert f"{path} belongs to another user, whose code would be loaded" in reason_of_another
 
 
@@ -241,7 +231,7 @@ def test_many_processes_compile_once_and_all_load_it(source, tmp_path):
         pytest.skip("the test's own compiler is a wrapper around c++")
     code = (
         "from pathlib import Path; from mindspeed_lite.ops import native; "
-        f"assert native.Library(Path({str(source)!r}), {{'narrow': 'ppl'}}).unusable() is None"
+        f"assert native.Library(Path({str(source)!r})).unusable() is None"
     )
     environment = {**os.environ, "MINDSPEED_LITE_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]

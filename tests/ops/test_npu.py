@@ -10,7 +10,6 @@ from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.case import Problem
 from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.dispatch import force, operator
-from mindspeed_lite.ops.rms_norm import rms_norm
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
 from tests.ops import attention_reference
@@ -19,12 +18,6 @@ from . import twin
 from .twin.attention import UNLIMITED
 
 pytestmark = pytest.mark.usefixtures("npu_twin")
-
-
-def test_rms_norm_refuses_what_the_operator_does_not_take() -> None:
-    with force("rms_norm", "npu"):
-        reasons = why_not_of(rms_norm)(torch.zeros(2, 8, dtype=torch.float64), torch.ones(8))
-        assert len(reasons) == 2 and "float64" in reasons[0] and "one dtype" in reasons[1]
 
 
 def test_causal_attention_passes_the_small_triangle_and_shares_it(npu_twin: list[twin.Call]) -> None:

@@ -2,13 +2,15 @@
 
 import importlib
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.gpu import liger
 from mindspeed_lite.bench.operators import equivalence, run
 from mindspeed_lite.ops.case import OwnLayout, Problem
-from mindspeed_lite.ops.discovery import OPERATORS, cases
+from mindspeed_lite.ops.discovery import cases
 
 # Every kind of case that Liger-Kernel is listed for, small.
 CASES = [
@@ -25,14 +27,17 @@ CASES = [
 ]
 
 
-def liger(name: str, text: str) -> Problem:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return cases(name).problem(text, device, torch.float32, ["liger"]).only("mindspeed_lite", "liger")
+def compared(name: str, text: str) -> Problem:
+    declared, device = cases(name), "cuda" if torch.cuda.is_available() else "cpu"
+    problem = declared.problem(text, device, torch.float32)
+    theirs = liger.contenders(name, declared.parse(text))
+    return replace(problem, contenders=(problem.contenders[0], *theirs))
 
 
-def test_every_operator_that_lists_it_has_a_case_here() -> None:
-    listed = {name for name in OPERATORS for text in cases(name).accelerator if len(liger(name, text).contenders) > 1}
-    assert listed == {name for name, _ in CASES}
+def test_every_operator_that_it_has_a_function_for_has_a_case_here() -> None:
+    assert set(liger.PEERS) == {name for name, _ in CASES}
+    assert all(len(compared(name, text).contenders) == 2 for name, text in CASES)
+    assert len(compared("rope", "s=5,n=1,d=8").contenders) == len(compared("permute", "8x4x2x1").contenders) == 1
 
 
 @pytest.fixture
@@ -60,7 +65,7 @@ def interpreted(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_liger_computes_the_same(name: str, text: str, interpreted: None) -> None:
-    case = liger(name, text)
+    case = compared(name, text)
     inputs = case.make()
     before = [each.detach().clone() for each in inputs]
     ours, theirs = (equivalence.outcome(each.load(), inputs) for each in case.contenders)

@@ -18,7 +18,6 @@ from mindspeed_lite.ops.permute import chunks, cpu, permute, reference, rows, so
 from tests.harness.compare import Sizes, one_thread
 from tests.harness.errors import error
 from tests.harness.reasons import why_not_of
-from tests.ops.triton_compile import compile_sm90
 
 from . import twin
 
@@ -297,14 +296,8 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_does_not_take(npu_twin: li
     given = problem(6, 3, 4, 2, 1.0, False, torch.float32)
     x, routing_map, probs = given.tokens, given.routing_map, given.probs
     with force("permute", "npu"):
-        assert ["topk" in reason for reason in why_not(x, routing_map, probs, 12)] == [True]
-        (reason,) = why_not(x.double(), routing_map, probs, 12, topk=2)
-        assert "float64" in reason
-        (reason,) = why_not(x, routing_map, probs.double(), 12, topk=2)
-        assert "probs in torch.float64" in reason
         (reason,) = why_not(x[:1], torch.ones(1, 600), None, 600, topk=600)
-        assert "512" in reason
-        assert why_not(x, routing_map, probs, 12, True) == []
+        assert "512" in reason and why_not(x, routing_map, probs, 12, True) == []
         with pytest.raises(RuntimeError, match="cannot serve"):
             permute(x, routing_map, probs, 12)
         # Row ids of the reference go back to it, and those of torch_npu nowhere else.
@@ -318,44 +311,6 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_does_not_take(npu_twin: li
 
 
 # ---- Triton ----
-
-
-@pytest.mark.parametrize(("tokens", "experts"), [(4, 256), (128, 8)])
-def test_the_kernels_of_row_ids_keep_everything_in_registers(tokens: int, experts: int) -> None:
-    module, how = "mindspeed_lite.ops.permute.kernels", {"TOKENS": tokens, "EXPERTS": experts}
-    sizes = {name: "i32" for name in ("tokens", "experts", "blocks")}
-    made = {
-        "routed": "*u8",
-        "before": "*i32",
-        "totals": "*i32",
-        **sizes,
-        "limit": "i32",
-        "stride": "i32",
-        "flat": "i32",
-    }
-    assert tokens * experts == cuda._PAIRS
-    for name, signature in (
-        ("count_kernel", {"routed": "*u8", "counts": "*i32", **sizes}),
-        ("pair_kernel", {**made, "pairs": "*i32", "kept": "*i32"}),
-        ("order_kernel", {**made, "offsets": "*i32", "order": "*i32"}),
-    ):
-        found = compile_sm90(f"{module}:{name}", signature, how, num_warps=4)
-        assert found.spills == 0 and found.registers <= 128, name
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernels_of_rows_need_few_registers(dtype: str) -> None:
-    module, how = "mindspeed_lite.ops.permute.kernels", {"WIDTH": 4096, "BLOCK": 1024}
-    ids = {"order": "*i32", "offsets": "*i32"}
-    pairs = {**ids, "pairs": "*i32", "probs": "*fp32", "stride": "i32", "x": f"*{dtype}"}
-    back = {**pairs, "dy": f"*{dtype}", "dx": f"*{dtype}", "dprobs": "*fp32", "dy_stride": "i32"}
-    for name, signature, options in (
-        ("spread_kernel", {**ids, "x": f"*{dtype}", "out": f"*{dtype}", "stride": "i32"}, {}),
-        ("gather_kernel", {**pairs, "out": f"*{dtype}"}, {"HAS_PROBS": True}),
-        ("backward_kernel", back, {"WANTS_DPROBS": True}),
-    ):
-        found = compile_sm90(f"{module}:{name}", signature, {**how, **options}, num_warps=4)
-        assert found.spills == 0 and found.registers <= 64, name
 
 
 def test_triton_rows_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from mindspeed_lite.ops.storage_cache import StorageVersionCache
 from tests.harness.compare import error, forward_backward
 from tests.harness.errors import bound
 from tests.harness.reasons import why_not_of
-from tests.ops.triton_compile import compile_sm90
 
 from . import twin
 
@@ -266,23 +265,6 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> No
         rope(**{**given, **changed})  # type: ignore[arg-type]
 
 
-# ---- Triton without a GPU ----
-
-
-@pytest.mark.parametrize("sides", [(False, False), (True, True), (True, False), (False, True)])
-def test_the_kernel_compiles_for_an_h100_without_spilling(sides: tuple[bool, bool]) -> None:
-    integers = ("b", "n", "d", "width", "start", "rows", "stride_s", "stride_b", "stride_n", "row", "batch")
-    found = compile_sm90(
-        "mindspeed_lite.ops.rope.cuda:_kernel",
-        {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "y": "*bf16", "scale": "fp32"}
-        | dict.fromkeys(integers, "i32"),
-        {"INTO": sides[0], "OUT": sides[1], "TRANSPOSED": True, "PASSED": 64, "BLOCK_PAIRS": 64, "BLOCK_HEADS": 16},
-        num_warps=4,
-    )
-    # Eight programs of 4 warps fit a multiprocessor's 64 Ki registers twice over.
-    assert found.spills == 0 and found.registers <= 96
-
-
 # ---- NPU, on an emulation of its documentation ----
 
 
@@ -295,22 +277,3 @@ def test_npu_keeps_no_input_and_rounds_the_factors_once(npu_twin: list[twin.Call
         out.backward()  # type: ignore[union-attr]
     factors = [[t.data_ptr() for t in call.args[1:]] for call in npu_twin]
     assert len(factors) == 4 and factors[0] == factors[1] and factors[2] == factors[3]
-
-
-@pytest.mark.usefixtures("npu_twin")
-def test_npu_refuses_what_the_operator_does_not_take() -> None:
-    def reasons(shape: tuple[int, ...], width: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> list[str]:
-        with force("rope", "npu"):
-            factors = torch.zeros(shape[0], how.pop("batch", 1), 1, width)
-            return why_not(torch.zeros(shape, dtype=dtype), factors, factors, **how)
-
-    assert reasons((2, 1, 1, 8), 8) == reasons((2, 1, 999, 2), 2) == reasons((2, 1, 1, 894), 894) == []
-    for words, found in {
-        "float64": reasons((2, 1, 1, 8), 8, torch.float64),
-        "896": reasons((2, 1, 1, 896), 896),
-        "at least 2": reasons((2, 1, 1, 2), 0),
-        "1000 of each": reasons((2, 1, 1000, 2), 2),
-        "40 x 30": reasons((2, 40, 30, 2), 2, pairs="interleaved"),
-        "one for all": reasons((2, 3, 1, 2), 2, pairs="interleaved", batch=3),
-    }.items():
-        assert len(found) == 1 and words in found[0], (words, found)

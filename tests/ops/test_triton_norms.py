@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops import norm_cuda
-from mindspeed_lite.ops.layer_norm import reference as layer_norm
-from mindspeed_lite.ops.rms_norm import reference as rms_norm
+from mindspeed_lite.ops.norm import cuda, reference
 from tests.harness import errors
 from tests.ops.triton_compile import compile_for
 
-norm_kernels = pytest.importorskip("mindspeed_lite.ops.norm_kernels")
+norm_kernels = pytest.importorskip("mindspeed_lite.ops.norm.kernels")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -29,12 +27,6 @@ def results(function: Any, tensors: list[torch.Tensor | None], zero_centered: bo
     given = leaves if bias is not None else [*leaves, None]
     y = function(*given, EPS, zero_centered)
     return [each.detach() for each in (y, *torch.autograd.grad(y, leaves, dy))]
-
-
-def definition(x: Any, weight: Any, bias: Any, eps: float, zero_centered: bool) -> Any:
-    if bias is None:
-        return rms_norm.rms_norm(x, weight, eps, zero_centered)
-    return layer_norm.layer_norm(x, weight, bias, eps, zero_centered)
 
 
 @pytest.mark.usefixtures("triton_runs")
@@ -65,8 +57,8 @@ def test_against_float64(
     wide = normal(*shape[:-1], 2 * width) + 1  # rows twice as far apart
     weight, bias = normal(width, dtype=weight_dtype), normal(width, dtype=weight_dtype) if centered else None
     tensors = [wide[..., :width], weight, bias, normal(*shape)]
-    exact = results(definition, [None if t is None else t.double() for t in tensors], zero_centered)
-    got = results(norm_kernels.Norm.apply, [None if t is None else t.to(DEVICE) for t in tensors], zero_centered)
+    exact = results(reference.norm, [None if t is None else t.double() for t in tensors], zero_centered)
+    got = results(norm_kernels.norm, [None if t is None else t.to(DEVICE) for t in tensors], zero_centered)
     rows = wide.numel() // (2 * width)
     for name, ours, truth in zip(NAMES, got, exact, strict=False):
         ours = ours.cpu()
@@ -95,7 +87,7 @@ def compiled(arch: int, width: int, dtype: torch.dtype, weight: torch.dtype, cen
     signature |= {"parts": "*fp32"} if back else {"bias": factors, "eps": "fp32"}
     constants = {"ROWS": plan.rows, "BLOCK": plan.block, "SPLITS": plan.splits}
     constants |= {"CENTERED": centered, "ZERO_CENTERED": True} | ({"STAGES": plan.stages} if back else {})
-    kernel = f"mindspeed_lite.ops.norm_kernels:{'backward' if back else 'forward'}_kernel"
+    kernel = f"mindspeed_lite.ops.norm.kernels:{'backward' if back else 'forward'}_kernel"
     divisible = ("width", *strides) if aligned else ()
     return compile_for(arch, kernel, signature, constants, divisible, **plan.options), plan
 
@@ -130,17 +122,10 @@ def test_pytorch_serves_small_tensors_long_rows_and_float64(
     x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[1], dtype=dtype, device="meta")
     taken: list[str] = []
 
-    def by_torch(factor: torch.Tensor) -> torch.Tensor:
-        taken.append("torch")
-        return factor
-
-    def by_triton(*given: Any) -> torch.Tensor:
-        taken.append("triton")
-        return x
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_kernels.Norm, "apply", by_triton)
-        norm_cuda.norm("rms_norm", x, weight, None, EPS, False, by_torch, lambda: pytest.fail("the reference"))
+        patch.setattr(norm_kernels, "norm", lambda *given: taken.append("triton"))
+        patch.setattr(torch.nn.functional, "rms_norm", lambda *given: taken.append("torch"))
+        cuda.norm(x, weight, None, EPS, False)
     assert taken == ["torch" if wanted else "triton"]
 
 
@@ -152,7 +137,7 @@ def test_rms_norm_does_not_spill_either(arch: int, back: bool) -> None:
 
 
 def test_every_width_has_a_plan_that_covers_it() -> None:
-    for width in range(1, norm_kernels.WIDEST + 1, 7):
+    for width in range(1, cuda.WIDEST + 1, 7):
         backward = [norm_kernels.plan_backward(width, itemsize, width % 16 == 0) for itemsize in (2, 4)]
         for plan in (norm_kernels.plan_forward(width), *backward):
             assert plan.block * plan.splits >= width > plan.block * (plan.splits - 1)

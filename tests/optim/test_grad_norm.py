@@ -1,4 +1,4 @@
-"""The norm of gradients: against numbers by hand, and on CPU Megatron's own bits."""
+"""The norm of gradients: against values by hand, and on CPU Megatron's own bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that some ranks make without the others: in a process that ends groups, and beside ranks with other groups."""
+"""Groups that some ranks make without the others, where groups have ended or ranks have other groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _made_after_another_has_ended(rank, folder):
         _adds_up(each, 3)
 
 
-def _beside_groups_of_one_rank(rank, folder):
+def _with_groups_of_one_rank(rank, folder):
     world = joined(rank, 2, folder)
     if rank:
         dist.new_group([rank], use_local_synchronization=True)
@@ -47,7 +47,7 @@ def _beside_groups_of_one_rank(rank, folder):
     _adds_up(made, 3)
 
 
-SETTINGS = (_ended_and_made_again, _made_after_another_has_ended, _beside_groups_of_one_rank)
+SETTINGS = (_ended_and_made_again, _made_after_another_has_ended, _with_groups_of_one_rank)
 
 
 @forked()

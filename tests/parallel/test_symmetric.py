@@ -1,4 +1,4 @@
-"""Products and collectives over symmetric memory: PyTorch's fallbacks of its operators, over gloo, and one message."""
+"""Where symmetric memory cannot serve, and why; `tests/patches/test_use_ascend_coc.py` runs its operators."""
 
 from __future__ import annotations
 
@@ -6,43 +6,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from mindspeed_lite.parallel import overlapped_gemm, symmetric
-from tests.harness.fused_collectives import symmetric_memory_operators
+from mindspeed_lite.parallel import symmetric
+from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
-from tests.parallel.tp_layers import results
 
-RANKS, ROWS, HIDDEN, INNER = 2, 5, 24, 16
-
-
-def begin(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    return dist.group.WORLD
-
-
-@forked("torch")
-def test_both_layers_give_what_they_give_in_one_message():
-    folder = Path(tempfile.mkdtemp())
-
-    def body(rank):
-        group = begin(rank, folder)
-        library, calls = symmetric_memory_operators()
-        # What it would say of a CPU.
-        symmetric._alone = lambda device: None
-        said = []
-        for dtype in (torch.bfloat16, torch.float32):
-            fused = symmetric.Symmetric(said.append)
-            both = [results(each, group, dtype, ROWS, HIDDEN, INNER) for each in (overlapped_gemm, fused)]
-            assert all(map(torch.equal, *both)), dtype
-        name = group.group_name
-        forward = [("gather", 0, name, False, True), ("scatter", "sum", 0, name, True)]
-        # The row parallel layer keeps what it gathers, for its weight's gradient.
-        assert calls == [*forward, ("gather", 0, name, True, True), ("scatter", "sum", 0, name, True)] * 2
-        assert said == []
-        library._destroy()
-
-    on_ranks(RANKS, body)
+RANKS = 2
 
 
 @forked("torch")
@@ -50,7 +19,7 @@ def test_what_a_group_lacks_is_said_on_every_rank_and_goes_in_one_message():
     folder = Path(tempfile.mkdtemp())
 
     def body(rank):
-        group = begin(rank, folder)
+        group = joined(rank, RANKS, folder)
         said = []
         gemm = symmetric.Symmetric(said.append)
         x, w = torch.randn(3, 8) + rank, torch.randn(8, 4, generator=torch.Generator().manual_seed(1))

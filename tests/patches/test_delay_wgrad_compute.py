@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -178,32 +176,3 @@ def test_a_reduction_that_does_not_know_of_the_delay_turns_it_off():
     step(mlp)
     assert bool(mlp.linear_fc1.weight.main_grad.any())
     assert ["overlap_grad_reduce" in each.reason for each in mindspeed_lite.report().fallbacks] == [True]
-
-
-# ---- flags ----
-
-
-ARGV = [
-    "train", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
-    "--max-position-embeddings", "16", "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--bf16",
-    "--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall",
-    "--overlap-moe-expert-parallel-comm", "--transformer-impl", "local",
-]  # fmt: skip
-
-
-def validated(*flags):
-    from megatron.training import arguments
-
-    import mindspeed_lite.megatron_adaptor  # noqa: F401
-
-    sys.argv = [*ARGV, *flags]
-    args = arguments.parse_args()
-    args.rank, args.world_size = 0, 2
-    arguments.validate_args(args)
-    return args
-
-
-@forked("megatron")
-def test_all_turns_it_on_where_a_schedule_asks():
-    args = validated("--mindspeed-lite-auto")
-    assert args.delay_wgrad_compute is True

@@ -10,7 +10,6 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite.patches import gradient_accumulation_fusion as patch
-from mindspeed_lite.patches._shared import megatron_arguments
 from tests.harness.compare import error
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
@@ -103,45 +102,3 @@ def test_a_frozen_weight_gets_nothing():
         x = torch.randn(6, 2, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         layer(x)[0].sum().backward()
     assert torch.equal(layer.weight.main_grad, torch.ones_like(layer.weight.main_grad)) and x.grad is not None
-
-
-# ---- flags ----
-
-
-def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
-    assert FEATURE.options[0].dest in {each.stand_in for each in megatron_arguments.DEFAULTS}
-    for on in (False, True):
-        args = SimpleNamespace(gradient_accumulation_fusion=True, use_gradient_accumulation_fusion=on)
-        notices = megatron_arguments.switch(args, "cpu", ())
-        assert args.gradient_accumulation_fusion is on
-        assert len(notices) == (not on)
-
-
-@pytest.mark.parametrize(
-    ("flags", "fusion", "status"),
-    [
-        ([], False, "off"),
-        (["--gradient-accumulation-fusion"], True, "applied"),
-        (["--no-gradient-accumulation-fusion"], False, "off"),
-        (["--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion"], False, "skipped"),
-        (["--mindspeed-lite-auto"], True, "applied"),
-        (["--mindspeed-lite-auto", "--no-gradient-accumulation-fusion"], False, "off"),
-    ],
-)
-@forked("megatron")
-def test_flags_meet_those_of_megatron(flags, fusion, status):
-    from megatron.training import arguments
-
-    import mindspeed_lite.megatron_adaptor
-
-    sys.argv = [
-        "train", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
-        "--max-position-embeddings", "16", "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1",
-        "--transformer-impl", "local", *flags,
-    ]  # fmt: skip
-    args = arguments.parse_args()
-    args.rank, args.world_size = 0, 1
-    arguments.validate_args(args)
-    assert args.gradient_accumulation_fusion is fusion
-    entry = next(each for each in mindspeed_lite.report().entries if each.feature == FEATURE.name)
-    assert entry.status == status, entry.reasons

@@ -1,101 +1,22 @@
-"""`--masked-softmax-fusion` in Megatron's own attention: the same probabilities, and what is left to Megatron."""
+"""`--masked-softmax-fusion`: a configuration without the fusion. `test_calls.py` has the calls that it serves."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite import platform
-from mindspeed_lite.patches._shared import megatron_arguments
-from tests.harness.compare import Sizes, assert_not_worse
 from tests.harness.processes import forked
 
-ON = "use_masked_softmax_fusion"
 
-
-def softmax_of(causal=True, dtype=torch.bfloat16, fusion=True, scale=None, **fields):
+@forked("megatron")
+def test_a_configuration_without_the_fusion_is_left_alone():
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.utils import attention_mask_func
 
-    return FusedScaleMaskSoftmax(
-        **{
-            "input_in_fp16": dtype == torch.float16,
-            "input_in_bf16": dtype == torch.bfloat16,
-            "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding,
-            "scaled_masked_softmax_fusion": fusion,
-            "mask_func": attention_mask_func,
-            "softmax_in_fp32": True,
-            "scale": scale,
-            **fields,
-        }
-    )
-
-
-def run(softmax, scores, dy, mask=None):
-    leaf = scores.detach().requires_grad_()
-    # Not the leaf itself, which Megatron could not mask in place.
-    probs = softmax(leaf * 1, mask)
-    return [probs.detach(), *torch.autograd.grad(probs, leaf, dy)]
-
-
-def tensors(queries=24, keys=24):
-    generator = torch.Generator().manual_seed(2)
-    scores, dy = (torch.randn(2, 4, queries, keys, generator=generator).mul_(4).bfloat16() for _ in range(2))
-    return scores, dy, torch.rand(2, 1, queries, keys, generator=generator) < 0.3
-
-
-@pytest.mark.parametrize("kind", ["causal", "padding", "no mask", "causal with a mask", "one query"])
-@pytest.mark.parametrize("scale", [None, 3.0])
-@forked("megatron")
-def test_probabilities_and_gradients_are_megatrons(kind, scale):
     mindspeed_lite.enable()
-    scores, dy, mask = tensors(1 if kind == "one query" else 24)
-    mask = mask if kind in ("padding", "causal with a mask") else None
-    causal = kind not in ("padding", "no mask")
-    off = run(softmax_of(causal, fusion=False, scale=scale), scores, dy, mask)
-    exact = run(softmax_of(causal, torch.float64, False, scale), scores.double(), dy.double(), mask)
-    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
-        with Sizes() as sizes:
-            on = run(softmax_of(causal, scale=scale), scores, dy, mask)
-        same = run(softmax_of(causal, fusion=False, scale=scale), scores, dy, mask)
-    assert_not_worse(on, off, exact, 1e-4, ["probabilities", "gradient"])
-    assert not any("masked_fill" in name or "triu" in name for name in sizes.names)
-    assert all(torch.equal(a, b) for a, b in zip(same, off, strict=True)), "a configuration without the fusion"
-
-
-@forked("megatron")
-def test_what_it_does_not_serve_is_megatrons_without_the_extension():
-    platform.activate()
-    scores, dy, mask = tensors()
-    cases = {
-        "window": (softmax_of(window_size=(4, 0)), softmax_of(window_size=(4, 0), fusion=False), None),
-        "float64": (softmax_of(dtype=torch.float64), softmax_of(dtype=torch.float64, fusion=False), None),
-        "masking function": (
-            softmax_of(False, mask_func=lambda scores, mask: scores.masked_fill(mask, -1e4)),
-            softmax_of(False, fusion=False),
-            mask,
-        ),
-    }
-    for word, (ours, theirs, given) in cases.items():
-        inputs = [each.double() if word == "float64" else each for each in (scores, dy)]
-        off = run(theirs, *inputs, given)
-        with mindspeed_lite.enabled(**{ON: True}):
-            on = run(ours, *inputs, given)
-            (said,) = mindspeed_lite.report().fallbacks
-        assert word in said.reason and all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
-    with mindspeed_lite.enabled(**{ON: True}):
-        offset = softmax_of()(scores, None, torch.zeros(4))
-        (said,) = mindspeed_lite.report().fallbacks
-    assert "offset" in said.reason
-    assert torch.equal(offset, softmax_of(fusion=False)(scores, None, torch.zeros(4)))
-
-
-def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
-    for on in (False, True):
-        args = SimpleNamespace(masked_softmax_fusion=True, use_masked_softmax_fusion=on)
-        notices = megatron_arguments.switch(args, "cpu", ())
-        assert args.masked_softmax_fusion is on and len(notices) == (not on)
+    scores, fused = torch.randn(2, 4, 24, 24).bfloat16(), False
+    unfused = FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, fused, attention_mask_func, True, 3.0)
+    off = unfused(scores * 1, None)
+    with mindspeed_lite.enabled(use_masked_softmax_fusion=True, verify=1, strict=True):
+        assert torch.equal(unfused(scores * 1, None), off) and not mindspeed_lite.report().verifications

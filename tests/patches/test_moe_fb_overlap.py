@@ -26,7 +26,6 @@ def context(**args):
 
 def test_it_says_megatrons_own_flag_and_delays_weight_gradients():
     assert list(FEATURE.condition(context())) == []
-    assert FEATURE.arguments(context()) == {"overlap_moe_expert_parallel_comm": True}
     delayed = delay_wgrad_compute.FEATURE
     assert delayed.is_enabled(context().settings) and not delayed.is_enabled(Settings({}))
     assert list(delayed.condition(context())) == []
@@ -34,18 +33,9 @@ def test_it_says_megatrons_own_flag_and_delays_weight_gradients():
 
 def test_in_python_and_by_itself():
     in_python = Context(Settings({}), "cpu", {}, None)
-    assert list(FEATURE.condition(in_python)) == [] and FEATURE.arguments(in_python) == {}
+    assert list(FEATURE.condition(in_python)) == []
     (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
     assert "memory" in left_off
-
-
-MODEL = {
-    "num_experts": 8,
-    "expert_model_parallel_size": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "bf16": True,
-    "overlap_moe_expert_parallel_comm": False,
-}
 
 
 def test_one_expert_a_rank_wants_a_release_that_keeps_its_input():

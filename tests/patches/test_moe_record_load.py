@@ -25,7 +25,12 @@ def reasons(file, interval=10, **args):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [(".", "it is a folder"), ("no/load", "no such folder"), ("/dev/full/load", "no such folder"), ("other", "else")],
+    [
+        (".", "cannot be written there"),
+        ("no/load", "in a folder that exists"),
+        ("/dev/full/load", "cannot"),
+        ("other", "else"),
+    ],
 )
 def test_a_file_that_cannot_be_the_record_is_one_line_before_training(tmp_path, monkeypatch, name, why):
     monkeypatch.chdir(tmp_path)

@@ -68,17 +68,3 @@ def test_the_auxiliary_loss_is_megatrons(score_function, padded):
     assert torch.equal(results[0][0], results[1][0])
     for want, got in zip(results[0][1:], results[1][1:], strict=True):
         assert got.dtype == want.dtype and error(got, want.double()) <= 1e-5
-
-
-@forked("megatron")
-def test_experts_that_somebody_else_chose_are_left_to_megatron():
-    from megatron.core.transformer.moe import moe_utils
-
-    logits, chosen = torch.randn(T, E), torch.arange(T * 2).view(T, 2) % E
-    off = moe_utils.topk_routing_with_score_function(logits, 2, precomputed_indices=chosen)
-    with mindspeed_lite.enabled(moe_router_fusion=True):
-        on = moe_utils.topk_routing_with_score_function(logits, 2, fused=True, precomputed_indices=chosen)
-        (said,) = mindspeed_lite.report().fallbacks
-    assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True)) and "outside the router" in said.reason
-    with pytest.raises((ValueError, TypeError)):
-        moe_utils.topk_routing_with_score_function(logits, 2, fused=True)

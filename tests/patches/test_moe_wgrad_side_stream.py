@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import FallbackError, OptionError, RequirementError
+from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.patches import moe_wgrad_side_stream as patch
 from mindspeed_lite.tuning.ab_test import PAIRS, WARMUP_STEPS
 from tests.harness.lanes import LateLane
@@ -169,13 +169,3 @@ def test_a_model_whose_gradients_are_not_added_in_the_product_says_so():
     with beside(strict=False) as lane:
         step(reduced(experts_of(gradient_accumulation_fusion=False)))
         assert not lane.ran and [each.feature for each in mindspeed_lite.report().fallbacks] == [patch.NAME]
-
-
-def test_it_asks_for_the_features_whose_products_it_moves():
-    with (
-        mock.patch.object(patch, "_why_not_here", lambda device: []),
-        pytest.raises(RequirementError, match="moe_grouped_gemm"),
-    ):
-        mindspeed_lite.enable(moe_wgrad_side_stream=patch.AUTO)
-    with pytest.raises(OptionError, match="auto, always"):
-        mindspeed_lite.enable(moe_wgrad_side_stream="sometimes")

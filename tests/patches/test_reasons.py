@@ -7,6 +7,8 @@ which also has what takes more than a row.
 from __future__ import annotations
 
 import importlib.util
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
 from mindspeed_lite.memory import host
+from mindspeed_lite.patches import moe_alltoall_mc2
 from tests.harness.swapped import reasons
 
 EXPERTS = {"num_experts": 16, "expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"}
@@ -39,6 +42,7 @@ BASE = {
     "gradient_accumulation_fusion": ({}, {}, "cpu"),
     "masked_softmax_fusion": ({}, {}, "cpu"),
     "moe_allgather_overlap_comm": ({}, {**EXPERTS, "moe_token_dispatcher_type": "allgather"}, "cpu"),
+    "moe_alltoall_mc2": ({}, EXPERTS, "npu"),
     "moe_alltoall_overlap_comm": ({}, EXPERTS, "cpu"),
     "moe_fb_overlap": ({}, {**EXPERTS, "bf16": True}, "cpu"),
     "moe_grouped_gemm": ({}, EXPERTS, "cpu"),
@@ -156,6 +160,13 @@ REASONS = {
         ),
         ({"moe_token_dispatcher_type": "alltoall"}, "--moe-token-dispatcher-type alltoall"),
     ],
+    "moe_alltoall_mc2": [
+        ({}, "the device is cpu", {"device": "cpu"}),
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        ({"tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
+    ],
     "moe_alltoall_overlap_comm": [
         ({"num_experts": None}, "--num-experts"),
         ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
@@ -269,7 +280,10 @@ REASONS = {
         ({"tensor_model_parallel_size": 1}, "nothing travels"),
         (TE, "its own layers"),
     ],
-    "use_flash_attn": [(TE, "--transformer-impl transformer_engine")],
+    "use_flash_attn": [
+        (TE, "--transformer-impl transformer_engine"),
+        ({}, "asks for Megatron's own", {"settings": {"use_flash_attn": False, "attention_backend": "unfused"}}),
+    ],
     "use_fused_adamw": [
         ({"optimizer": "muon"}, "--optimizer muon"),
     ],
@@ -337,6 +351,36 @@ REFUSED = {
         ),
     ],
 }
+# Arguments of Megatron that a feature sets: (settings, arguments, what it sets).
+ARGUMENTS = {
+    "gradient_accumulation_fusion": [
+        ({}, {}, {"gradient_accumulation_fusion": True}),
+        ({}, {"language_model": SimpleNamespace()}, {}),
+    ],
+    "moe_fb_overlap": [({}, {}, {"overlap_moe_expert_parallel_comm": True})],
+    "recompute_in_bubble": [
+        ({}, {}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ({"recompute_in_bubble": False, "recompute_in_advance": True}, {"recompute_granularity": "full"}, {}),
+    ],
+    "schedules_method": [
+        ({}, {}, {"num_virtual_stages_per_pipeline_rank": 2}),
+        ({}, {"num_layers_per_virtual_pipeline_stage": 2}, {}),
+    ],
+    "use_ascend_coc": [({}, {}, {}), ({"tp_comm_overlap": True}, {}, {"tp_comm_overlap": False})],
+    "use_flash_attn": [
+        ({}, {}, {"create_attention_mask_in_dataloader": False}),
+        # Documents must not see each other.
+        ({}, {"reset_attention_mask": True}, {}),
+    ],
+    "use_fused_rotary_pos_emb": [
+        *(({}, {"multi_latent_attention": each}, {"apply_rope_fusion": True}) for each in (False, True)),
+        ({}, {"position_embedding_type": "yarn"}, {}),
+        ({}, {"rotary_interleaved": True}, {}),
+        ({}, {"experimental_attention_variant": "dsa"}, {}),
+        ({}, {"multi_latent_attention": True, "rope_type": "rope"}, {}),
+        ({}, {"multi_latent_attention": True, "cache_mla_latents": True}, {}),
+    ],
+}
 # Values that an option itself refuses.
 BAD_VALUES = [
     *(("swap_optimizer_times", each, "--swap-optimizer-times") for each in ("few", "0x", 1.5)),
@@ -353,6 +397,8 @@ BAD_VALUES = [
         for value in ([each.least - 1] if each.convert is int else [-0.5, float("inf"), float("nan")])
     ),
     ("pipeline_schedule", "zb-h3", "one of 1f1b, interleaved"),
+    ("attention_backend", "swift", "--attention-backend takes"),
+    ("moe_wgrad_side_stream", "sometimes", "takes one of auto, always"),
     ("moe_zero_memory", "level2", "takes one of disable, level0, level1"),
 ]
 
@@ -361,7 +407,9 @@ BAD_VALUES = [
 def environment(monkeypatch):
     """The optional packages that features look for; a host memory that the device addresses."""
     find = importlib.util.find_spec
-    found = {"scipy": object(), "apex": None, "transformer_engine": None}
+    found = {"scipy": object(), "torch_npu": object(), "apex": None, "transformer_engine": None}
+    operators = dict.fromkeys(moe_alltoall_mc2._OPERATORS)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(**operators))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: found[name] if name in found else find(name))
     monkeypatch.setattr(host, "why_not", lambda device: [])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -372,7 +420,7 @@ def rows(table):
 
 
 def test_rows_are_of_features():
-    assert {*REASONS, *REFUSED} <= BASE.keys() <= {feature.name for feature in runtime.catalogue()}
+    assert {*REASONS, *REFUSED, *ARGUMENTS} <= BASE.keys() <= {feature.name for feature in runtime.catalogue()}
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -407,6 +455,16 @@ def test_flags_that_make_no_sense_are_refused_in_one_line(name, row):
     with pytest.raises(OptionError) as error:
         reasons(feature, given)
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "row"), rows(ARGUMENTS))
+def test_arguments_that_a_feature_sets(name, row):
+    feature = runtime.catalogue()[name]
+    settings, args, wanted = row
+    given = context(feature, args, settings)
+    assert feature.arguments(given) == wanted
+    if name != "use_ascend_coc":
+        assert feature.arguments(replace(given, host_args=None)) == {}, "in Python there is nothing to set"
 
 
 @pytest.mark.parametrize(("dest", "value", "text"), BAD_VALUES)

@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches.schedules_method import FEATURE
 from mindspeed_lite.pipeline.steps import v_placement
 from tests.harness.processes import forked
-from tests.harness.swapped import is_swapped, reasons
-
-ON = {"schedules_method": "dualpipev", "dualpipev_dw_detach": False, "pipeline_schedule": None}
-MODEL = {
-    "pipeline_model_parallel_size": 2,
-    "num_layers": 8,
-    "untie_embeddings_and_output_weights": True,
-    "num_virtual_stages_per_pipeline_rank": None,
-}
-
-
-def context(settings=(), **args):
-    return Context(Settings({**ON, **dict(settings)}), "cpu", {}, {**MODEL, **args})
-
-
-def test_it_asks_for_two_chunks_a_rank():
-    assert reasons(FEATURE, context()) == []
-    assert FEATURE.arguments(context()) == {"num_virtual_stages_per_pipeline_rank": 2}
-    assert FEATURE.arguments(context(num_layers_per_virtual_pipeline_stage=2)) == {}
+from tests.harness.swapped import is_swapped
 
 
 @forked("megatron")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.engine import Settings
 from mindspeed_lite.parallel import symmetric
 from mindspeed_lite.patches import use_ascend_coc as patch
 from tests.harness.fused_collectives import symmetric_memory_operators
-from tests.harness.process_groups import start
-from tests.harness.processes import forked, on_ranks
-from tests.patches.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
+from tests.harness.processes import forked
+from tests.patches.linear_layers import HIDDEN, ON, config_of, layer_of, messages, on_tensor_ranks, passes, same
 
 FEATURE = patch.FEATURE
 
@@ -24,10 +19,7 @@ FEATURE = patch.FEATURE
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @forked("megatron")
 def test_layers_give_what_megatrons_give(sequence_parallel):
-    folder = Path(tempfile.mkdtemp())
-
     def body(rank):
-        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
         config = config_of(False, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
         rows = 5 if sequence_parallel else 10
         generator = torch.Generator().manual_seed(rank * sequence_parallel)
@@ -51,15 +43,12 @@ def test_layers_give_what_megatrons_give(sequence_parallel):
                     assert len(sent) >= 2, (kind, fields)
                 same(on, off)
 
-    on_ranks(2, body)
+    on_tensor_ranks(2, body)
 
 
 @forked("megatron")
 def test_what_stays_in_one_piece():
-    folder = Path(tempfile.mkdtemp())
-
     def body(rank):
-        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
         x = torch.randn(6, 1, HIDDEN).bfloat16()
 
         def sent_by(name="fc1", flags=ON, training=True, **fields):
@@ -88,20 +77,14 @@ def test_what_stays_in_one_piece():
             sent, report = sent_by(flags={**ON, "strict": False})
         assert sent == [] and [each.reason for each in report.fallbacks] == ["autocast is on"]
 
-    on_ranks(2, body)
-
-
-def context(host_args=None, **settings):
-    return Context(Settings.of(FEATURE.options, settings), "cpu", {}, host_args)
+    on_tensor_ranks(2, body)
 
 
 @forked("megatron")
 def test_fused_kernels_serve_megatrons_sequence_parallel_layers():
     """With PyTorch's fallbacks of its operators in their place: what reaches them, and the same bits."""
-    folder = Path(tempfile.mkdtemp())
 
     def body(rank):
-        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
         library, calls = symmetric_memory_operators()
         # The plan and the group would say that this is a CPU.
         object.__setattr__(FEATURE, "condition", None)
@@ -130,12 +113,9 @@ def test_fused_kernels_serve_megatrons_sequence_parallel_layers():
             assert all(map(torch.equal, on, off)) and [call[0] for call in calls] == expected
         library._destroy()
 
-    on_ranks(2, body)
+    on_tensor_ranks(2, body)
 
 
-def test_megatrons_own_flag_turns_it_on_and_is_off_afterwards():
-    """Or Megatron would build Transformer Engine's buffers."""
-    asked = context({"tensor_model_parallel_size": 2}, tp_comm_overlap=True)
-    assert FEATURE.is_enabled(asked.settings) and FEATURE.arguments(asked) == {"tp_comm_overlap": False}
-    assert FEATURE.arguments(context(use_ascend_coc=True)) == {}
-    assert not FEATURE.is_enabled(context(coc_parallel_num="4").settings)
+def test_megatrons_own_flag_turns_it_on():
+    assert FEATURE.is_enabled(Settings.of(FEATURE.options, {"tp_comm_overlap": True}))
+    assert not FEATURE.is_enabled(Settings.of(FEATURE.options, {"coc_mode": 1}))

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import PlanError
 from mindspeed_lite.parallel import mc2
 from mindspeed_lite.patches import use_ascend_mc2 as patch
 from tests.harness.fused_collectives import HcclGroup, mc2_operators
-from tests.harness.process_groups import start
-from tests.harness.processes import forked, on_ranks
-from tests.patches.linear_layers import config_of
+from tests.harness.processes import forked
+from tests.patches.linear_layers import config_of, on_tensor_ranks
 
 FEATURE = patch.FEATURE
-
-
-@forked("megatron")
-def test_on_other_devices_it_is_skipped_with_the_reason():
-    report = mindspeed_lite.enable(use_ascend_mc2=True)
-    (found,) = (each for each in report.entries if each.feature == "use_ascend_mc2")
-    assert found.status == "skipped" and "for an NPU" in found.reasons[0]
-    mindspeed_lite.disable()
-
-
-@forked("megatron")
-def test_both_at_once_are_refused():
-    with pytest.raises(PlanError, match="both say how"):
-        mindspeed_lite.enable(use_ascend_mc2=True, use_ascend_coc=True)
 
 
 @forked("megatron")
@@ -40,12 +21,9 @@ def test_megatrons_layers_go_through_the_operators():
     """With a twin of CANN's two operators over gloo in place of torch_npu: what reaches them, and the same bits."""
     import torch
 
-    folder = Path(tempfile.mkdtemp())
-
     def body(rank):
         from megatron.core import tensor_parallel
 
-        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
         config = config_of(False, tensor_model_parallel_size=2, sequence_parallel=True)
         common = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "skip_bias_add": True}
         up = tensor_parallel.ColumnParallelLinear(256, 512, gather_output=False, **common)
@@ -69,4 +47,4 @@ def test_megatrons_layers_go_through_the_operators():
             on = step()
         assert all(map(torch.equal, on, off)) and len(named.asked) == 4
 
-    on_ranks(2, body)
+    on_tensor_ranks(2, body)

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import FallbackError
-from mindspeed_lite.ops.cross_entropy import reference
+from tests.harness import losses
 from tests.harness.compare import assert_not_worse, forward_backward
 from tests.harness.processes import forked, on_ranks
 
@@ -45,46 +44,6 @@ def functions(group):
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("which", ["unfused", "fused"])
-@forked("megatron")
-def test_the_result_is_at_least_as_near_to_the_truth(which, dtype):
-    group = joined()
-    logits, target, dloss = problem(dtype)
-
-    def run(precise=None):
-        # Of its own: Megatron's functions compute over logits that are in fp32 already.
-        return forward_backward(lambda x: functions(group)[which](x, target), [logits.clone()], dloss, precise)
-
-    exact = forward_backward(lambda x: reference.definition(x, target), [logits], dloss, torch.float64)
-    off = run()
-    with mindspeed_lite.enabled(use_fused_cross_entropy=True):
-        on = run()
-    assert on[0].shape == off[0].shape == torch.Size(ROWS)
-    # Megatron's fused one rounds every gradient to bf16, so that ours is far nearer for fp32 logits.
-    assert_not_worse(on, off, exact, 3e-7, ("loss", "dlogits"))
-    assert not all(torch.equal(a, b) for a, b in zip(on, off, strict=True)), "Megatron's own function ran"
-
-
-@forked("megatron")
-def test_label_smoothing_is_left_to_megatron():
-    joined()
-    logits, target, _ = problem(torch.float32)
-    target = target.clamp(0)
-    from megatron.core import tensor_parallel
-
-    def run():
-        return tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), target, 0.1)
-
-    off = run()
-    with mindspeed_lite.enabled(use_fused_cross_entropy=True):
-        assert torch.equal(run(), off)
-        (said,) = mindspeed_lite.report().fallbacks
-    assert "label smoothing" in said.reason
-    with mindspeed_lite.enabled(use_fused_cross_entropy=True, strict=True), pytest.raises(FallbackError):
-        run()
-
-
 @forked("megatron")
 def test_under_tensor_parallelism_every_rank_has_the_loss_of_the_whole():
     store = tempfile.mkdtemp() + "/store"
@@ -94,7 +53,7 @@ def test_under_tensor_parallelism_every_rank_has_the_loss_of_the_whole():
         for dtype in (torch.float32, torch.bfloat16):
             logits, target, dloss = problem(dtype, 2)
             mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
-            exact = forward_backward(lambda x: reference.definition(x, target), [logits], dloss, torch.float64)  # noqa: B023
+            exact = forward_backward(lambda x: losses.cross_entropy(x, target), [logits], dloss, torch.float64)  # noqa: B023
             exact = [exact[0], exact[1][..., mine]]
             for which in ("unfused", "fused"):
 

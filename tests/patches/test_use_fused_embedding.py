@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite import platform
 from mindspeed_lite.patches import use_fused_embedding as patch
 from tests.harness.compare import Sizes, error
-from tests.harness.processes import forked, on_ranks
-
-
-def joined(rank, ranks, store):
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(ranks)
+from tests.harness.processes import forked
+from tests.patches.linear_layers import on_tensor_ranks
 
 
 def embedding_of(sequence_parallel=False, ranks=2, dtype=torch.bfloat16, **fields):
@@ -56,11 +47,7 @@ def run(embedding, ids):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @forked("megatron")
 def test_bits_are_megatrons_and_no_index_is_assigned_to(sequence_parallel):
-    store = tempfile.mkdtemp() + "/store"
-
     def body(rank):
-        mindspeed_lite.enable()
-        joined(rank, 2, dist.FileStore(store, 2))
         embedding = embedding_of(sequence_parallel)
         ids = torch.randint(0, 32, (3, 6), generator=torch.Generator().manual_seed(4))
         off, gradient, names = run(embedding, ids)
@@ -72,7 +59,7 @@ def test_bits_are_megatrons_and_no_index_is_assigned_to(sequence_parallel):
         assert torch.equal(on, off) and torch.equal(same, gradient)
         assert not [name for name in names if "index_put" in name]
 
-    on_ranks(2, body)
+    on_tensor_ranks(2, body)
 
 
 def reduced(embedding, ids, **ddp):
@@ -101,11 +88,7 @@ def reduced(embedding, ids, **ddp):
 )
 @forked("megatron")
 def test_megatrons_hook_adds_rows_to_the_main_gradient(ranks, ddp):
-    store = tempfile.mkdtemp() + "/store"
-
     def body(rank):
-        mindspeed_lite.enable()
-        joined(rank, ranks, dist.FileStore(store, ranks))
         ids = torch.randint(0, 32, (2, 3, 6), generator=torch.Generator().manual_seed(4))
         off, many = reduced(embedding_of(ranks=ranks), ids, **ddp)
         exact, _ = reduced(embedding_of(ranks=ranks, dtype=torch.float64), ids)
@@ -119,15 +102,13 @@ def test_megatrons_hook_adds_rows_to_the_main_gradient(ranks, ddp):
         allowed = 2.0 if off.dtype == torch.bfloat16 else 1.0
         assert error(on, exact) <= allowed * error(off, exact)
 
-    on_ranks(ranks, body)
+    on_tensor_ranks(ranks, body)
 
 
 @pytest.mark.parametrize("shared", ["output layer", "second lookup"])
 @forked("megatron")
 def test_a_weight_that_is_used_twice_gets_both_gradients(shared):
     def body(rank):
-        mindspeed_lite.enable()
-        joined(rank, 1, dist.HashStore())
         ids = torch.randint(0, 32, (2, 3, 6), generator=torch.Generator().manual_seed(4))
 
         class Twice(torch.nn.Module):
@@ -149,14 +130,12 @@ def test_a_weight_that_is_used_twice_gets_both_gradients(shared):
         assert not any("embedding_dense_backward" in name for name in sizes.names)
         assert error(on, exact) <= 1.1 * error(off, exact) and error(off, exact) < 0.02
 
-    on_ranks(1, body)
+    on_tensor_ranks(1, body)
 
 
 @forked("megatron")
 def test_where_nobody_adds_rows_the_gradient_stays_dense_and_the_reason_is_said():
     def body(rank):
-        platform.activate()
-        joined(rank, 1, dist.HashStore())
         ids = torch.randint(0, 32, (3, 6), generator=torch.Generator().manual_seed(4))
 
         def said(change, **fields):
@@ -187,16 +166,12 @@ def test_where_nobody_adds_rows_the_gradient_stays_dense_and_the_reason_is_said(
                 layer.weight.main_grad = torch.zeros(layer.weight.shape)
                 layer(ids + 32)
 
-    on_ranks(1, body)
+    on_tensor_ranks(1, body)
 
 
 @forked("megatron")
 def test_deterministic_mode_is_left_to_megatron():
-    store = tempfile.mkdtemp() + "/store"
-
     def body(rank):
-        mindspeed_lite.enable()
-        joined(rank, 2, dist.FileStore(store, 2))
         ids = torch.randint(0, 32, (3, 6), generator=torch.Generator().manual_seed(4))
         deterministic = embedding_of(deterministic_mode=True)
         with mindspeed_lite.enabled(use_fused_embedding=True):
@@ -204,7 +179,7 @@ def test_deterministic_mode_is_left_to_megatron():
             (said,) = mindspeed_lite.report().fallbacks
         assert [name for name in names if "index_put" in name] and "deterministic mode" in said.reason
 
-    on_ranks(2, body)
+    on_tensor_ranks(2, body)
 
 
 def test_what_is_recorded_as_a_cuda_graph_keeps_a_dense_gradient(monkeypatch):

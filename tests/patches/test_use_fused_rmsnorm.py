@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import PlanError
 from tests.harness.norms import HIDDEN, config_of, norm_of
 from tests.harness.processes import forked
 
@@ -26,14 +24,3 @@ def test_the_device_layer_alone_marks_torchs_norms_as_well():
         assert type(norm) is kind and all(each.sequence_parallel for each in norm.parameters())
         assert config.sequence_parallel is True, "the configuration is the user's"
         assert not hasattr(norm_of(normalization=normalization).weight, "sequence_parallel")
-
-
-@forked("megatron")
-def test_a_feature_that_does_not_apply_is_skipped_with_its_reasons_or_refused_if_strict():
-    host_args = {"normalization": "LayerNorm", "transformer_impl": "transformer_engine"}
-    report = mindspeed_lite.enable(host_args=host_args, use_fused_rmsnorm=True)
-    entry = next(each for each in report.entries if each.feature == "use_fused_rmsnorm")
-    assert (entry.status, len(entry.reasons), entry.patches) == ("skipped", 2, [])
-    assert type(norm_of()) is torch.nn.RMSNorm
-    with pytest.raises(PlanError, match=r"--use-fused-rmsnorm.*LayerNorm"):
-        mindspeed_lite.enable(host_args=host_args, use_fused_rmsnorm=True, strict=True)

@@ -1,22 +1,17 @@
-"""`--use-fused-rotary-pos-emb` in real Megatron: the same rotation as without it, in every form Megatron has."""
+"""`--use-fused-rotary-pos-emb` in real Megatron: multi-latent attention, Megatron's own fusion, what falls back."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
+from mindspeed_lite.engine import OptionError
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
-from tests.harness import checkouts, matrix
-from tests.harness.checkouts import ROOT
-from tests.harness.compare import assert_not_worse, error, forward_backward
-from tests.harness.processes import clean_environment, forked
-from tests.harness.swapped import is_swapped
+from tests.harness.compare import error, forward_backward
+from tests.harness.processes import forked
 
 FEATURE = patch.FEATURE
 S, B, N, D = 24, 2, 4, 16
@@ -41,86 +36,10 @@ class Ranks:
         self.size, self.rank = (lambda: count), (lambda: rank)
 
 
-def angles(rows=S, width=D, interleaved=False, batch=1):
-    """[rows, batch, 1, width], as Megatron's modules make them."""
-    inverse = 1e4 ** -(torch.arange(0, width, 2).float() / width)
-    positions = torch.arange(rows).float()[:, None] + 7 * torch.arange(batch).float()
-    freqs = positions[..., None] * inverse
-    both = torch.stack((freqs, freqs), -1).flatten(-2) if interleaved else torch.cat((freqs, freqs), -1)
-    return both[:, :, None]
-
-
-# options of a case: fields of the configuration, arguments of the call, shape and angles
-CASES = {
-    "half": {},
-    "interleaved": dict(config=dict(rotary_interleaved=True), interleaved=True),
-    "partial": dict(width=6),
-    "yarn": dict(arguments=dict(mscale=1.3)),
-    "latent": dict(config=dict(multi_latent_attention=True), latent=True),
-    "angles of each sequence": dict(batch=B),
-    "packed": dict(packed=[5, 0, 11, 8], rows=12),
-    "packed, one row per token": dict(packed=[16, 8], rows=24),
-    "packed, interleaved, partial": dict(
-        config=dict(rotary_interleaved=True), interleaved=True, packed=[9, 15], rows=30, width=8
-    ),
-    "packed, context parallel": dict(packed=[8, 40], rows=50, arguments=dict(cp_group=Ranks(2, 1))),
-}
-
-
-def call_of(case, with_latent_argument, fusion=False):
-    """`function(apply_rotary_pos_emb) -> function(t)`, and the shape of t."""
-    case = CASES[case]
-    config = config_of(**{"apply_rope_fusion": fusion, **case.get("config", {})})
-    arguments = {"cp_group": Ranks(), **case.get("arguments", {})}
-    if "packed" in case:
-        arguments["cu_seqlens"] = torch.tensor([0, *case["packed"]]).cumsum(0).int()
-    if case.get("latent") and with_latent_argument:
-        arguments["mla_rotary_interleaved"] = True
-    freqs = angles(case.get("rows", S), case.get("width", D), case.get("interleaved", False), case.get("batch", 1))
-    shape = (S, N, D) if "packed" in case else (S, B, N, D)
-    return lambda function: lambda t: function(t, freqs, config, **arguments), shape
-
-
-def check_every_case():
-    """Every case on against off, in this process's release; called in a process of its own."""
-    from packaging.version import Version
-
-    from mindspeed_lite.platform import megatron
-
-    newer = Version(megatron.version()) >= Version("0.19")
-
-    def run(case, dtype, precise=None):
-        call, shape = call_of(case, newer)
-        generator = torch.Generator().manual_seed(2)
-        # As the queries of a fused projection.
-        mixed, dout = (torch.randn(*shape[:-1], k * D, generator=generator).to(dtype) for k in (3, 1))
-        function = call(utilities().apply_rotary_pos_emb)
-        return forward_backward(lambda x: function(x[..., D : 2 * D]), (mixed,), dout, precise)
-
-    kinds = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
-    exact, replaced = ([run(*kind, precise) for kind in kinds] for precise in (torch.float64, None))
-    original = utilities().apply_rotary_pos_emb
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
-        assert utilities().apply_rotary_pos_emb is original and is_swapped(original)
-        got = [run(*kind) for kind in kinds]
-        assert mindspeed_lite.report().fallbacks == []
-    assert utilities().apply_rotary_pos_emb is original and not is_swapped(original)
-    for (case, _), *results in zip(kinds, got, replaced, exact, strict=True):
-        assert_not_worse(*results, torch.finfo(torch.float32).eps, (f"{case}: t", f"{case}: dt"))
-    print("every case agrees", flush=True)
-
-
-@forked("megatron")
-def test_every_form_is_at_least_as_near_to_the_truth():
-    check_every_case()
-
-
-@pytest.mark.parametrize("release", matrix.only([], checkouts.ALL[:-1]))
-def test_every_form_in_other_releases(release):
-    code = "from tests.patches import test_use_fused_rotary_pos_emb as tests; tests.check_every_case()"
-    environment = clean_environment(PYTHONPATH=f"{ROOT}:{checkouts.folder(release)}")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("every case agrees\n"), done.stderr[-3000:]
+def angles(rows=S):
+    """[rows, 1, 1, D], as Megatron's modules make them."""
+    freqs = torch.arange(rows).float()[:, None] * 1e4 ** -(torch.arange(0, D, 2) / D)
+    return torch.cat((freqs, freqs), -1)[:, None, None]
 
 
 @forked("megatron")
@@ -144,7 +63,7 @@ def test_latent_attentions_fused_functions_are_the_unfused_path_in_one_piece(pac
     from megatron.core.transformer import multi_latent_attention as module
 
     no_position, positions, value = 12, D, 10
-    freqs = angles(S, positions)
+    freqs = angles()
     lead = (S,) if packed else (S, B)
     edges = torch.tensor([0, 10, S]).int() if packed else None
     generator = torch.Generator().manual_seed(5)
@@ -183,57 +102,3 @@ def test_latent_attentions_fused_functions_are_the_unfused_path_in_one_piece(pac
         assert [each.verdict for each in mindspeed_lite.report().verifications] == ["ok", "ok"]
     for ours, exact in zip(got, want, strict=True):
         assert error(ours, exact) < 1e-6
-
-
-@forked("megatron")
-def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
-    t, freqs = torch.randn(S, B, N, D), angles(1)
-    want = utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
-        for _ in range(2):
-            on = config_of(apply_rope_fusion=True)
-            assert torch.equal(utilities().apply_rotary_pos_emb(t, freqs, on, cp_group=Ranks()), want)
-        assert [each.reason for each in mindspeed_lite.report().fallbacks] == [f"{S} tokens with angles of 1"]
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True), pytest.raises(FallbackError, match="of 1"):
-        utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
-
-
-def context(settings=None, **host_args):
-    return Context(Settings({"use_fused_rotary_pos_emb": True} if settings is None else settings), "cpu", {}, host_args)
-
-
-def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():
-    fused = {"apply_rope_fusion": True}
-    assert FEATURE.arguments(context()) == fused == FEATURE.arguments(context(multi_latent_attention=True))
-    assert FEATURE.arguments(Context(Settings({}), "cpu", {}, None)) == {}
-    for refused in (
-        dict(position_embedding_type="yarn"),
-        dict(rotary_interleaved=True),
-        dict(experimental_attention_variant="dsa"),
-        dict(multi_latent_attention=True, rope_type="rope"),
-        dict(multi_latent_attention=True, cache_mla_latents=True),
-    ):
-        assert FEATURE.arguments(context(**refused)) == {}, refused
-
-
-ARGUMENTS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 3 --bf16 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 255 --normalization RMSNorm --position-embedding-type rope"
-).split()
-
-
-@pytest.mark.parametrize("flags", [[], ["--use-fused-rotary-pos-emb"], ["--mindspeed-lite-auto"]])
-@forked("megatron", WORLD_SIZE="1", RANK="0")
-def test_the_default_of_megatron_stands_with_the_feature_and_is_switched_without(flags):
-    from megatron.training import arguments
-
-    import mindspeed_lite.megatron_adaptor
-
-    sys.argv = ["pretrain_gpt.py", *ARGUMENTS, *flags]
-    args = arguments.validate_args(arguments.parse_args())
-    report = mindspeed_lite.report()
-    assert args.apply_rope_fusion is bool(flags)
-    assert any("--no-rope-fusion set" in notice for notice in report.notices) is not bool(flags)
-    others = any("--no-gradient-accumulation-fusion set" in notice for notice in report.notices)
-    assert others is ("--mindspeed-lite-auto" not in flags)  # which has a feature that makes that default possible

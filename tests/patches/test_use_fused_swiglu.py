@@ -2,117 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mindspeed_lite
-from mindspeed_lite.engine import FallbackError
-from mindspeed_lite.ops.activation import OPERATOR, activation
-from mindspeed_lite.patches import use_fused_swiglu as patch
-from tests.harness.compare import assert_not_worse, forward_backward
+from mindspeed_lite.ops.activation import OPERATOR
 from tests.harness.processes import forked
+from tests.patches.mlp import WIDTH, mlp_of
 
-FEATURE = patch.FEATURE
-NAME = "use_fused_swiglu"
-ROWS, BATCH, WIDTH = 5, 2, 24
-# What each model's MLP computes: fields of its configuration, whether fc1 has a bias, whether tokens have weights.
-MODELS = {
-    "swiglu": ({"activation": "silu", "gated_linear_unit": True}, False, False),
-    "swiglu with bias": ({"activation": "silu", "gated_linear_unit": True}, True, False),
-    "swiglu of an expert": ({"activation": "silu", "gated_linear_unit": True}, False, True),
-    "geglu": ({"activation": "gelu", "gated_linear_unit": True}, False, False),
-    "geglu with bias": ({"activation": "gelu", "gated_linear_unit": True}, True, False),
-    "quick_geglu of an expert": (
-        {"activation": "quick_gelu", "gated_linear_unit": True, "glu_linear_offset": 1.0}, True, True,
-    ),
-    "quick_geglu of an expert, clamped": (
-        {"activation": "quick_gelu", "gated_linear_unit": True, "activation_func_clamp_value": 0.5}, False, True,
-    ),
-    "gelu with bias": ({"activation": "gelu", "gated_linear_unit": False}, True, False),
-    "squared_relu": ({"activation": "squared_relu", "bias_activation_fusion": False}, True, False),
-    "squared_relu of an expert": ({"activation": "squared_relu", "bias_activation_fusion": False}, False, True),
-}  # fmt: skip
-
-
-class Linear(torch.nn.Module):
-    """Stands for fc1 and fc2: hands on what it gets, and a bias beside it."""
-
-    def __init__(self, bias=None):
-        super().__init__()
-        self.bias = bias
-
-    def forward(self, x):
-        return x, self.bias
-
-
-def mlp_of(fields, bias=None):
-    """Megatron's MLP, whose forward is all that counts here, around linears that do nothing."""
-    from megatron.core import activations
-    from megatron.core.fusions import fused_bias_geglu
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.mlp import MLP
-
-    functions = {"silu": F.silu, "gelu": F.gelu, "squared_relu": activations.squared_relu,
-                 "quick_gelu": fused_bias_geglu.quick_gelu}  # fmt: skip
-    fields = {"bias_activation_fusion": True, **fields}
-    name = fields.pop("activation")
-    mlp = MLP.__new__(MLP)
-    torch.nn.Module.__init__(mlp)
-    mlp.config = TransformerConfig(
-        num_layers=1, hidden_size=WIDTH, num_attention_heads=4, activation_func=functions[name],
-        add_bias_linear=bias is not None, **fields,
-    )  # fmt: skip
-    mlp.activation_func = mlp.config.activation_func
-    mlp.linear_fc1, mlp.linear_fc2 = Linear(bias), Linear()
-    return mlp
-
-
-def through(fields, biased, weighted):
-    """What the MLP computes, as a function of x, then the bias and the weights it has."""
-
-    def call(x, *rest):
-        rest = list(rest)
-        bias = rest.pop(0) if biased else None
-        return mlp_of(dict(fields), bias)(x, rest.pop(0) if weighted else None)[0]
-
-    return call
-
-
-def inputs_of(model, dtype):
-    """[x, bias, weights] as far as the model has them, and the output's gradient."""
-    fields, biased, weighted = MODELS[model]
-    generator = torch.Generator().manual_seed(5)
-    shape = (ROWS * BATCH,) if weighted else (ROWS, BATCH)
-    half = WIDTH // 2 if fields.get("gated_linear_unit") else WIDTH
-    inputs = [2 * torch.randn(*shape, WIDTH, generator=generator).to(dtype)]
-    if biased:
-        inputs.append(torch.randn(WIDTH, generator=generator).to(dtype))
-    if weighted:
-        inputs.append(torch.rand(shape, generator=generator))
-    return inputs, torch.randn(*shape, half, generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@forked("megatron")
-def test_an_mlp_is_at_least_as_near_to_the_truth(dtype):
-    plain = {}
-    for model, parts in MODELS.items():
-        inputs, dout = inputs_of(model, dtype)
-        plain[model] = [forward_backward(through(*parts), inputs, dout, wide) for wide in (torch.float64, None)]
-    calls = []
-    patch.activation = lambda *args, **kwargs: calls.append(args[1]) or activation(*args, **kwargs)
-    with mindspeed_lite.enabled(use_fused_swiglu=True, strict=True):
-        for model, parts in MODELS.items():
-            inputs, dout = inputs_of(model, dtype)
-            got = forward_backward(through(*parts), inputs, dout)
-            names = (f"{model}: {name}" for name in ("output", "dx", "the next gradient", "the last gradient"))
-            # One rounding of each result is free; a sum over rows or columns may come in another order.
-            for name, ours, truth, theirs in zip(names, got, *plain[model], strict=False):
-                assert_not_worse([ours], [theirs], [truth], torch.finfo(ours.dtype).eps, [name])
-    assert calls == [re.match(r"\w+", model)[0] for model in MODELS]
+ROWS, BATCH = 5, 2
 
 
 @forked("megatron")
@@ -141,31 +40,6 @@ def test_only_the_input_is_kept_for_the_backward_pass():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             mlp_of({"activation": "silu", "gated_linear_unit": True})(x)
     assert {t.data_ptr() for t in kept} == {x.data_ptr()}
-
-
-@forked("megatron")
-def test_what_the_operator_does_not_do_falls_back_with_its_reason():
-    from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
-
-    x, weights = torch.randn(3, 8), torch.rand(3, 1)
-    swiglu, quick = fused_bias_swiglu, fused_bias_geglu
-    calls = {
-        "fp8": lambda: swiglu.bias_swiglu_impl(x, None, True, False),
-        "offloading": lambda: swiglu.bias_swiglu_impl(x * 1, None, False, True),
-        "clamps before": lambda: quick.weighted_bias_quick_geglu_impl(x, torch.ones(8), weights, False, 0.0, 0.5),
-    }
-    off = {name: call() for name, call in calls.items()}
-    off["fp8 with weights"] = swiglu.weighted_bias_swiglu_impl(x, None, weights, True)
-    with mindspeed_lite.enabled(use_fused_swiglu=True):
-        for name, call in calls.items():
-            assert torch.equal(call(), off[name]), name
-        assert torch.equal(swiglu.weighted_bias_swiglu_impl(x, None, weights, True), off["fp8 with weights"])
-        said = [each.reason for each in mindspeed_lite.report().fallbacks]
-    assert len(said) == 3 and all(any(word in reason for reason in said) for word in calls)
-    mindspeed_lite.enable(use_fused_swiglu=True, strict=True)
-    for call in calls.values():
-        with pytest.raises(FallbackError, match=NAME):
-            call()
 
 
 @forked("megatron")

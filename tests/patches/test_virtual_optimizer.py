@@ -12,10 +12,8 @@ import mindspeed_lite
 from mindspeed_lite.engine import OptionError
 from mindspeed_lite.memory import host, host_mapped_moments
 from mindspeed_lite.patches import virtual_optimizer as patch
-from tests.harness.optimizers import KINDS, assert_equal, gradients, inner, optimizer_of, saved, start, train
+from tests.harness.optimizers import KINDS, gradients, inner, optimizer_of, saved, start, train
 from tests.harness.processes import forked
-
-OFF = {"use_fused_adamw": True, "strict": True}
 
 
 def begin(groups: Path) -> None:
@@ -26,22 +24,6 @@ def begin(groups: Path) -> None:
 
 def on(*budget: str | float, **more: Any) -> dict[str, Any]:
     return {"virtual_optimizer": budget, "strict": True, **more}
-
-
-@pytest.mark.parametrize("more", [{}, {"quant_states": "fp8", "reuse_fp32_param": True}])
-@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32", "fp16"])
-@forked("megatron")
-def test_training_is_bit_for_bit_that_of_the_fused_step(
-    kind: str, more: dict[str, Any], groups: Path
-) -> None:  # fmt: skip
-    begin(groups)
-    more = more if kind.startswith("bf16") else {name: more[name] for name in more if name != "reuse_fp32_param"}
-    with mindspeed_lite.enabled(**OFF, **more):
-        off = train(KINDS[kind])
-    with mindspeed_lite.enabled(**on("all", **more)):
-        found = train(KINDS[kind])
-    for name in ("history", "model", "state"):
-        assert_equal(found[name], off[name])
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])

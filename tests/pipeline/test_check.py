@@ -47,10 +47,10 @@ def test_a_step_that_is_left_out_is_noticed(name, data):
 @pytest.mark.parametrize(
     ("name", "dropped", "words"),
     [
-        ("zb-h1", Kind.WEIGHT_GRAD, "there is a BI and no W"),
-        ("zb-h1", Kind.INPUT_GRAD, "there is no backward"),
-        ("1f1b", Kind.BACKWARD, "there is no backward (B or BI)"),
-        ("1f1b", Kind.FORWARD, "there is no forward (F)"),
+        ("zb-h1", Kind.WEIGHT_GRAD, "its steps are F BI: want"),
+        ("zb-h1", Kind.INPUT_GRAD, "its steps are F W: want"),
+        ("1f1b", Kind.BACKWARD, "its steps are F: want"),
+        ("1f1b", Kind.FORWARD, "its steps are B: want"),
     ],
 )
 def test_what_is_missing_is_named(name, dropped, words):
@@ -64,9 +64,9 @@ def test_what_is_missing_is_named(name, dropped, words):
     ("added", "words"),
     [
         ((forward(0, 2),), "F0:2 stands twice"),
-        ((Step(Kind.INPUT_GRAD, 0, 2),), "one of them is enough"),
-        ((Step(Kind.WEIGHT_GRAD, 0, 2),), "there is a W and no BI"),
-        ((recompute(0, 2),), "before the R that it needs"),
+        ((Step(Kind.INPUT_GRAD, 0, 2),), "its steps are F B BI: want"),
+        ((Step(Kind.WEIGHT_GRAD, 0, 2),), "its steps are F B W: want"),
+        ((recompute(0, 2),), "its steps are F B R: want"),
         ((forward(1, 2),), "there is no chunk 1"),
         ((forward(0, 6),), "there is no micro-batch 6"),
         (("F0:2",), "is no step and no overlapped pair, but 'F0:2'"),
@@ -157,7 +157,7 @@ def test_an_order_of_a_users_own_is_loaded_from_a_file_or_a_module(file, monkeyp
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("{}:short", ["rank 0: chunk 0, micro-batch 1", "no forward"]),
+        ("{}:short", ["rank 0: chunk 0, micro-batch 1", "its steps are none"]),
         ("{}:broken", ["raises ZeroDivisionError"]),
         ("{}:endless", ["F0:0 stands twice"]),
         ("{}:leaving", ["it raises SystemExit"]),

@@ -60,21 +60,6 @@ def test_chunks_are_placed_one_after_the_other_or_in_a_v():
     assert build("dualpipev", PipelineShape(2, 4, 2)).placement == v_placement(2) == ((0, 3), (1, 2))
 
 
-def test_overlapped_interleaved_runs_one_more_forward_ahead():
-    schedule = build("interleaved-overlap", PipelineShape(2, 4, 2))
-    assert written(schedule, 1) == ("F0:0 F0:1 F1:0 F1:1+B1:0 F0:2+B1:1 F0:3+B0:0 F1:2+B0:1 F1:3+B1:2 B1:3 B0:2 B0:3")
-    assert written(build("interleaved-overlap", PipelineShape(1, 3)), 0) == "F0:0 F0:1+B0:0 F0:2+B0:1 B0:2"
-
-
-def test_dualpipev_without_weight_gradients_apart_is_the_same_order():
-    shape = PipelineShape(4, 10, 2)
-    whole, published = build("dualpipev-whole", shape), build("dualpipev", shape)
-    assert not whole.has_weight_grads and published.has_weight_grads
-    for rank in range(shape.ranks):
-        kept = [step for step in published.steps(rank) if step.kind is not Kind.WEIGHT_GRAD]
-        assert [step[1:] for step in whole.steps(rank)] == [step[1:] for step in kept]
-
-
 def test_an_evaluation_has_forwards_alone():
     assert written(build("forward-only", PipelineShape(2, 2, 2)), 0) == "F0:0 F0:1 F1:0 F1:1"
     schedule = build("forward-only-v", PipelineShape(2, 3, 2))

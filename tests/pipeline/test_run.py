@@ -1,4 +1,4 @@
-"""The executor, with threads as ranks and numbers as tensors: what each step is given, waits for and releases."""
+"""The executor, with threads as ranks and values as tensors: what each step is given, waits for and releases."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_pairs_that_ran_one_after_the_other_are_simulated_so(share, file):
     planned = schedule if share < 1 else schedule.one_by_one()
     records = [
         trace.ExecutedStep(rank, step, timed.begin, timed.end)
-        for rank, entries in enumerate(simulate(planned, uniform(4, pair=share)).ranks)
+        for rank, entries in enumerate(simulate(planned, replace(uniform(4), pair=share)).ranks)
         for timed in entries
         for step in steps_of(timed.entry)
     ]

@@ -1,4 +1,4 @@
-"""The queue of delayed weight gradients: order, hooks, and what an error leaves behind."""
+"""The queue of delayed weight gradients: order, hooks, and what is left after an error."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_which_layers_have_experts(pattern: str, expected: list[int]) -> None:
         ("--recompute-granularity full", 1, ("--recompute-method",)),
         ("--virtual-optimizer 1 2", 1, ("--virtual-optimizer", "give one")),
         ("--swap-optimizer --virtual-optimizer all", 1, ("--swap-optimizer", "drop one")),
-        ("--recompute-granularity selective --recompute-modules moe_act", 1, ("moe_act", "core_attn")),
+        ("--recompute-granularity selective --recompute-modules fc1", 1, ("fc1", "core_attn")),
         ("--virtual-optimizer much", 1, ("--virtual-optimizer", "'much'")),
         ("--moe-layer-freq x --num-experts 2", 1, ("--moe-layer-freq", "'x'")),
         ("--moe-layer-freq [1] --num-experts 2", 1, ("--moe-layer-freq", "4 layers")),

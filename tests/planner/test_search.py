@@ -37,6 +37,10 @@ def made(words: str, devices_: int = 8, budget: float = 40e9) -> Search:
     return Search(base, devices_, budget, Pricer(PublishedDevice(name, figures)))
 
 
+def key_of(candidate: LayoutCandidate) -> LayoutCandidate:
+    return candidates.replace(candidate, recompute="none", states="kept", layout="")
+
+
 @pytest.mark.parametrize("words", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_the_best_is_that_of_looking_at_everything(words: str) -> None:
     """And nothing that was left out by its bound is faster than its bound."""
@@ -55,13 +59,25 @@ def test_the_best_is_that_of_looking_at_everything(words: str) -> None:
             assert size <= each.bytes * (1 + 1e-6), candidate
         if each.bytes <= found.budget:
             every.append(each)
-    result = found.run(5)
+    # An option that saves memory without need is none.
+    options = dict[LayoutCandidate, list[LayoutCandidate]]()
+    for each in every:
+        options.setdefault(key_of(each.candidate), []).append(each.candidate)
+    every = [
+        each
+        for each in every
+        if not any(
+            other != each.candidate and candidates.costs_less(other, each.candidate)
+            for other in options[key_of(each.candidate)]
+        )
+    ]
+    result = found.run(5, lambda candidate: True)
     assert result.simulated < len(every), "bounds leave nothing out"
     assert result.best[0].seconds == pytest.approx(min(each.seconds for each in every))
     # One for each layout.
     layouts: dict[LayoutCandidate, float] = {}
     for each in every:
-        key = candidates.replace(each.candidate, recompute="none", states="kept", layout="")
+        key = key_of(each.candidate)
         layouts[key] = min(layouts.get(key, each.seconds), each.seconds)
     assert [each.seconds for each in result.best] == pytest.approx(sorted(layouts.values())[:5])
     assert result.considered == sum(1 for _ in fewer.space())
@@ -136,9 +152,40 @@ def test_why_a_layout_is_not_better() -> None:
     assert slower.result.best[0].candidate.pp == 4 and slower.result.best[0].seconds > best.seconds
     large = why.ask(made(DENSE, budget=3e9), "TP1 PP1")
     assert not large.result.best and large.smallest is not None and large.smallest.bytes > 3e9
-    assert why.ask(found, "PP3").result.considered == 0
+    assert why.ask(made(DENSE), "states swapped").result.considered
     with pytest.raises(ArgumentError, match="'XP4' is none of TPN"):
-        why.condition("XP4")
+        why.question("XP4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("PP3", "8 devices have no PP3: PP divides the devices"),
+        ("TP8 PP2", "8 devices have no TP8 with PP2: TP divides 16 heads"),
+        ("VPP2 PP1", "no VPP2 with PP1: VPP needs PP above 1"),
+        ("MBS3", "no MBS3: MBS is 1, 2, 4, 8 or 16"),
+        ("CP8", "no CP8: CP is a power of 2 that leaves a rank 512 tokens"),
+        ("EP2", "no EP2: EP divides 0 experts"),
+        ("VPP5", ""),
+    ],
+)
+def test_why_there_is_no_such_layout(asked: str, reason: str) -> None:
+    assert reason in why.ask(made(DENSE), asked).excluded
+
+
+def test_every_number_of_virtual_stages_that_divides_is_searched() -> None:
+    of_60 = DENSE.replace("--num-layers 8", "--num-layers 60")
+    found = {each.vpp for each in made(of_60).layouts() if each.pp == 2}
+    assert found >= {1, 2, 3, 5, 6, 10, 15, 30} and not found & {4, 7, 8}
+
+
+def test_an_option_that_takes_time_is_used_where_it_makes_it_fit() -> None:
+    for budget, used in ((40e9, {"none", "kept"}), (7e9, {"parts", "full", "shared"})):
+        found = made(DENSE, budget=budget).run(10).best
+        assert {each.candidate.recompute for each in found} | {each.candidate.states for each in found} & used
+        if budget == 40e9:
+            assert all((each.candidate.recompute, each.candidate.states) == ("none", "kept") for each in found)
+        assert all(each.candidate.states != "swapped" for each in found)
 
 
 def test_the_command_keeps_what_is_not_chosen() -> None:

@@ -1,7 +1,7 @@
 """`--enable-expert-placement`: experts that change places at random change no bit, whatever the optimizer and layout.
 
 Two rows of a token add up to the same bits in any order, and gradients are not clipped. Each training goes on for two
-steps after undo. Checkpoints are in `test_checkpoints.py`. As a script of `training_server` on two ranks,
+steps after undo. Checkpoints are in `test_checkpoints.py`. As a script of `tests.harness.jobs` on two ranks,
 `test_enable_expert_placement.py OUT`, each rank writes OUT/<rank>.json, the faults of `predicted` and `refused`.
 """
 
@@ -43,7 +43,7 @@ placed = Rows(
 )  # fmt: skip
 
 
-def beside(both: str, *layouts: str, **more: Any) -> Rows:
+def together(both: str, *layouts: str, **more: Any) -> Rows:
     return replace(placed, both=both, name=f"placed, {both}", layouts=dict.fromkeys(layouts, ""), **more)
 
 
@@ -53,26 +53,26 @@ FOUR: dict[str, Any] = {"releases": ["0.16.1", NEW]}
 OTHER_ORDER = Near(1e-5, 1e-5, 1e-5)
 TABLE = [
     placed,
-    beside("reset_bucket_group_order", OVERLAPPED),
-    beside("param_gather_once", "dist"),
-    beside(FUSED, "dist"),
-    beside(f"{FUSED} reuse_fp32_param", "dist", ""),
-    beside(f"{FUSED} quant_states=bf16", "dist"),
-    beside(f"{FUSED} quant_states=fp8", "dist"),
+    together("reset_bucket_group_order", OVERLAPPED),
+    together("param_gather_once", "dist"),
+    together(FUSED, "dist"),
+    together(f"{FUSED} reuse_fp32_param", "dist", ""),
+    together(f"{FUSED} quant_states=bf16", "dist"),
+    together(f"{FUSED} quant_states=fp8", "dist"),
     replace(placed, name="placed, both", both=BOTH, layouts={OVERLAPPED: NEW}),
-    beside(f"{FUSED} virtual_optimizer=[all]", "dist", before="drawn_placements virtual_optimizer"),
-    beside(f"{FUSED} swap_optimizer", "dist", before="drawn_placements swap_optimizer"),
-    beside("moe_grouped_gemm", ""),
+    together(f"{FUSED} virtual_optimizer=[all]", "dist", before="drawn_placements virtual_optimizer"),
+    together(f"{FUSED} swap_optimizer", "dist", before="drawn_placements swap_optimizer"),
+    together("moe_grouped_gemm", ""),
     # Before Megatron 0.17 no layer of its own delays weight gradients.
-    beside(f"moe_grouped_gemm {rows.WGRAD} delay_wgrad_compute moe_fb_overlap",
+    together(f"moe_grouped_gemm {rows.WGRAD} delay_wgrad_compute moe_fb_overlap",
            "wgrad overlap_grad no_sync combined delayed", releases=["0.17.1", "0.18.2", NEW]),
-    beside(f"{GROUPED} moe_hierarchical_alltoallv moe_node_size=1", "permute_fused"),
-    beside(f"{GROUPED} moe_zero_memory=level1", "permute_fused"),
-    beside("moe_grouped_gemm balanced_moe_experts balanced_moe_break_even=0.0", "fp32", near=OTHER_ORDER),
-    beside("", "fp32 allgather", near=OTHER_ORDER),
-    beside("", "ep4", "ep4 dist", "tp2 sp", f"tp2 sp {OVERLAPPED}", "ep4 tp2 sp etp1", "pp2", "pp2 dist",
+    together(f"{GROUPED} moe_hierarchical_alltoallv moe_node_size=1", "permute_fused"),
+    together(f"{GROUPED} moe_zero_memory=level1", "permute_fused"),
+    together("moe_grouped_gemm balanced_moe_experts balanced_moe_break_even=0.0", "fp32", near=OTHER_ORDER),
+    together("", "fp32 allgather", near=OTHER_ORDER),
+    together("", "ep4", "ep4 dist", "tp2 sp", f"tp2 sp {OVERLAPPED}", "ep4 tp2 sp etp1", "pp2", "pp2 dist",
            f"dp2 {OVERLAPPED}", **FOUR),
-    beside(BOTH, f"dp2 {OVERLAPPED}", **FOUR),
+    together(BOTH, f"dp2 {OVERLAPPED}", **FOUR),
     replace(placed, name="50 steps", steps=50, releases=[NEW],
             layouts={"dist": "", "ep4 dist": "", f"tp2 sp {OVERLAPPED}": "", "pp2 dist": ""}),
 ]  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
 from tests.harness.commands import python
+from tests.harness.processes import forked
 from tests.harness.training import SCRIPT, Trainer
 
 OTHERS = "launch.sh", "long_context.sh"
@@ -69,25 +72,37 @@ def test_small_sizes_train(trainer: Callable[[str], Trainer], name: str, tmp_pat
     assert len(losses) == 4 and all(0 < loss < 8 for loss in losses)
 
 
-def test_the_notebook_runs_and_is_committed_without_outputs(tmp_path: Path) -> None:
-    cells = json.loads((ROOT / "examples" / "enable.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    (tmp_path / "cells.py").write_text("\n\n".join("".join(cell["source"]) for cell in code))
+def test_the_notebook_runs_and_is_stored_with_its_outputs(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """`pytest --update` stores what its cells print here."""
+    file = ROOT / "examples" / "enable.ipynb"
+    notebook = json.loads(file.read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    end = "\nprint('end of cell')\n"
+    (tmp_path / "cells.py").write_text(end.join("".join(cell["source"]) for cell in code))
     run = python("-W", "ignore", "cells.py", cwd=tmp_path, MINDSPEED_LITE_DEVICE="cpu", OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stderr
     assert "did you mean use_flash_attn" in run.stdout and run.stdout.endswith("[]\n")
+    printed_cells = run.stdout.split("end of cell\n")
+    if request.config.getoption("--update"):
+        for number, (cell, text) in enumerate(zip(code, printed_cells, strict=True), 1):
+            stream = {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
+            cell |= {"execution_count": number, "outputs": [stream] if text else []}
+        file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    stored = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in code]
+    assert [text.count("\n") for text in stored] == [text.count("\n") for text in printed_cells]
+    (off, on) = re.findall(r": +([\d.]+) ms a step, +([\d.]+) MB kept", run.stdout)
+    assert float(on[1]) < float(off[1])
 
 
 # The plugin of `examples/frameworks`, as a framework imports it: before megatron.core, and after.
-PLUGIN = "import mindspeed_lite, mindspeed_lite_plugin as plugin"
-CORE = "import megatron.core"
+@pytest.mark.parametrize("is_first", [True, False])
+@forked("features")
+def test_features_are_on_once_megatron_is_there(is_first: bool) -> None:
+    import mindspeed_lite
 
-
-@pytest.mark.parametrize("order", [f"{PLUGIN}; assert mindspeed_lite.report() is None; {CORE}", f"{CORE}; {PLUGIN}"])
-def test_features_are_on_once_megatron_is_there(order: str) -> None:
-    names = "sorted(each.feature for each in mindspeed_lite.report().entries if each.status == 'applied')"
-    path = f"import sys; sys.path.insert(0, {str(ROOT / 'examples' / 'frameworks')!r}); "
-    found = python("-c", f"{path}{order}; print({names}, sorted(plugin.FEATURES))")
-    assert found.returncode == 0, found.stderr
-    assert all(found.stdout.count(f"'{name}'") == 2 for name in ("use_flash_attn", "use_fused_adamw"))
+    sys.path.insert(0, str(ROOT / "examples" / "frameworks"))
+    for name in ("mindspeed_lite_plugin", "megatron.core") if is_first else ("megatron.core", "mindspeed_lite_plugin"):
+        assert mindspeed_lite.report() is None
+        importlib.import_module(name)
+    applied = {each.feature for each in mindspeed_lite.report().entries if each.status == "applied"}
+    assert {"use_flash_attn", "use_fused_adamw"} <= applied & {*sys.modules["mindspeed_lite_plugin"].FEATURES}

@@ -85,7 +85,7 @@ def order(rank, shape):
         # What only our norms take.
         ("qk_norm zero_centred", "", "zero_centered"),
         ("pp2", "recompute_in_bubble", "set recompute_granularity to 'full'"),
-        ("pp2 wgrad", f"{rows.WGRAD} pipeline_schedule={{folder}}/own.py:order", "before the F that it needs"),
+        ("pp2 wgrad", f"{rows.WGRAD} pipeline_schedule={{folder}}/own.py:order", "its steps are B F: want"),
     ],
 )
 def test_what_cannot_run_is_refused(

@@ -1,8 +1,8 @@
 """`--moe-record-load` in real training: the counts against what the experts received, and the script's own steps.
 
-As a script of `training_server` on two ranks, `test_moe_record_load.py OUT LAYOUT...`, it compares the file with what
-reached the experts. The definition does not know the router: a hook on each layer's experts reads how many tokens the
-dispatcher brought them. Each rank writes OUT/<rank>.json, the faults by layout.
+As a script of `tests.harness.jobs` on two ranks, `test_moe_record_load.py OUT LAYOUT...`, it compares the file with
+what reached the experts. The definition does not know the router: a hook on each layer's experts reads how many tokens
+the dispatcher brought them. Each rank writes OUT/<rank>.json, the faults by layout.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ OPERATORS = "--use-fused-rmsnorm --use-flash-attn"
 TABLE = {
     "operators": Flags(TP2, OPERATORS, "use_fused_rmsnorm use_flash_attn", quick="0.17.1", near=DRIFT),
     "operators, compiled": Flags(
-        "", OPERATORS, "use_fused_rmsnorm use_flash_attn", 1, NEW, [NEW], near=DRIFT, compiled=True
+        "", OPERATORS, "use_fused_rmsnorm use_flash_attn", 1, "", [NEW], near=DRIFT, compiled=True
     ),
     "combined schedule": Flags(
         f"{EP2} --gradient-accumulation-fusion", "--moe-fb-overlap", "moe_fb_overlap delay_wgrad_compute", quick=NEW

@@ -83,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="repeats a run; printed by each")
     parser.add_argument("--row", action="append", default=[], metavar="ROW", help="this one, as a finding prints it")
     parser.add_argument("--plant", default="", help="module:function that is called first in every rank; for tests")
-    parser.add_argument("--whole", action="store_true", help="print rows as they were drawn")
-    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave these features and options out")
     parser.add_argument("--verbose", action="store_true", help="print every row with its time")
     given = parser.parse_args(arguments)
     try:
@@ -96,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(None, Path(scratch), training=True)
         bench = Bench(trainer, given.plant)
-        search = Search(bench, Drawn(seed, bench, given.without), not given.whole and not rows, given.verbose)
+        search = Search(bench, Drawn(seed, bench), not rows, given.verbose)
         try:
             for row in rows:
                 search.try_row(row)

@@ -70,11 +70,11 @@ def why_not(row: Row, arguments: dict[str, Any], release: str) -> list[str]:
 class Drawn:
     """Draws rows, first those with pairs that have not been trained; knows what was."""
 
-    def __init__(self, seed: int, bench: Bench, without: Iterable[str] = ()) -> None:
+    def __init__(self, seed: int, bench: Bench) -> None:
         self.chance, self.bench = random.Random(seed), bench
         self.trained: Counter[frozenset[str]] = Counter()
         #: What fails together, of which one finding is enough; and what is refused or cannot be trained at all.
-        self.known = [frozenset((name,)) for name in without]
+        self.known: list[frozenset[str]] = []
         self._base = Row("single")
         self._rows = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from mindspeed_lite import platform
 from mindspeed_lite._version import __version__
 from mindspeed_lite.bench.calibration import operators
-from mindspeed_lite.bench.timing import Effort, time_interleaved
+from mindspeed_lite.bench.timing import Effort, time_one
 from mindspeed_lite.planner.calibrated import FORMAT
 from mindspeed_lite.platform import allocator
 
@@ -31,8 +32,9 @@ MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 _MESSAGE_CALLS = 30
 # Seconds of matmuls before each message: gloo's thread then competes for the core as in training.
 _BETWEEN = 2e-3
-# Timed cases, in one process and in all together.
-_CASES = 600
+# Timed cases of a process, which are timed in one and then in all processes together.
+_CASES = 286
+_POLL = 0.5  # seconds
 # Unexplained host time in calls of a small module, forward and backward. Fitted to Megatron-LM 0.19 on a CPU.
 HOST_CALLS = {"layer": 85, "microbatch": 140, "step": 65}
 
@@ -41,11 +43,14 @@ class CalibrationError(RuntimeError):
     """A process of the measurement failed; one line."""
 
 
-def measure(ranks: int, seconds: float) -> dict[str, Any]:
+def measure(
+    ranks: int, seconds: float, tell: Callable[[int, int, str], None] = lambda done, total, what: None
+) -> dict[str, Any]:
     """Measure the content of a calibration file.
 
     Args:
-        seconds: approximate repetition time per operator.
+        seconds: approximate repetition time of all operators.
+        tell: called with (done, total, what is measured).
 
     Raises:
         CalibrationError: a process failed.
@@ -53,7 +58,10 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-calibrate-") as folder:
         try:
-            spawn(_process, (ranks, folder, seconds / _CASES), nprocs=ranks)  # type: ignore[no-untyped-call]
+            processes = spawn(_process, (ranks, folder, seconds / _CASES / 2), ranks, join=False)  # type: ignore[no-untyped-call]
+            while not processes.join(_POLL):
+                with contextlib.suppress(OSError, ValueError):  # not yet there, or being written
+                    tell(*json.loads(Path(folder, "progress.json").read_text()))
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise CalibrationError(f"a process failed: {str(error).strip().splitlines()[-1]}") from None
         found = json.loads(Path(folder, "measured.json").read_text())
@@ -87,12 +95,19 @@ def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
     if ranks <= len(cores):
         os.sched_setaffinity(0, {sorted(cores)[rank]})
     measured: dict[str, Any] = {"operators": {}}
+
+    def tell(done: int, name: str) -> None:
+        if rank == 0:
+            place = done + _CASES * ("1" in measured["operators"])
+            report = [place, _CASES * min(ranks, 2), name]
+            Path(folder, "progress.json").write_text(json.dumps(report))
+
     if rank == 0:
         measured["overheads"] = host_overheads()
-        measured["operators"]["1"] = time_operators(seconds)
+        measured["operators"]["1"] = time_operators(seconds, tell)
     dist.barrier()
     if ranks > 1:
-        measured["operators"][str(ranks)] = time_operators(seconds)
+        measured["operators"][str(ranks)] = time_operators(seconds, tell)
         dist.barrier()
     os.sched_setaffinity(0, cores)
     measured["collectives"] = time_collectives(rank, ranks) if ranks > 1 else []
@@ -102,11 +117,12 @@ def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def time_operators(seconds: float) -> list[dict[str, Any]]:
-    return [
-        {"key": key, "shape": shape, "work": work, "seconds": _median_seconds(run, seconds)}
-        for key, shape, work, run in operators.cases()
-    ]
+def time_operators(seconds: float, tell: Callable[[int, str], None] = lambda done, name: None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for key, shape, work, run in operators.cases():
+        tell(len(found), " ".join(key))
+        found.append({"key": key, "shape": shape, "work": work, "seconds": _median_seconds(run, seconds)})
+    return found
 
 
 def host_overheads() -> dict[str, float]:
@@ -120,10 +136,7 @@ def host_overheads() -> dict[str, float]:
 
 def _median_seconds(run: Callable[[], object], repeated: float) -> float:
     effort = Effort(sample_seconds=repeated / 10, rounds=(1, 100), seconds=repeated, warmup=1)
-    timed, errors = time_interleaved({"": run}, effort)
-    if errors:
-        raise RuntimeError(errors[""])
-    return timed[""].seconds
+    return time_one(run, effort).seconds
 
 
 def time_collectives(rank: int, ranks: int) -> list[dict[str, Any]]:

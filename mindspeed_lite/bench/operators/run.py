@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mindspeed_lite.bench import ceiling, environment, timing
-from mindspeed_lite.bench.operators import earlier, equivalence
+from mindspeed_lite.bench.operator_tables import PLAIN
+from mindspeed_lite.bench.operators import equivalence
 from mindspeed_lite.bench.tables import SEVERITIES
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import OURS, Contender, Function, OwnLayout, Problem, dtype_name
@@ -20,8 +21,7 @@ from mindspeed_lite.platform import Device
 FORWARD = "forward"
 BOTH = "forward+backward"
 
-# Always available contenders: being slower than these is a warning.
-_BASELINES = ("torch", "torch sdpa")
+# How much slower than plain PyTorch is no warning.
 _NEGLIGIBLE = 0.03
 
 Progress = Callable[[int, int, str], None]
@@ -36,7 +36,7 @@ class Findings(list[dict[str, Any]]):
 
 def run(
     problems: Sequence[Problem], device: Device, dtype: torch.dtype, effort: timing.Effort, *,
-    quick: bool = False, command: Sequence[str] = (), before: earlier.Earlier | None = None,
+    quick: bool = False, command: Sequence[str] = (),
     tell: Progress = lambda done, total, what: None,
 ) -> dict[str, Any]:  # fmt: skip
     """The report; after Ctrl-C of finished problems, with `complete` false.
@@ -66,17 +66,10 @@ def run(
     if highest is not None:
         highest = highest | {"bytes_per_second": max(each["bytes_per_second"] for each in ceilings.values())}
     for row in rows:
-        if before is not None and highest is not None:
-            row["earlier"] = earlier.judge(row, highest, before)
         _judge(row, findings)
-    if before is not None:
-        if before.device != device.describe():
-            findings.add("warning", f"the earlier run was on another device: {before.device}")
-        if unknown := sum(row["earlier"] is None for row in rows):
-            findings.add("note", f"{unknown} of {len(rows)} rows have no counterpart in the earlier run")
     return {
-        "schema_version": earlier.SCHEMA_VERSION,
-        "kind": earlier.KIND,
+        "schema_version": 1,
+        "kind": "bench-ops",
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "title": f"Operators on {device.describe()}, {dtype_name(dtype)}",
         "command": list(command),
@@ -214,7 +207,6 @@ def _row(
         "bound": bound,
         "ceiling_per_second": reached[rate],
         "contenders": contenders,
-        "earlier": None,
     }
 
 
@@ -224,11 +216,8 @@ def _judge(row: Mapping[str, Any], findings: Findings) -> None:
     for contender in row["contenders"]:
         name, error, ratio = contender["name"], contender["error"], contender["ratio"]
         if error is not None:
-            severity = "warning" if name in _BASELINES or error.startswith(equivalence.DISAGREES) else "note"
+            severity = "warning" if name in PLAIN or error.startswith(equivalence.DISAGREES) else "note"
             findings.add("failure" if name == OURS else severity, f"{name} did not run in {case}: {error}")
-        elif name in _BASELINES and ratio is not None and ratio < 1 - _NEGLIGIBLE and contender["ratio_high"] < 1:
+        elif name in PLAIN and ratio is not None and ratio < 1 - _NEGLIGIBLE and contender["ratio_high"] < 1:
             text = f"{OURS} is slower than {name} in {where}: {name} takes {ratio:.2f}x of our time"
             findings.add("warning", text)
-    since = row["earlier"]
-    if since is not None and since["verdict"] == "regression":
-        findings.add("failure", f"Regression in {where}: {since['ratio']:,.2f}x of the earlier run.")

@@ -19,11 +19,7 @@ class MemoryProbe:
         self._tracker = Tracker(lambda address: False, counts_fake)
 
     def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
-        fake = self._tracker.counts_fake
-        others = {
-            tensor.untyped_storage()._cdata if fake else tensor.untyped_storage().data_ptr()
-            for tensor in (*weights(model), *gradients(model))
-        }
+        others = {tensor.untyped_storage()._cdata for tensor in (*weights(model), *gradients(model))}
         self._tracker.is_excluded = others.__contains__
         with self._tracker:
             result = step()

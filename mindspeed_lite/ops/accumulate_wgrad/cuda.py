@@ -5,13 +5,10 @@ Not under torch.compile: PyTorch's decomposition of addmm.dtype_out takes the dt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.accumulate_wgrad import Case
+from mindspeed_lite.ops.accumulate_wgrad import Case
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.accumulate_wgrad import Case
+from mindspeed_lite.ops.accumulate_wgrad import Case
 
 
 def supported(case: Case) -> list[str]:

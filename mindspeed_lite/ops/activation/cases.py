@@ -6,24 +6,15 @@ and 2 for each of bias, weights and gating.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.ops.activation.reference import GATED, PLAIN
-from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
-
-# Liger-Kernel's, without bias and weights.
-_LIGER = {
-    "swiglu": ("swiglu", "LigerFusedGateUpSiLUMulFunction"),
-    "geglu": ("geglu", "LigerGELUMulFunction"),
-    "squared_relu": ("relu_squared", "LigerReLUSquaredFunction"),
-}
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 
 
 @dataclass(frozen=True)
@@ -79,20 +70,6 @@ def _split(shape: Shape, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tenso
     return rest[0] if shape.bias else None, rest[-1] if shape.weights else None
 
 
-def liger(shape: Shape) -> Callable[..., Tensor]:
-    """Liger-Kernel: SwiGLU of one tensor, like ours; GeGLU of two."""
-    module, name = _LIGER[shape.kind]
-    function: Any = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
-    if shape.kind != "geglu":
-        run: Callable[..., Tensor] = function.apply
-        return run
-
-    def halves(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(half.clone(memory_format=torch.contiguous_format) for half in x.chunk(2, -1))
-
-    return OwnLayout(halves, function.apply, "the halves are two tensors, overwritten by their gradients")
-
-
 # A small model, and Llama 8B (14336 per half).
 _TIMED = ("1024x5632", "4096x28672", "4096x28672,weights=1", "4096x16384,kind=gelu,bias=1")
 
@@ -108,11 +85,4 @@ CASES = OperatorCases(
     not_on_npu=("24x48,kind=squared_relu,weights=1", "24x48,kind=quick_geglu"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "16384x28672"),
-    peers={
-        "liger": Peer(
-            liger,
-            "liger_kernel",
-            takes=lambda shape: shape.kind in _LIGER and not shape.bias and not shape.weights,
-        )
-    },
 )

@@ -1,6 +1,7 @@
 // Biased GELU (tanh approximation) on the CPU: one pass over memory per direction.
 //
 // Rows are processed in fp32 in pieces that fit the L1 cache.
+#include "export.h"
 #include "numbers.h"
 
 namespace {
@@ -29,7 +30,7 @@ inline void read(const T* x, const float* bias, float* out, int64_t n) {
 }
 
 template <class T>
-void forward(const T* x, const float* bias, T* y, int64_t rows, int64_t width, int64_t stride, int threads) {
+void forward(Guard&, const T* x, const float* bias, T* y, int64_t rows, int64_t width, int64_t stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
         float a[PIECE];
@@ -45,7 +46,7 @@ void forward(const T* x, const float* bias, T* y, int64_t rows, int64_t width, i
 
 // dbias [blocks][width], zeroed, or null: one row of sums per block. The block count does not depend on threads.
 template <class T>
-void backward(const T* dy, const T* x, const float* bias, T* dx, float* dbias, int64_t rows, int64_t blocks,
+void backward(Guard&, const T* dy, const T* x, const float* bias, T* dx, float* dbias, int64_t rows, int64_t blocks,
               int64_t width, int64_t stride, int threads) {
     const int64_t step = (rows + blocks - 1) / blocks;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -73,15 +74,5 @@ void backward(const T* dy, const T* x, const float* bias, T* dx, float* dbias, i
 
 }  // namespace
 
-#define EXPORT(T, name)                                                                                                \
-    extern "C" void gelu_forward_##name(const T* x, const float* bias, T* y, int64_t rows, int64_t width,              \
-                                        int64_t stride, int threads) {                                                 \
-        forward(x, bias, y, rows, width, stride, threads);                                                             \
-    }                                                                                                                  \
-    extern "C" void gelu_backward_##name(const T* dy, const T* x, const float* bias, T* dx, float* dbias,              \
-                                         int64_t rows, int64_t blocks, int64_t width, int64_t stride, int threads) {   \
-        backward(dy, x, bias, dx, dbias, rows, blocks, width, stride, threads);                                        \
-    }
-
-EXPORT(bf16, bf16)
-EXPORT(float, fp32)
+EXPORT_DTYPES(forward, forward);
+EXPORT_DTYPES(backward, backward);

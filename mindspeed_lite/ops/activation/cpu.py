@@ -7,38 +7,30 @@ faster than torch.compile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
-from mindspeed_lite.ops.activation import reference
+from mindspeed_lite.ops.activation import Case, reference
 from mindspeed_lite.ops.activation.reference import ActivationSpec
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.activation import Case
-
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    kernels={"gelu_forward": "pppllli", "gelu_backward": "ppppplllli"},
-)
-_DTYPES = (torch.bfloat16, torch.float32)
+_lib = native.Library(__file__)
 # Blocks of rows, each with an fp32 row of bias gradients.
 _BLOCKS = 64
 
 
 def supported(case: Case) -> list[str]:
-    if case.kind != "gelu" or case.bias_dtype in (None, torch.float64) or case.dtype not in _DTYPES:
-        return []
-    return _lib.why_not(case.dtype)
+    has_kernel = case.kind == "gelu" and case.bias_dtype not in (None, torch.float64) and case.dtype in native.DTYPES
+    unusable = _lib.unusable() if has_kernel else None
+    return [] if unusable is None else [unusable]
 
 
 def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     has_kernel = spec.kind == "gelu" and bias is not None and bias.dtype != torch.float64 and weights is None
-    if not has_kernel or x.dtype not in _DTYPES or x.numel() == 0:
+    if not has_kernel or x.dtype not in native.DTYPES or x.numel() == 0:
         return reference.activation(x, bias, weights, spec)
     y: Tensor = autograd.apply(_GELU, (x, bias))
     return y
@@ -49,7 +41,7 @@ def _forward(inputs: Any, _: None) -> tuple[Tensor, autograd.Inputs]:
     rows, stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype)
     width = x.shape[-1]
-    kernel = _lib.kernel("gelu_forward", x.dtype)
+    kernel = _lib.kernel("forward", x.dtype)
     kernel(rows, _fp32(bias), y, x.numel() // width, width, stride, native.threads(x.numel()))
     return y, inputs
 
@@ -62,7 +54,7 @@ def _backward(dy: Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> autogr
     blocks = min(number, _BLOCKS)
     dx = torch.empty(x.shape, dtype=x.dtype)
     dbias = torch.zeros(blocks, width) if wanted[1] else None
-    kernel = _lib.kernel("gelu_backward", x.dtype)
+    kernel = _lib.kernel("backward", x.dtype)
     kernel(
         dy.contiguous(), rows, _fp32(bias), dx, dbias, number, blocks, width, stride, native.threads(x.numel())
     )  # fmt: skip

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -13,24 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops.activation import Case
 from mindspeed_lite.ops.activation.reference import ActivationSpec
 from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.rows import as_rows
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.activation import Case
 
 # Columns per step: 16 bytes per thread of four warps, in 16 bit.
 _BLOCK = 1024
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}: the kernel takes float16, bfloat16 and float32")
     if torch.float64 in (case.bias_dtype, case.weights_dtype):
-        reasons.append("bias or weights in float64, which the kernel would round to float32")
-    return reasons
+        return ["bias or weights in float64, which the kernel would round to float32"]
+    return []
 
 
 def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:

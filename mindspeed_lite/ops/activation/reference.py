@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops import autograd, traced
+from mindspeed_lite.ops.rows import precision
 
 # Elements whose intermediates fit a CPU cache.
 _BLOCK = 1 << 17
@@ -50,7 +51,7 @@ PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def definition(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
     """f(x + bias) * weights in x's dtype."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = precision(x.dtype)
     wide = x.to(dtype)  # [..., W]
     if bias is not None:
         wide = wide + bias.to(dtype)  # [W]
@@ -82,7 +83,7 @@ def _forward(inputs: Any, spec: ActivationSpec) -> tuple[Tensor, autograd.Inputs
 
 def _backward(dy: Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias, weights = saved
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = precision(x.dtype)
     # fp32, so that gradients of blocks are summed in fp32.
     wide_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wanted[1])
     found: list[list[Tensor]] = [[], [], []]
@@ -110,7 +111,8 @@ def _blocks(x: Tensor, weights: Tensor | None, width: int = 0) -> Iterator[tuple
     """Rows of x and their weights, in cache-sized blocks on a CPU."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w = None if weights is None else weights.reshape(-1, 1)
-    step = max(1, _BLOCK // max(width or x.shape[-1], 1)) if x.device.type == "cpu" else max(1, len(rows))
+    in_cache = x.device.type == "cpu" and not traced.dry
+    step = max(1, _BLOCK // max(width or x.shape[-1], 1) if in_cache else len(rows))
     for start in range(0, max(1, len(rows)), step):
         yield rows[start : start + step], None if w is None else w[start : start + step]
 

@@ -78,6 +78,5 @@ CASES = OperatorCases(
     correctness=("3x1000", "2x65537"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "16x67108864"),
-    quick="8x65536",
     peers={"torch fused": Peer(lambda shape: functools.partial(shape.reference, fused=True))},
 )

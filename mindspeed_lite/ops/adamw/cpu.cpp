@@ -1,9 +1,8 @@
 // AdamW over a table of tensors in one pass over memory.
 #include <vector>
 
-#include "guard.h"
+#include "export.h"
 #include "halves.h"
-#include "moments.h"
 #include "numbers.h"
 #include "roots.h"
 
@@ -12,17 +11,12 @@ namespace {
 // Parameters: fp32; fp32 with a bf16 copy in `out`; or split, high half (bf16) in `out` and low half in `param`.
 enum class Form : int { alone, copied, halves };
 
-// Moments: fp32, bf16, or bytes with block exponents.
-enum class Moments : int { fp32, bf16, fp8 };
-
 struct Entry {
     void* param;
     const void* grad;
-    void* exp_avg;
-    void* exp_avg_sq;
+    float* exp_avg;
+    float* exp_avg_sq;
     bf16* out;
-    uint8_t* exponent;
-    uint8_t* exponent_sq;
     int64_t size;
 };
 
@@ -34,7 +28,7 @@ struct Piece {
     int64_t entry, start;
 };
 
-// Small enough to balance threads, many pages long, a multiple of the moments' block.
+// Small enough to balance threads, many pages long.
 constexpr int64_t PIECE = 1 << 15;
 
 // a * b + c, rounded as in PyTorch's CPU kernels.
@@ -46,11 +40,11 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// Updates `n` elements from `start` on, with fp32 moments in separate buffers. Same operations and roundings as
-// torch.optim.AdamW, so the same bits.
+// Updates a piece. Same operations and roundings as torch.optim.AdamW, so the same bits.
 template <class Grad, Form form, bool adds_l2>
-void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-            const Rule rule) {
+void update(const Entry& entry, int64_t start, const Rule rule) {
+    const int64_t n = std::min(PIECE, entry.size - start);
+    float *__restrict exp_avg = entry.exp_avg + start, *__restrict exp_avg_sq = entry.exp_avg_sq + start;
     float* __restrict param = static_cast<float*>(entry.param) + (form == Form::halves ? 0 : start);
     uint16_t* __restrict low = static_cast<uint16_t*>(entry.param) + (form == Form::halves ? start : 0);
     const Grad* __restrict grad = static_cast<const Grad*>(entry.grad) + start;
@@ -91,68 +85,27 @@ void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_
     }
 }
 
-using Update = void (*)(const Entry&, int64_t, int64_t, float*, float*, Rule);
-
-void piece(const Entry& entry, int64_t start, Moments moments, uint32_t seed, Update update, const Rule rule) {
-    const int64_t end = std::min(start + PIECE, entry.size);
-    if (moments == Moments::fp32) {
-        update(entry, start, end - start, static_cast<float*>(entry.exp_avg) + start,
-               static_cast<float*>(entry.exp_avg_sq) + start, rule);
-        return;
-    }
-    float exp_avg[BLOCK], exp_avg_sq[BLOCK];
-    for (; start < end; start += BLOCK) {
-        const int64_t n = std::min(BLOCK, end - start);
-        if (moments == Moments::bf16) {
-            uint16_t* first = static_cast<uint16_t*>(entry.exp_avg) + start;
-            uint16_t* second = static_cast<uint16_t*>(entry.exp_avg_sq) + start;
-            unpack(first, second, n, exp_avg, exp_avg_sq);
-            update(entry, start, n, exp_avg, exp_avg_sq, rule);
-            pack(exp_avg, exp_avg_sq, n, seed, first, second);
-        } else {
-            uint8_t* first = static_cast<uint8_t*>(entry.exp_avg) + start;
-            uint8_t* second = static_cast<uint8_t*>(entry.exp_avg_sq) + start;
-            uint8_t *const exponent = entry.exponent + start / BLOCK, *const exponent_sq = entry.exponent_sq + start / BLOCK;
-            unpack(first, second, *exponent, *exponent_sq, n, exp_avg, exp_avg_sq);
-            update(entry, start, n, exp_avg, exp_avg_sq, rule);
-            pack(exp_avg, exp_avg_sq, n, seed, first, second, exponent, exponent_sq);
-        }
-    }
-}
-
+// table: rows of six 64-bit words: addresses of param (or low half), grad, exp_avg, exp_avg_sq, out (or high half;
+// unused for fp32 alone), and the element count.
 template <class Grad, Form form>
-void step(const Entry* table, int64_t count, const Rule rule, Moments moments, uint32_t seed, bool adds_l2,
-          int threads) {
+void step(Guard&, const Entry* table, int64_t count, int adds_l2, float scale, float keep,
+          float l2, float beta1_rest, float beta2, float beta2_rest, float rate, float root, float eps, int threads) {
+    const Rule rule{scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps};
     std::vector<Piece> pieces;
     for (int64_t entry = 0; entry < count; ++entry)
         for (int64_t start = 0; start < table[entry].size; start += PIECE) pieces.push_back({entry, start});
     const int64_t total = static_cast<int64_t>(pieces.size());
-    const Update run = adds_l2 ? update<Grad, form, true> : update<Grad, form, false>;
+    const auto run = adds_l2 ? update<Grad, form, true> : update<Grad, form, false>;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t i = 0; i < total; ++i)
-        piece(table[pieces[i].entry], pieces[i].start, moments, seed, run, rule);
-}
-
-template <class Grad>
-void step(const Entry* table, int64_t count, const Rule rule, Form form, Moments moments, uint32_t seed, bool adds_l2,
-          int threads) {
-    const auto run = form == Form::alone    ? step<Grad, Form::alone>
-                     : form == Form::copied ? step<Grad, Form::copied>
-                                            : step<Grad, Form::halves>;
-    run(table, count, rule, moments, seed, adds_l2, threads);
+        run(table[pieces[i].entry], pieces[i].start, rule);
 }
 
 }  // namespace
 
-// table: rows of eight 64-bit words: addresses of param (or low half), grad, exp_avg, exp_avg_sq, out (or high half;
-// unused for fp32 alone) and both exponents (unused without), and the element count.
-extern "C" int32_t adamw(const Entry* table, int64_t count, int narrow_grads, int form, int moments, int seed,
-                         int adds_l2, float scale, float keep, float l2, float beta1_rest, float beta2,
-                         float beta2_rest, float rate, float root, float eps, int threads) {
-    const Rule rule{scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps};
-    const auto run = narrow_grads ? step<bf16> : step<float>;
-    return guarded([&](Guard&) {
-        run(table, count, rule, static_cast<Form>(form), static_cast<Moments>(moments), static_cast<uint32_t>(seed),
-            adds_l2, threads);
-    });
-}
+EXPORT(alone_bf16, step<bf16, Form::alone>);
+EXPORT(alone_fp32, step<float, Form::alone>);
+EXPORT(copied_bf16, step<bf16, Form::copied>);
+EXPORT(copied_fp32, step<float, Form::copied>);
+EXPORT(halves_bf16, step<bf16, Form::halves>);
+EXPORT(halves_fp32, step<float, Form::halves>);

@@ -7,48 +7,37 @@ scaled gradients.
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import moments
-from mindspeed_lite.ops.adamw.pieces import Lists, Rule
+from mindspeed_lite.ops.adamw import Case
+from mindspeed_lite.ops.adamw.pieces import Lists, Rule, piecewise
 from mindspeed_lite.ops.traced import address
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.adamw import Case
-
 # `Form` in cpu.cpp
-_ALONE, _COPIED, _HALVES = range(3)
-# `Moments` in cpu.cpp
-_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+_ALONE, _COPIED, _HALVES = "alone", "copied", "halves"
 
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    {"adamw": "pliiiiifffffffffi"},
-    uses_torch=True,
-    # Fused multiply-adds are explicit in the source.
-    flags=("-ffp-contract=off",),
-    returns_status=True,
-)
+# Fused multiply-adds are explicit in the source.
+LIBRARY = native.Library(__file__, uses_torch=True, flags=("-ffp-contract=off",))
+DTYPES = (torch.float32,)
 
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype != torch.float32:
-        reasons.append(f"parameters in {case.dtype}: the kernel takes float32")
-    if case.grad_dtype not in (torch.float32, torch.bfloat16):
+    if case.grad_dtype not in native.DTYPES:
         reasons.append(f"gradients in {case.grad_dtype}: the kernel takes float32 and bfloat16")
     if not case.contiguous:
         reasons.append("a tensor is not contiguous")
-    unusable = None if reasons else _lib.unusable()
-    return reasons if unusable is None else [unusable]
+    return reasons
 
 
 def adamw(lists: Lists, rule: Rule) -> None:
-    params, grads, exp_avgs, exp_avg_sqs, outs, lows, blocks = lists
+    (_step if lists.exp_avgs[0].dtype == torch.float32 else _narrow_step)(lists, rule)
+
+
+def _step(lists: Lists, rule: Rule) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, outs, lows, _ = lists
     written, form = outs, _ALONE
     if lows is not None:
         # The kernel's first column holds the low halves.
@@ -66,17 +55,12 @@ def adamw(lists: Lists, rule: Rule) -> None:
                 address(exp_avgs[place]),
                 address(exp_avg_sqs[place]),
                 address(written[place]) if form != _ALONE and written is not None else 0,
-                *((0, 0) if blocks is None else map(address, blocks[place])),
                 size,
             )
         )
-    _lib.adamw(
+    LIBRARY.kernel(form, grads[0].dtype)(
         table.buffer_info()[0],
         len(params),
-        grads[0].dtype == torch.bfloat16,
-        form,
-        _MOMENTS[exp_avgs[0].dtype],
-        moments.seed(rule.step),
         not rule.decoupled,
         1.0 if rule.grad_scale is None else float(rule.grad_scale),
         *rule.numbers(),
@@ -84,3 +68,7 @@ def adamw(lists: Lists, rule: Rule) -> None:
     )
     if outs is not None and form == _ALONE:
         torch._foreach_copy_(list(outs), [p.view_as(o) for p, o in zip(params, outs, strict=True)])
+
+
+# Moments are converted by PyTorch.
+_narrow_step = piecewise(_step)

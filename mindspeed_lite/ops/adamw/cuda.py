@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.adamw import kernel, moments
+from mindspeed_lite.ops.adamw import Case, kernel, moments
 from mindspeed_lite.ops.adamw.pieces import Blocks, Lists, Rule
 from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.traced import address
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.adamw import Case
 
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "uint8"}
@@ -29,10 +25,11 @@ _ALIGNMENT = 16
 _KEPT = 32
 
 
+DTYPES = (torch.float32,)
+
+
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype != torch.float32:
-        reasons.append(f"parameters in {case.dtype}: the kernel takes float32")
     if case.grad_dtype not in _TYPES:
         reasons.append(f"gradients in {case.grad_dtype}")
     if case.out_dtype is not None and case.out_dtype not in _TYPES:

@@ -7,21 +7,17 @@ step count must be a device tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401  (brings the kernel)
 
+from mindspeed_lite.ops.adamw import Case
 from mindspeed_lite.ops.adamw.pieces import Lists, Rule, piecewise
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.adamw import Case
+DTYPES = (torch.float32,)
 
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype != torch.float32:
-        reasons.append(f"parameters in {case.dtype}: wanted in float32")
     if not case.decoupled:
         reasons.append("L2 regularisation: torch_npu computes _fused_adam_ on the host")
     if not case.contiguous:

@@ -7,15 +7,13 @@ reads only the merged results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec
+from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -34,6 +32,11 @@ def attention(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, spec: Attention
     options = kernels, spec._replace(mask=None, sink=None)
     pair: Pair = autograd.apply(_ATTENTION, (q, k, v, spec.sink, spec.mask), options)
     return pair
+
+
+def pad(t: Tensor, width: int) -> Tensor:
+    """`t` with zeros up to `width` in its last dimension."""
+    return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Pair:

@@ -7,16 +7,15 @@ Dropout hashes seed, batch, head and positions: independent of rank and block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.attention import autograd
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec
+from mindspeed_lite.ops.attention.spec import AttentionSpec
+from mindspeed_lite.ops.rows import precision
 
 # Scores of one block; 4 MiB in fp32, near a core's cache.
 _SCORES = 1 << 20
@@ -81,7 +80,6 @@ def drawn(q: Tensor, k: Tensor, spec: AttentionSpec) -> AttentionSpec:
     return spec._replace(rng=PositionalDropout(spec.dropout_p, seed, rows, keys, 0, q.shape[2]))
 
 
-@traced.observed
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
     """`forward` of a backend, unrounded; `spec.rng` is a PositionalDropout or None."""
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
@@ -103,7 +101,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pa
     return _unbatched(out, b, n), lse.view(b, n, sq)
 
 
-@traced.observed
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
@@ -140,7 +137,7 @@ class _Block(NamedTuple):
 
 def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> Iterator[_Block]:
     """Blocks in a fixed order: rows first, then (batch, key head) pairs."""
-    if not (ratio and sq and sk):
+    if traced.dry or not (ratio and sq and sk):
         return
     rows = max(1, min(sq, _SCORES // (ratio * sk)))
     left, right = spec.positions or (-1, -1)
@@ -160,7 +157,7 @@ def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> 
 def _batched(t: Tensor, g: int) -> Tensor:
     """[s, b, heads, size] -> [b * g, heads / g, s, size], contiguous in the accumulation dtype."""
     s, b, heads, size = t.shape
-    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+    wide = precision(t.dtype)
     return t.permute(1, 2, 0, 3).to(wide).reshape(b * g, heads // g, s, size)
 
 

@@ -16,19 +16,23 @@ constexpr double SERIAL = 1 << 19;
 constexpr float LARGEST_POWER = 8.0f;
 constexpr float INF = std::numeric_limits<float>::infinity(), LOG2E = 1.44269504088896341f;
 
-// Strides in elements, of the first three dimensions.
-template <typename In>
-struct Call {
-    const In *q, *k, *v;
+// Strides in elements, of the first three dimensions; those of dout last.
+struct Sizes {
     int64_t sq, sk, b, n, g, d, dv;
     int64_t qs, qb, qn, ks, kb, kn, vs, vb, vn;
     // Key j is visible to query i if lowest <= j - i - (sk - sq) <= highest.
     int64_t lowest, highest;
-    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], broadcast by stride 0
     int64_t mask_b, mask_n, mask_q, mask_k;
+    int64_t dropped;  // drop threshold of 2^32
+    int64_t seed;
+    int64_t os, ob, on;
+};
+
+template <typename In>
+struct Call : Sizes {
+    const In *q, *k, *v;
+    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], broadcast by stride 0
     float scale;
-    uint32_t dropped;  // drop threshold of 2^32
-    uint64_t seed;
 
     int64_t offset() const { return sk - sq; }
     // Keys visible to some query of [from, to).
@@ -48,8 +52,7 @@ struct Call {
 };
 
 // Rounds tile lengths: each length needs its own micro-kernels.
-constexpr int64_t PART = 32;
-int64_t rounded_up(int64_t count, int64_t most) { return std::min(most, up(count, count <= 16 ? 8 : PART)); }
+int64_t rounded_up(int64_t count, int64_t most) { return std::min(most, up(count, count <= 16 ? 8 : 32)); }
 
 struct Cut {
     int64_t pairs, per_group;      // batch x key heads; query heads of each
@@ -73,26 +76,10 @@ struct Cut {
     }
 };
 
-// Part of a tile: keys [k0, k0 + keys) by queries [q0, q0 + queries); its GEMMs are `rows` x `columns`, leading
-// dimension `ld`.
+// Keys [k0, k0 + keys) by queries [q0, q0 + queries); its GEMMs are `rows` x `columns`.
 struct Tile {
-    int64_t k0, keys, rows, q0, queries, columns, ld;
+    int64_t k0, keys, rows, q0, queries, columns;
 };
-
-// The next part, from key k0 on, with the queries that see it. Whole if no key is hidden by position, else split to
-// skip more.
-template <typename M, typename In>
-Tile next_part(const Call<In>& call, int64_t k0, int64_t height, int64_t q0, int64_t queries, int64_t width) {
-    const int64_t first = k0 / height * height, end = std::min(first + height, call.sk);
-    // Micro-kernels with paired rows read only whole Bs.
-    const bool whole = PAIRS<M> == 2 || width % PART || height % PART ||
-                       (call.first_key(q0 + queries - 1) <= first && call.end_key(q0 + 1) >= end);
-    if (whole) return {k0, end - k0, height, q0, queries, width, width};
-    const int64_t keys = std::min(PART, call.sk - k0);
-    const int64_t from = std::min(std::max<int64_t>(0, call.first_query(k0) - q0), queries - 1) / PART * PART;
-    const int64_t to = up(std::max(from + 1, std::min(queries, call.end_query(k0 + keys) - q0)), PART);
-    return {k0, keys, PART, q0 + from, std::min(queries, to) - from, to - from, width};
-}
 
 template <typename In>
 bool all_visible(const Call<In>& call, const Tile& tile) {
@@ -105,7 +92,7 @@ template <typename In>
 void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, float* t) {
     const uint8_t* mask = call.mask;
     if (mask) mask += batch * call.mask_b + head * call.mask_n + tile.q0 * call.mask_q + tile.k0 * call.mask_k;
-    for (int64_t i = 0; i < tile.rows; ++i, t += tile.ld) {
+    for (int64_t i = 0; i < tile.rows; ++i, t += tile.columns) {
         int64_t from = 0, to = 0;  // visible queries
         if (i < tile.keys) {
             const int64_t key = tile.k0 + i;
@@ -123,11 +110,13 @@ void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, f
 // Dropout of one key's probabilities for queries [place, place + count) of all heads, with scaling.
 template <typename In>
 void drop(const Call<In>& call, int64_t place, int64_t count, int64_t key, float* row) {
-    const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));
+    const uint64_t seed = static_cast<uint64_t>(call.seed);
+    const uint32_t dropped = static_cast<uint32_t>(call.dropped);
+    const float kept = static_cast<float>(0x1p32 / (0x1p32 - dropped));
 #pragma omp simd
     for (int64_t q = 0; q < count; ++q) {
-        const uint32_t drawn = draw(call.seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
-        row[q] = drawn < call.dropped ? 0.0f : row[q] * kept;
+        const uint32_t drawn = draw(seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
+        row[q] = drawn < dropped ? 0.0f : row[q] * kept;
     }
 }
 

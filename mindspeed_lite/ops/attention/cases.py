@@ -164,6 +164,5 @@ CASES = OperatorCases(
     ),
     cpu=_TIMED,
     accelerator=(*_TIMED, "s=8192,n=32,g=8,d=128"),
-    quick="s=256,n=16,d=64",
     peers={"torch sdpa": Peer(sdpa, takes=lambda shape: not shape.is_special)},
 )

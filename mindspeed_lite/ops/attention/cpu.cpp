@@ -25,15 +25,15 @@ struct Running {
 //
 // Subtracts before scaling: for large scores the rounded product would be noise.
 template <typename In>
-bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& running, float* scores) {
-    float *const base = running.base + from, *const total = running.total + from, *const factor = running.factor + from;
+bool weigh(const Call<In>& call, const Tile& tile, Running& running, float* scores) {
+    float *const base = running.base, *const total = running.total, *const factor = running.factor;
     const float scale = std::min(call.scale * LOG2E, std::numeric_limits<float>::max());
     const PowerBounds bounds;
     alignas(64) float most[QUERIES], less[QUERIES];
     std::fill(most, most + tile.columns, -INF);
     // Four rows at a time hide memory latency. (Tiles have a multiple of eight.)
     for (int64_t k = 0; k < tile.rows; k += 4) {
-        const float *a = scores + k * tile.ld, *b = a + tile.ld, *c = b + tile.ld, *d = c + tile.ld;
+        const float *a = scores + k * tile.columns, *b = a + tile.columns, *c = b + tile.columns, *d = c + tile.columns;
 #pragma omp simd
         for (int64_t q = 0; q < tile.columns; ++q) {
             const float x = a[q] > most[q] ? a[q] : most[q], y = b[q] > x ? b[q] : x, z = c[q] > y ? c[q] : y;
@@ -55,7 +55,7 @@ bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& runnin
         grown |= follows;
     }
     for (int64_t k = 0; k < tile.rows; ++k) {
-        float* row = scores + k * tile.ld;
+        float* row = scores + k * tile.columns;
 #pragma omp simd
         for (int64_t q = 0; q < tile.columns; ++q) {
             const float p = exp2_((row[q] - less[q]) * scale, bounds);
@@ -81,8 +81,12 @@ struct ForwardSpace {
     static void done() { done_multiplying<M>(); }
 };
 
+// wide: out is fp32 instead of In.
 template <typename M, typename In>
-void forward(const Call<In>& call, const Result<In>& out, float* lse, int threads, Guard& guard) {
+void forward(Guard& guard, const In* q, const In* k, const In* v, const Sizes* sizes, const uint8_t* mask, float scale,
+             void* to, float* lse, int wide, int threads) {
+    const Call<In> call{*sizes, q, k, v, mask, scale};
+    const Result<In> out(to, wide);
     const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height;
     // K and V^T, tile by tile: [pair][tile][height][d] and [pair][tile][dv][height].
@@ -110,20 +114,19 @@ void forward(const Call<In>& call, const Result<In>& out, float* lse, int thread
         std::fill(running.total, running.total + width, 0.0f);
         std::fill(sums, sums + call.dv * width, 0.0f);
         const int64_t end = call.end_key(q0 + queries);
-        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
-            const Tile tile = next_part<M>(call, k0, height, q0, queries, width);
-            const int64_t place = slot * padded + k0, from = tile.q0 - q0, columns = tile.columns;
-            multiply(tile.rows, columns, call.d, all_keys + place * call.d, call.d, query + from, width, scores + from,
-                     width, false);
-            if (!all_visible(call, tile)) hide(call, batch, head, tile, scores + from);
-            const bool grown = weigh(call, tile, from, running, scores + from);
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end; k0 += height) {
+            const Tile tile{k0, std::min(height, call.sk - k0), height, q0, queries, width};
+            const int64_t place = slot * padded + k0;
+            multiply(height, width, call.d, all_keys + place * call.d, call.d, query, scores, width, false);
+            if (!all_visible(call, tile)) hide(call, batch, head, tile, scores);
+            const bool grown = weigh(call, tile, running, scores);
             for (int64_t k = 0; call.dropped && k < tile.keys; ++k) {
-                drop(call, i * call.sq + tile.q0, columns, k0 + k, scores + k * width + from);
+                drop(call, i * call.sq + q0, width, k0 + k, scores + k * width);
             }
             for (int64_t j = 0; grown && j < call.dv; ++j) {
-                float* row = sums + j * width + from;
+                float* row = sums + j * width;
 #pragma omp simd
-                for (int64_t q = 0; q < columns; ++q) row[q] *= running.factor[from + q];
+                for (int64_t q = 0; q < width; ++q) row[q] *= running.factor[q];
             }
             const M* to_sum;
             if constexpr (PAIRS<M> == 2) {
@@ -132,11 +135,9 @@ void forward(const Call<In>& call, const Result<In>& out, float* lse, int thread
                 }
                 to_sum = weights;
             } else {
-                to_sum = scores + from;
+                to_sum = scores;
             }
-            const M* const values = all_values + (place - k0 % height) * call.dv + k0 % height;
-            multiply(call.dv, columns, tile.rows, values, height, to_sum, width, sums + from, width, true);
-            k0 += tile.rows;
+            multiply(call.dv, width, height, all_values + place * call.dv, height, to_sum, sums, width, true);
         }
         for (int64_t q = 0; q < width; ++q) {
             // 0 without a key; NaN stays NaN.
@@ -173,10 +174,14 @@ struct BackwardSpace {
     static void done() { done_multiplying<M>(); }
 };
 
-// dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous; dout [sq, b, n, dv] by its strides.
+// dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous, fp32 if `wide`; dout [sq, b, n, dv] by its strides.
 template <typename M, typename In>
-void backward(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t os, int64_t ob, int64_t on,
-              const Result<In>& dq, const Result<In>& dk, const Result<In>& dv, int threads, Guard& guard) {
+void backward(Guard& guard, const In* q, const In* k, const In* v, const Sizes* sizes, const uint8_t* mask, float scale,
+              const In* out, const float* lse, const In* dout, void* to_dq, void* to_dk, void* to_dv, int wide,
+              int threads) {
+    const Call<In> call{*sizes, q, k, v, mask, scale};
+    const Result<In> dq(to_dq, wide), dk(to_dk, wide), dv(to_dv, wide);
+    const int64_t os = call.os;
     const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height, d = call.d, size = call.dv;
     Buffer<M> all_keys(cut.together * padded * d), all_values(cut.together * padded * size);
@@ -211,7 +216,7 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         const int64_t batch = pair / call.g, head = pair % call.g * cut.per_group + member, i = batch * call.n + head;
         const int64_t q0 = number * QUERIES, queries = std::min(QUERIES, call.sq - q0);
         const int64_t width = rounded_up(queries, QUERIES);
-        const In* grad = dout + q0 * os + batch * ob + head * on;
+        const In* grad = dout + q0 * os + batch * call.ob + head * call.on;
         rows(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, d, width, lines);
         paired_columns(lines, width, d, space.q_columns);
         paired_rows(lines, width, d, space.q_rows);
@@ -222,29 +227,27 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         read_softmax(call, out + (q0 * call.b * call.n + i) * size, lse + i * call.sq + q0, grad, os, queries, logs, dots);
         std::fill(sums, sums + d * width, 0.0f);
         const int64_t end = call.end_key(q0 + queries);
-        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
-            const Tile tile = next_part<M>(call, k0, height, q0, queries, width);
-            const int64_t place = slot * padded + k0, from = tile.q0 - q0, columns = tile.columns;
-            multiply(tile.rows, columns, d, all_keys + place * d, d, space.q_columns + from, width, scores + from, width,
-                     false);
-            if (!all_visible(call, tile)) hide(call, batch, head, tile, scores + from);
-            multiply(tile.rows, columns, size, all_values + place * size, size, space.dout_columns + from, width,
-                     slopes + from, width, false);
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end; k0 += height) {
+            const Tile tile{k0, std::min(height, call.sk - k0), height, q0, queries, width};
+            const int64_t place = slot * padded + k0;
+            const M *const q_columns = space.q_columns, *const dout_columns = space.dout_columns;
+            multiply(height, width, d, all_keys + place * d, d, q_columns, scores, width, false);
+            if (!all_visible(call, tile)) hide(call, batch, head, tile, scores);
+            multiply(height, width, size, all_values + place * size, size, dout_columns, slopes, width, false);
             const PowerBounds bounds;
-            for (int64_t row = 0; row < tile.rows; ++row) {
-                float *const s = scores + row * width + from, *const ds = slopes + row * width + from;
-                const float *const log = logs + from, *const dot = dots + from;
+            for (int64_t row = 0; row < height; ++row) {
+                float *const s = scores + row * width, *const ds = slopes + row * width;
                 // The softmax derivative uses p before dropout; the GEMM with v and its derivative use p after dropout.
-                if (call.dropped) drop(call, i * call.sq + tile.q0, columns, k0 + row, ds);
+                if (call.dropped) drop(call, i * call.sq + q0, width, k0 + row, ds);
 #pragma omp simd
-                for (int64_t q = 0; q < columns; ++q) {
+                for (int64_t q = 0; q < width; ++q) {
                     // Rounded like the maximum: fused into the difference, large scores would give noise.
                     const float scaled = std::fma(s[q], call.scale, 0.0f);
-                    const float p = exp2_((scaled - log[q]) * LOG2E, bounds);
+                    const float p = exp2_((scaled - logs[q]) * LOG2E, bounds);
                     s[q] = p;
-                    ds[q] = p * (ds[q] - dot[q]);
+                    ds[q] = p * (ds[q] - dots[q]);
                 }
-                if (call.dropped) drop(call, i * call.sq + tile.q0, columns, k0 + row, s);
+                if (call.dropped) drop(call, i * call.sq + q0, width, k0 + row, s);
             }
             const M *weights, *slope_rows, *slope_pairs;
             if constexpr (PAIRS<M> == 2) {
@@ -256,16 +259,14 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
                 }
                 weights = space.weights, slope_rows = space.slope_rows, slope_pairs = space.slope_pairs;
             } else {
-                weights = scores + from, slope_rows = slope_pairs = slopes + from;
+                weights = scores, slope_rows = slope_pairs = slopes;
             }
-            const M* const across = all_columns + (place - k0 % height) * d + k0 % height;
-            multiply(d, columns, tile.rows, across, height, slope_pairs, width, sums + from, width, true);
+            multiply(d, width, height, all_columns + place * d, height, slope_pairs, sums, width, true);
+            const M *const q_rows = space.q_rows, *const dout_rows = space.dout_rows;
             const int64_t key_tile = k0 / height, turn = turns.wait(slot, key_tile, number, member, guard);
-            multiply(tile.rows, size, columns, weights, width, space.dout_rows + from * size, to_v + place * size, size,
-                     true);
-            multiply(tile.rows, d, columns, slope_rows, width, space.q_rows + from * d, to_k + place * d, d, true);
-            k0 += tile.rows;
-            if (k0 >= end || k0 % height == 0) turns.end(slot, key_tile, turn);
+            multiply(height, size, width, weights, width, dout_rows, to_v + place * size, size, true);
+            multiply(height, d, width, slope_rows, width, q_rows, to_k + place * d, d, true);
+            turns.end(slot, key_tile, turn);
         }
         std::fill(logs, logs + width, call.scale);
         write_rows(sums, logs, queries, width, d, space.scratch, dq, (q0 * call.b * call.n + i) * d, call.b * call.n * d);
@@ -273,35 +274,11 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
     in_pieces<BackwardSpace<M>>(call, cut, guard, prepare, run, finish);
 }
 
-// Integers in the order of Call's fields, from `sq` on.
-template <typename In>
-Call<In> describe(const In* q, const In* k, const In* v, const int64_t* n, const uint8_t* mask, float scale) {
-    return {q,     k,     v,     n[0],  n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
-            n[8],  n[9],  n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17], mask,
-            n[18], n[19], n[20], n[21], scale, static_cast<uint32_t>(n[22]), static_cast<uint64_t>(n[23])};
-}
-
 }  // namespace
 
-// wide: results (out; dq, dk and dv) are fp32 instead of T.
-#define EXPORT(NAME, T, M)                                                                                             \
-    extern "C" int32_t forward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask, \
-                                      float scale, void* out, float* lse, int32_t wide, int32_t threads) {             \
-        return guarded([&](Guard& guard) {                                                                             \
-            const Result<T> result(out, wide);                                                                         \
-            forward<M>(describe(q, k, v, numbers, mask, scale), result, lse, threads, guard);                          \
-        });                                                                                                            \
-    }                                                                                                                  \
-    extern "C" int32_t backward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers,                     \
-                                       const uint8_t* mask, float scale, const T* out, const float* lse,               \
-                                       const T* dout, void* dq, void* dk, void* dv, int32_t wide, int32_t threads) {   \
-        return guarded([&](Guard& guard) {                                                                             \
-            const Result<T> to_q(dq, wide), to_k(dk, wide), to_v(dv, wide);                                            \
-            backward<M>(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25],             \
-                        numbers[26], to_q, to_k, to_v, threads, guard);                                                \
-        });                                                                                                            \
-    }
-
-EXPORT(bf16, bf16, bf16)
-EXPORT(bf16_as_float, bf16, float)
-EXPORT(float, float, float)
+EXPORT(forward_bf16, forward<bf16, bf16>);
+EXPORT(forward_bf16_as_float, forward<float, bf16>);
+EXPORT(forward_float, forward<float, float>);
+EXPORT(backward_bf16, backward<bf16, bf16>);
+EXPORT(backward_bf16_as_float, backward<float, bf16>);
+EXPORT(backward_float, backward<float, float>);

@@ -7,44 +7,23 @@ and position. Results do not depend on the number of threads.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mindspeed_lite.ops import dispatch, native, traced
 from mindspeed_lite.ops.attention import autograd, blocked, reference
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
+from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 _NO_LIMIT_LEFT, _NO_LIMIT_RIGHT = -(1 << 63), (1 << 63) - 1
-_FORWARD, _BACKWARD = "pppppfppii", "pppppfppppppii"
 
-_library = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    {f"forward_{name}": _FORWARD for name in ("bf16", "bf16_as_float", "float")}
-    | {f"backward_{name}": _BACKWARD for name in ("bf16", "bf16_as_float", "float")}
-    | {"probe": "ip"},
-    uses_torch=True,
-    returns_status=True,
-)
+_library = native.Library(__file__, uses_torch=True)
 
 # Dropout probabilities are multiples of 2^-32 in (0, 1).
 _DRAWS = 1 << 32
 
-
-def supported(case: Case) -> list[str]:
-    if case.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return []
-    return [f"dtype {case.dtype}"]
-
-
-def takes(case: Case) -> bool:
-    """True for dtypes of the C++ kernel."""
-    return case.dtype in (torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def unusable() -> str | None:
@@ -61,7 +40,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-@traced.observed
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
     """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
@@ -70,13 +48,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool 
     (sq, b, n, _), dv = q.shape, v.shape[3]
     out = torch.empty(sq, b, n, dv, dtype=torch.float32 if wide else q.dtype)
     lse = torch.empty(b, n, sq)
-    sizes, hidden = _describe(q, k, v, spec, ())
+    sizes, hidden = _describe(q, k, v, spec, (0, 0, 0))
     kernel = getattr(_library, f"forward_{_numbers_of(q, dv)}")
     kernel(q, k, v, sizes, hidden, spec.scale, out, lse, wide, torch.get_num_threads())
     return out, lse
 
 
-@traced.observed
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Triple:
@@ -100,10 +77,9 @@ UNROUNDED = autograd.Kernels(functools.partial(forward, wide=True), functools.pa
 def _in_kernel(q: Tensor, spec: AttentionSpec) -> bool:
     """True if the C++ kernel takes the call; logs once why it cannot run here."""
     # Dropout state is specific to the implementation.
-    has_memory = traced.dry or not isinstance(q, FakeTensor)
-    if not (takes(spec.case) and has_memory and (spec.rng is None or isinstance(spec.rng, int))):
+    if q.dtype not in native.DTYPES or traced.is_traced(q) or not (spec.rng is None or isinstance(spec.rng, int)):
         return False
-    reason = None if traced.dry else unusable()
+    reason = unusable()
     if reason is None:
         return True
     if spec.rng is not None:
@@ -126,7 +102,7 @@ def _numbers_of(q: Tensor, dv: int) -> str:
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, more: tuple[int, ...]) -> tuple[Any, Tensor | None]:
-    """The kernel's integer array, and the mask."""
+    """`Sizes` of call.h, and the mask; `more`: strides of dout."""
     (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
     left, right = spec.positions or (-1, -1)
     mask, dropped = spec.mask, 0

@@ -1,33 +1,23 @@
 """attention on CUDA through PyTorch's fused kernels.
 
 scaled_dot_product_attention chooses in `cuda_flash`'s order. Calls it does not support (lse, sink, window, causal with
-fewer queries than keys) run flash directly for 16 bit without mask, else memory-efficient. Key heads are repeated
-where PyTorch would use the math path.
-
-`blocked` serves windows without flash (fp32, heads above 256, dropout), fp32 masks, and dropout with lse or sink; other
-masks become a 16-bit bias [sq, sk]. Under torch.compile: SDPA with a bias, or the reference for lse and sink, since
-PyTorch 2.11's fake kernel of the memory-efficient backward rejects its own schema.
+fewer queries than keys) run flash directly for 16 bit without mask, else `blocked`, as do windows with dropout and
+fp32 masks, whose bias [sq, sk] would be in fp32. Key heads are repeated where PyTorch would use the math path. Under
+torch.compile: SDPA with a bias, or the reference for lse and sink.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.attention import autograd, blocked, cuda_flash, layout, reference
+from mindspeed_lite.ops.attention import autograd, band, blocked, cuda_flash, reference
 from mindspeed_lite.ops.attention import cuda_kernels as kernels
+from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
-
-
-def supported(case: Case) -> list[str]:
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return [f"dtype {case.dtype}: PyTorch's fused CUDA kernels take float16, bfloat16 and float32"]
-    return []
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -35,53 +25,49 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     if torch.compiler.is_compiling():
         return reference.attention(q, k, v, spec) if by_itself else (_sdpa(q, k, v, spec), None)
     positions = spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
-    if spec.dropout_p > 0.0:
-        if by_itself or positions or _is_wide(spec):
-            return blocked.attention(q, k, v, spec)
-    elif by_itself or positions or _is_wide(spec):
-        return autograd.attention(_KERNELS, q, k, v, spec)
-    return _sdpa(q, k, v, spec), None
-
-
-def _is_wide(spec: AttentionSpec) -> bool:
-    """Whether a bias [sq, sk] would be built in fp32, or for a window alone."""
-    if spec.mask is None:
-        return spec.window is not None
-    return spec.case.dtype == torch.float32
+    has_wide_bias = spec.mask is not None and q.dtype == torch.float32
+    if not (by_itself or positions or has_wide_bias):
+        return _sdpa(q, k, v, spec), None
+    return blocked.attention(q, k, v, spec) if spec.dropout_p > 0.0 else autograd.attention(_KERNELS, q, k, v, spec)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    d, dv = q.shape[3], v.shape[3]
+    (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
+    causal = spec.causal and sq == sk and spec.mask is None
+    visible, empty = (None, None) if causal else _visible(q, sk, spec)
     # Only flash takes grouped key heads: 16 bit, one head size up to 256, no mask.
-    masked = spec.mask is not None or spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
-    grouped = not masked and d == dv <= 256 and q.dtype in (torch.float16, torch.bfloat16)
-    call = layout.call(q, k, v, spec, grouped=grouped)
-    with cuda_flash.order(masked=call.mask is not None, queries=q.shape[0], keys=k.shape[0]):
+    if n != g and not (visible is None and d == dv <= 256 and q.dtype in (torch.float16, torch.bfloat16)):
+        k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
+    # With batch and heads folded the kernel writes [s, b * n, d], the layout to return; else [b, s, n, d].
+    folded = b > 1 and (visible is None or visible.dim() == 2 or visible.shape[:2] == (1, 1))
+    q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) if folded else t.permute(1, 2, 0, 3) for t in (q, k, v))
+    with cuda_flash.order(masked=visible is not None, queries=sq, keys=sk):
         out = torch.nn.functional.scaled_dot_product_attention(
-            call.q,
-            call.k,
-            call.v,
-            attn_mask=call.mask,
-            dropout_p=spec.dropout_p,
-            is_causal=call.causal,
-            scale=spec.scale,
-            enable_gqa=call.q.shape[1] != call.k.shape[1],
-        )
-    return call.out(out, q.shape[1])
+            q, k, v, attn_mask=visible, dropout_p=spec.dropout_p, is_causal=causal, scale=spec.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+    out = (out.view(b, n, sq, dv) if folded else out).permute(2, 0, 1, 3)
+    return (out if empty is None else out.masked_fill(empty.permute(2, 0, 1, 3), 0.0)).contiguous()
+
+
+def _visible(q: Tensor, sk: int, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+    """The mask in PyTorch's sense, and the rows [b | 1, n | 1, sq, 1] without keys by the caller's mask."""
+    sq = q.shape[0]
+    if spec.mask is None:
+        return None if spec.positions is None else ~band.hidden(sq, sk, spec.positions, q.device), None
+    hidden, empty = spec.hidden(sq, sk, q.device)
+    # Kernels want the last two dimensions materialised.
+    return (~hidden).expand(*hidden.shape[:2], sq, sk), empty
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
-    if kernels.flash_serves(spec):
-        return kernels.flash_forward(q, k, v, spec)
-    return (blocked.forward if _is_wide(spec) else kernels.efficient_forward)(q, k, v, spec)
+    return (kernels.flash_forward if kernels.flash_serves(spec) else blocked.forward)(q, k, v, spec)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
-    if kernels.flash_serves(spec):
-        return kernels.flash_backward(dout, q, k, v, out, lse, spec)
-    return (blocked.backward if _is_wide(spec) else kernels.efficient_backward)(dout, q, k, v, out, lse, spec)
+    return (kernels.flash_backward if kernels.flash_serves(spec) else blocked.backward)(dout, q, k, v, out, lse, spec)
 
 
 _KERNELS = autograd.Kernels(forward, backward)

@@ -1,31 +1,21 @@
-"""PyTorch's flash and memory-efficient CUDA kernels, called directly for their lse.
+"""PyTorch's flash CUDA kernels, called directly for their lse.
 
-Both align causal order to the last key. flash takes 16 bit and one head size, a multiple of 8 up to 256 (others are
+They align causal order to the last key, and take 16 bit and one head size, a multiple of 8 up to 256 (others are
 zero-padded), on compute capability 8.0 and later.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.attention import band
-from mindspeed_lite.ops.attention.autograd import Pair, Triple
-from mindspeed_lite.ops.attention.layout import pad
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
+from mindspeed_lite.ops.attention.autograd import Pair, Triple, pad
+from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
 _aten: Any = torch.ops.aten
-
-# custom_mask_type of the memory-efficient kernel.
-_FREE, _CAUSAL_TO_LAST_KEY = 0, 2
-
-# lse rows are padded to multiples of this; bias rows begin at multiples of 16 bytes.
-_LSE_ROWS, _BIAS_ALIGNMENT = 32, 8
 
 
 class Ends(NamedTuple):
@@ -151,79 +141,3 @@ def _window(spec: AttentionSpec) -> dict[str, int]:
     if spec.window is None:
         return {}
     return {"window_size_left": spec.window[0], "window_size_right": spec.window[1]}
-
-
-def efficient_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Pair:
-    sq, _, n, _ = q.shape
-    bias, empty, kind = _bias(q, k, spec)
-    out, lse, *_ = _aten._efficient_attention_forward(
-        *_efficient_layout(q, k, v, n), bias, None, None, None, None, 0.0, kind, True, scale=spec.scale
-    )
-    out, lse = out.transpose(0, 1), lse[..., :sq]
-    if empty is not None:
-        out = out.masked_fill(empty.permute(2, 0, 1, 3), 0.0)
-        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
-    return out.contiguous(), lse.contiguous()
-
-
-def efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-) -> Triple:
-    sq, _, n, _ = q.shape
-    g = k.shape[2]
-    bias, empty, kind = _bias(q, k, spec)
-    if empty is not None:
-        lse = lse.masked_fill(empty.squeeze(-1), float("inf"))
-    lse = torch.nn.functional.pad(lse, (0, -sq % _LSE_ROWS), value=float("inf"))
-    no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-    queries, keys, values = _efficient_layout(q, k, v, n)
-    dq, dk, dv, _ = _aten._efficient_attention_backward(
-        dout.transpose(0, 1),
-        queries,
-        keys,
-        values,
-        bias,
-        out.transpose(0, 1),
-        None,
-        None,
-        sq,
-        k.shape[0],
-        lse,
-        0.0,
-        no_dropout,
-        no_dropout,
-        kind,
-        False,
-        scale=spec.scale,
-    )
-    dk, dv = (t.transpose(0, 1) if n == g else t.transpose(0, 1).unflatten(2, (g, n // g)).sum(3) for t in (dk, dv))
-    return dq.transpose(0, 1), dk, dv
-
-
-def _efficient_layout(q: Tensor, k: Tensor, v: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, heads, size] -> [b, s, n, size]."""
-    if k.shape[2] != n:
-        k, v = (t.repeat_interleave(n // t.shape[2], dim=2) for t in (k, v))
-    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-
-
-def _bias(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None, int]:
-    """Bias for the scores [b, n, sq, sk], rows without keys, and the kernel's custom_mask_type.
-
-    Rows without keys see every key here; the caller clears them.
-    """
-    mask, positions = spec.mask, spec.positions
-    if mask is None:
-        assert spec.window is None
-        return None, None, _CAUSAL_TO_LAST_KEY if spec.causal else _FREE
-    (sq, b, n, _), sk = q.shape, k.shape[0]
-    whole = -(-sk // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
-    hidden = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    if positions is not None:
-        hidden = hidden | band.hidden(sq, sk, positions, q.device)
-    empty = hidden.all(-1, keepdim=True)
-    hidden = hidden & ~empty
-    empty = empty.expand(-1, -1, sq, -1)
-    bias = torch.zeros(*hidden.shape[:2], sq, whole, dtype=q.dtype, device=q.device)[..., :sk]
-    bias = bias.masked_fill_(hidden, float("-inf"))
-    return bias.expand(b, n, sq, sk), empty, _FREE

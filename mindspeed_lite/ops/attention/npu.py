@@ -12,17 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from mindspeed_lite.ops.attention import autograd, band, blocked
-from mindspeed_lite.ops.attention.layout import pad
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
+from mindspeed_lite.ops.attention import autograd, blocked
+from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
 _FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 1, 2, 3, 4
 _UNLIMITED = 2147483647
@@ -38,13 +35,12 @@ class _Masking(NamedTuple):
     after: int = _UNLIMITED
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _triangles: dict[torch.device, Tensor] = {}
 
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}: npu_fusion_attention takes float16, bfloat16 and float32")
     width = max(case.head_size, case.value_size)
     if width > 768:
         reasons.append(f"head size {width}: npu_fusion_attention takes at most 768")
@@ -169,20 +165,15 @@ def _takes_sink() -> bool:
 def _masking(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[_Masking, Tensor | None]:
     """The operator's mask arguments, and the rows [b | 1, n | 1, sq, 1] without keys.
 
-    The operator's result for a row without keys is undocumented: such rows see every key, and the caller clears them.
+    The operator's result for a row without keys is undocumented.
     """
     (sq, b, _, _), sk = q.shape, k.shape[0]
-    mask, positions = spec.mask, spec.positions
-    if mask is not None:
-        hidden = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        if positions is not None:
-            hidden = hidden | band.hidden(sq, sk, positions, q.device)
-        empty = hidden.all(-1, keepdim=True)
-        hidden = hidden & ~empty
+    if spec.mask is not None:
+        hidden, empty = spec.hidden(sq, sk, q.device)
         # Documented shapes: [b, n, sq, sk], [b, 1, sq, sk], [1, 1, sq, sk] and [sq, sk].
         batches = b if hidden.shape[0] != 1 or hidden.shape[1] != 1 else 1
         written_out = hidden.expand(batches, hidden.shape[1], sq, sk).contiguous()
-        return _Masking(written_out, _FULL_MASK), empty.expand(-1, -1, sq, -1)
+        return _Masking(written_out, _FULL_MASK), empty
     if spec.causal:
         return _Masking(_triangle(q.device), _UPPER_LEFT if sq == sk else _LOWER_RIGHT), None
     if spec.window is not None:
@@ -210,9 +201,9 @@ def packed(
     (_, n, d), dv = q.shape, v.shape[2]
     size = max(d, dv)
     out, most, total = _fused(
-        pad(q, size).contiguous(),
-        pad(k, size).contiguous(),
-        pad(v, size).contiguous(),
+        autograd.pad(q, size).contiguous(),
+        autograd.pad(k, size).contiguous(),
+        autograd.pad(v, size).contiguous(),
         n,
         "TND",
         spec,
@@ -239,7 +230,7 @@ def _lanes(t: Tensor) -> Tensor:
 
 def _flatten(t: Tensor, width: int) -> Tensor:
     """[s, b, heads, size] -> [s, b, heads * width], zero-padded."""
-    t = pad(t, width)
+    t = autograd.pad(t, width)
     return t.reshape(t.shape[0], t.shape[1], -1).contiguous()
 
 

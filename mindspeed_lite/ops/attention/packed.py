@@ -17,6 +17,7 @@ from mindspeed_lite.ops.attention import backward as backward_dense
 from mindspeed_lite.ops.attention import forward as forward_dense
 from mindspeed_lite.ops.attention import prepare as prepare_dense
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
+from mindspeed_lite.ops.rows import precision
 
 __all__ = ["Packing", "attend", "attention", "backward", "forward", "prepare"]
 
@@ -153,7 +154,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`forward` within each sequence: (out [t, n, dv], lse [n, t]); 0 and -inf in other rows."""
     (rows, n, _), dv = q.shape, v.shape[2]
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    exact = precision(q.dtype)
     out = q.new_zeros(rows, n, dv, dtype=exact)
     lse = q.new_full((n, rows), float("-inf"), dtype=exact)
     for each in _sequences(packing, dropout):

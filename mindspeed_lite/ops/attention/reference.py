@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.attention import band
 from mindspeed_lite.ops.attention.blocked import backward as backward
 from mindspeed_lite.ops.attention.blocked import forward as forward
+from mindspeed_lite.ops.rows import precision
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.packed import Packing
@@ -20,7 +20,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     """softmax(scale * q k^T, masked) v with materialised [sq, sk] scores, in fp32 (float64 for float64)."""
     sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = precision(q.dtype)
     scores, empty = _scores(q, k, spec)
     sink = spec.sink
     if sink is not None:
@@ -49,7 +49,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpe
     spec = spec._replace(return_lse=True)
     # Padding rows stay connected to the graph.
     out = (q.sum() + k.sum() + v.sum()) * q.new_zeros(rows, n, v.shape[2])
-    lse = q.new_full((n, rows), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_full((n, rows), float("-inf"), dtype=precision(q.dtype))
     for (first, last), (low, high) in zip(packing.q, packing.k, strict=True):
         queries, keys, values = (t.unsqueeze(1) for t in (q[first:last], k[low:high], v[low:high]))
         its_out, its_lse = attention(queries, keys, values, spec.for_lengths(last - first, high - low))
@@ -60,21 +60,13 @@ def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpe
 
 
 def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """Scores [b, n, sq, sk], -inf where hidden; and rows [b | 1, n | 1, sq, 1] without keys.
-
-    Those rows are left unmasked, which avoids NaN; the caller clears them.
-    """
+    """Scores [b, n, sq, sk], -inf where hidden, and the rows without keys of `spec.hidden`, which are not masked."""
     sq, b, n, d = q.shape
     sk, _, g, _ = k.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = precision(q.dtype)
     queries = q.to(dtype).reshape(sq, b, g, n // g, d)
     scores = torch.einsum("sbgrd,tbgd->bgrst", queries, k.to(dtype)).reshape(b, n, sq, sk) * spec.scale
-    hidden, positions = spec.mask, spec.positions
-    if positions is not None:
-        by_position = band.hidden(sq, sk, positions, q.device)
-        hidden = by_position if hidden is None else hidden | by_position
-    if hidden is None:
+    if spec.mask is None and spec.positions is None:
         return scores, None
-    hidden = hidden.reshape((1,) * (4 - hidden.dim()) + tuple(hidden.shape))
-    empty = hidden.all(-1, keepdim=True)
-    return scores.masked_fill(hidden & ~empty, float("-inf")), empty
+    hidden, empty = spec.hidden(sq, sk, q.device)
+    return scores.masked_fill(hidden, float("-inf")), empty

@@ -57,6 +57,20 @@ class AttentionSpec(NamedTuple):
         """The band as a window, causal included; None if all keys are visible by position."""
         return band.CAUSAL if self.causal else self.window
 
+    def hidden(self, sq: int, sk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys hidden by mask and band [b | 1, n | 1, sq | 1, sk], and the rows without keys [b | 1, n | 1, sq, 1].
+
+        Those rows see every key: kernels disagree on them (0, NaN, the average), so the caller clears them.
+        """
+        hidden, positions = self.mask, self.positions
+        if positions is not None:
+            by_position = band.hidden(sq, sk, positions, device)
+            hidden = by_position if hidden is None else hidden | by_position
+        assert hidden is not None
+        hidden = hidden.reshape((1,) * (4 - hidden.dim()) + tuple(hidden.shape))
+        empty = hidden.all(-1, keepdim=True)
+        return hidden & ~empty, empty.expand(-1, -1, sq, -1)
+
     def for_lengths(self, sq: int, sk: int) -> AttentionSpec:
         """The same for other lengths."""
         causal, window = band.canonical(self.causal, self.window, sq, sk)

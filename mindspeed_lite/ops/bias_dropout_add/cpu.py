@@ -6,29 +6,23 @@ A hash of seed and position replaces a stored mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
+from mindspeed_lite.ops.bias_dropout_add import Case
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.bias_dropout_add import Case
-
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    kernels={"forward": "ppppllllfi", "backward": "ppplllllfi"},
-)
+LIBRARY = native.Library(__file__)
+DTYPES = native.DTYPES
 
 # Maximum number of row blocks with own fp32 bias gradient sums.
 _BLOCKS = 64
 
 
 def supported(case: Case) -> list[str]:
-    rounded = ["bias in float64, which the kernel would round to float32"]
-    return _lib.why_not(case.dtype, *(rounded if case.bias_dtype == torch.float64 else ()))
+    return ["bias in float64, which the kernel would round to float32"] if case.bias_dtype == torch.float64 else []
 
 
 def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
@@ -46,10 +40,10 @@ def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None, dropout_p
 def _forward(inputs: Any, options: Any) -> tuple[Tensor, autograd.Inputs]:
     (x, residual, bias), (draws, _) = inputs, options
     x, residual, width = x.contiguous(), residual.contiguous(), x.shape[-1]
-    wide = None if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
+    wide = torch.zeros(width) if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
     y = torch.empty_like(residual)
     rows = x.numel() // width if width else 0
-    kernel = _lib.kernel("forward", x.dtype)
+    kernel = LIBRARY.kernel("forward_dropout" if draws[0] else "forward", x.dtype)
     kernel(x, wide, residual, y, rows, width, *draws, _scale(draws), native.threads(x.numel()))
     return y, ()
 
@@ -66,7 +60,7 @@ def _backward(dy: Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> a
     dx = dy if is_same else torch.empty_like(dy)
     blocks = min(_BLOCKS, max(rows, 1))
     sums = torch.zeros(blocks, width) if wanted[2] else None
-    kernel = _lib.kernel("backward", dy.dtype)
+    kernel = LIBRARY.kernel("backward" if is_same else "backward_dropout", dy.dtype)
     given = (dy, None if is_same else dx, sums, rows, blocks, width)
     kernel(*given, *draws, _scale(draws), native.threads(dy.numel()))
     return dx, dy, None if sums is None else sums.sum(0).to(like[1]).view(like[0])

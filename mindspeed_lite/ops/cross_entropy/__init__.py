@@ -38,9 +38,10 @@ def cross_entropy(
     """
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise ValueError(f"cross_entropy: want logits [..., V] and target [...], not {_shapes(logits, target)}")
-    size = loss.vocabulary_size("cross_entropy", target, vocab_start, logits.shape[-1], vocab_size, gather)
+    shard = loss.shard("cross_entropy", target, vocab_start, logits.shape[-1], vocab_size, gather)
     kernels = OPERATOR.module(Case(logits.device.type, logits.dtype), logits)
-    return loss.cross_entropy(kernels, logits, target, vocab_start, size, gather)
+    found: Tensor = loss.CrossEntropy.apply(logits, target, kernels, shard)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _shapes(logits: Tensor, target: Tensor) -> str:

@@ -5,15 +5,12 @@ The logits are a leaf, so the gradient cannot overwrite them.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.cross_entropy import cross_entropy
 
 
@@ -39,15 +36,6 @@ class Shape:
         return Work(count * size, 4 * count), Work(2 * count * size, 5 * count)
 
 
-def liger(shape: Shape) -> Callable[..., Tensor]:
-    function: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
-    return OwnLayout(
-        lambda logits, labels: (logits.clone(), labels),
-        lambda logits, labels: function.apply(logits, labels, None, -100, 0.0, 0.0, "none")[0].float(),
-        "its own copy of the logits, which the forward pass overwrites with their gradient",
-    )
-
-
 _TIMED = ("1024x32768", "512x128256")
 
 CASES = OperatorCases(
@@ -56,6 +44,4 @@ CASES = OperatorCases(
     correctness=("24x48", "256x8192"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "8192x32768", "8192x128256", "8192x16032"),
-    quick="256x8192",
-    peers={"liger": Peer(liger, "liger_kernel")},
 )

@@ -1,12 +1,13 @@
 // cross_entropy on CPU: one read of the logits per pass. Results do not depend on the thread count.
+#include "export.h"
 #include "numbers.h"
 
 // The fp32 block stays in L1 for its second read.
 static constexpr int64_t BLOCK = 2048;
 
 template <typename T>
-static void statistics(const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width, int64_t start,
-                       int whole, int threads) {
+static void statistics(Guard&, const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width,
+                       int64_t start, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * width;
@@ -34,17 +35,13 @@ static void statistics(const T* logits, const int64_t* target, float* out, int64
         out[row] = top;
         out[rows + row] = sum;
         const bool here = column >= 0 && column < width;
-        if (whole) {
-            out[2 * rows + row] = std::log(sum) - (here ? load(x + column) - top : 0.0f);
-        } else {
-            out[2 * rows + row] = here ? load(x + column) : 0.0f;
-        }
+        out[2 * rows + row] = here ? load(x + column) : 0.0f;
     }
 }
 
 template <typename T>
-static void gradient(const T* logits, const int64_t* target, const float* top, const float* sums, const float* dloss,
-                     T* out, int64_t rows, int64_t width, int64_t start, int threads) {
+static void gradient(Guard&, const T* logits, const int64_t* target, const float* top, const float* sums,
+                     const float* dloss, T* out, int64_t rows, int64_t width, int64_t start, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * width;
@@ -60,16 +57,5 @@ static void gradient(const T* logits, const int64_t* target, const float* top, c
     }
 }
 
-#define EXPORT(NAME, T)                                                                                               \
-    extern "C" void cross_entropy_statistics_##NAME(const T* logits, const int64_t* target, float* out, int64_t rows, \
-                                                    int64_t width, int64_t start, int whole, int threads) {           \
-        statistics<T>(logits, target, out, rows, width, start, whole, threads);                                       \
-    }                                                                                                                 \
-    extern "C" void cross_entropy_gradient_##NAME(const T* logits, const int64_t* target, const float* top,           \
-                                                  const float* sums, const float* dloss, T* out, int64_t rows,        \
-                                                  int64_t width, int64_t start, int threads) {                        \
-        gradient<T>(logits, target, top, sums, dloss, out, rows, width, start, threads);                              \
-    }
-
-EXPORT(bf16, bf16)
-EXPORT(fp32, float)
+EXPORT_DTYPES(statistics, statistics);
+EXPORT_DTYPES(gradient, gradient);

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -13,23 +11,14 @@ from torch import Tensor
 
 from mindspeed_lite.ops.row_kernels import on
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.cross_entropy import Case
-
 # 8 KiB of bf16: two 16-byte vectors per thread.
 BLOCK = 4096
 WARPS = 8
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def supported(case: Case) -> list[str]:
-    return [] if case.dtype in _DTYPES else [f"dtype {case.dtype}: the kernels compute in fp32"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit
-def statistics_kernel(
-    logits_ptr, target_ptr, out_ptr, rows, start, WIDTH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
-):
+def statistics_kernel(logits_ptr, target_ptr, out_ptr, rows, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # rows * columns exceeds 2^31
     row_ptr = logits_ptr + row * WIDTH
     columns = tl.arange(0, BLOCK)
@@ -51,8 +40,6 @@ def statistics_kernel(
     column = tl.load(target_ptr + row) - start
     here = (column >= 0) & (column < WIDTH)
     picked = tl.load(row_ptr + column, mask=here, other=0.0).to(tl.float32)
-    if WHOLE:
-        picked = tl.log(total) - tl.where(here, picked - highest, 0.0)
     tl.store(out_ptr + 2 * rows + row, picked)
 
 
@@ -68,12 +55,12 @@ def gradient_kernel(logits_ptr, target_ptr, top_ptr, sums_ptr, dloss_ptr, out_pt
     tl.store(out_ptr + row * width + columns, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int) -> Tensor:
     count, width = rows.shape
     out = torch.empty(3, count, dtype=torch.float32, device=rows.device)
     if count:
         with on(rows):
-            given = (rows, target, out, count, start, width, whole, _block(width))
+            given = (rows, target, out, count, start, width, _block(width))
             statistics_kernel[(count,)](*given, num_warps=WARPS)
     return out
 

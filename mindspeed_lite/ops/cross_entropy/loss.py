@@ -7,7 +7,7 @@ gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
 
 A backend has two passes over contiguous rows [T, V] of a shard; int64 target [T], possibly outside of it:
 
-    statistics(rows, target, start, whole) -> [3, T] (m, s, p); with `whole` (unsharded), row 2 is the loss
+    statistics(rows, target, start) -> [3, T] (m, s, p)
     gradient(rows, target, start, statistics [2, T] (M, S), dloss [T], out [T, V]); `out` may be `rows`
 
 A row of -inf has the sum 0.
@@ -19,17 +19,13 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Gather = Callable[[Tensor], Tensor]
-
-
-def precision(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(parts: Tensor) -> Tensor:
@@ -50,10 +46,20 @@ def losses(merged: Tensor, target: Tensor, vocab_size: int) -> Tensor:
     return loss
 
 
-def vocabulary_size(
-    operator: str, target: Tensor, start: int, width: int, size: int | None, gather: Gather | None
-) -> int:
-    """Checked size of a vocabulary of which a rank has [start, start + width)."""
+class Shard(NamedTuple):
+    """This rank's part of a vocabulary.
+
+    start: its first token. size: of the whole vocabulary. gather: local statistics [3, T] -> all shards', [shards, 3,
+    T]; None if the part is the whole.
+    """
+
+    start: int
+    size: int
+    gather: Gather | None
+
+
+def shard(operator: str, target: Tensor, start: int, width: int, size: int | None, gather: Gather | None) -> Shard:
+    """Checked shard [start, start + width)."""
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(f"{operator}: target is {target.dtype}, and it counts tokens")
     whole = start + width if size is None else size
@@ -62,43 +68,23 @@ def vocabulary_size(
             f"{operator}: the slice of {width} from {start} of a vocabulary of {whole} is not one, or it is not the "
             f"whole and nothing gathers the others"
         )
-    return whole
+    return Shard(start, whole, gather)
 
 
-def cross_entropy(
-    kernels: Any, logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, gather: Gather | None
-) -> Tensor:
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target, kernels, vocab_start, vocab_size, gather
-    )
-    return loss
-
-
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        kernels: Any,
-        vocab_start: int,
-        vocab_size: int,
-        gather: Gather | None,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, kernels: Any, shard: Shard) -> Tensor:
         ctx.shape = logits.shape
         if not logits.is_contiguous():
             logits = logits.contiguous()
         rows = logits.view(-1, logits.shape[-1])  # [T, V]
         flat = target.reshape(-1).to(torch.int64)  # [T]
-        statistics = kernels.statistics(rows, flat, vocab_start, gather is None)  # [3, T]
-        if gather is None:
-            # Computed by the kernel, which saves calls.
-            loss: Tensor = statistics[2]
-        else:
-            statistics = merge(gather(statistics))
-            loss = losses(statistics, flat, vocab_size)
+        statistics = kernels.statistics(rows, flat, shard.start)  # [3, T]
+        if shard.gather is not None:
+            statistics = merge(shard.gather(statistics))
+        loss = losses(statistics, flat, shard.size)
         ctx.save_for_backward(logits, flat, statistics[:2])
-        ctx.kernels, ctx.vocab_start = kernels, vocab_start
+        ctx.kernels, ctx.start = kernels, shard.start
         return loss.view(target.shape)
 
     @staticmethod
@@ -109,11 +95,11 @@ class _CrossEntropy(torch.autograd.Function):
         out = logits.detach() if ours else torch.empty_like(logits)
         rows, gradient = (t.view(-1, t.shape[-1]) for t in (logits, out))
         dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
-        ctx.kernels.gradient(rows, target, ctx.vocab_start, statistics, dloss, gradient)
+        ctx.kernels.gradient(rows, target, ctx.start, statistics, dloss, gradient)
         if ours:
             # Autograd does not see writes through a pointer.
             torch.autograd.graph.increment_version(logits)
-        return out.view(ctx.shape), None, None, None, None, None
+        return out.view(ctx.shape), None, None, None
 
 
 def only_the_graph_has(references: tuple[int, ...]) -> bool:

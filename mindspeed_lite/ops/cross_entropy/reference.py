@@ -8,26 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.cross_entropy import loss
+from mindspeed_lite.ops import traced
+from mindspeed_lite.ops.rows import precision
 
 # 16 MiB as fp32.
 _BLOCK = 1 << 22
 
 
-def definition(logits: Tensor, target: Tensor) -> Tensor:
-    """Differentiable loss over a whole vocabulary."""
-    wide = logits.to(loss.precision(logits.dtype))
-    log_probs = wide.log_softmax(-1)  # [..., K]
-    known = (target >= 0) & (target < logits.shape[-1])
-    column = target.clamp(0, logits.shape[-1] - 1)[..., None].to(torch.int64)
-    # Out-of-vocabulary target: loss as if the target were the likeliest token.
-    picked = torch.where(known, log_probs.gather(-1, column)[..., 0], wide.detach().amax(-1) - wide.logsumexp(-1))
-    return -picked
-
-
-def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int) -> Tensor:
     count, width = rows.shape
-    out = rows.new_empty((3, count), dtype=loss.precision(rows.dtype))
+    out = rows.new_empty((3, count), dtype=precision(rows.dtype))
     for block in _blocks(count, width):
         wide = rows[block].to(out.dtype)  # [t, V]
         top = torch.amax(wide, dim=-1, out=out[0, block])
@@ -38,8 +28,6 @@ def statistics(rows: Tensor, target: Tensor, start: int, whole: bool) -> Tensor:
         # Avoids -inf - -inf = NaN; such a row becomes zeros.
         base = torch.where(top == -torch.inf, 0.0, top)
         torch.sum((wide - base[:, None]).exp_(), dim=-1, out=out[1, block])
-    if whole:
-        out[2] = loss.losses(out, target - start, width)
     return out
 
 
@@ -54,5 +42,5 @@ def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss
 
 
 def _blocks(count: int, width: int) -> list[slice]:
-    step = max(1, _BLOCK // width)
+    step = count if traced.dry else max(1, _BLOCK // width)
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]

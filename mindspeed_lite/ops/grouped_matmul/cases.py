@@ -76,6 +76,5 @@ CASES = OperatorCases(
     correctness=("300x64x96x4", "37x100x65x3", "513x136x72x9"),
     cpu=("12288x512x256x64", "2048x1024x1408x8"),
     accelerator=("65536x2048x1536x128", "16384x4096x28672x8"),
-    quick="1024x256x128x8",
     peers={"torch grouped_mm": Peer(grouped_mm)},
 )

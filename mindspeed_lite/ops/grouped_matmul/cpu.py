@@ -7,27 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops import traced
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.grouped_matmul import Case
-
 Tensors = Sequence[Tensor]
 
 COUNTS_ON_HOST = True
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def supported(case: Case) -> list[str]:
-    return [] if case.dtype in _DTYPES else [f"dtype {case.dtype}: there are products of floating-point numbers"]
-
-
-@traced.observed
 def grouped_matmul(
     x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> Tensor:
@@ -41,13 +30,11 @@ def grouped_matmul(
     return torch.cat(parts)
 
 
-@traced.observed
 def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
     pairs = zip(torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True)
     return [_padded(a).t() @ _padded(b) for a, b in pairs]
 
 
-@traced.observed
 def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
     for main_grad, a, b in zip(main_grads, torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True):
         if not len(a):

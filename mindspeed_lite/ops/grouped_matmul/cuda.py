@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mindspeed_lite.ops.grouped_matmul import Case
 from mindspeed_lite.ops.row_kernels import on, programs
 from mindspeed_lite.ops.traced import address
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.grouped_matmul import Case
 
 Tensors = Sequence[Tensor]
 
@@ -53,18 +51,14 @@ THIN = Tiles(32, 128, 64, 4, 4)
 WIDE = Tiles(64, 64, 32, 8, 3)
 
 COUNTS_ON_HOST = False
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Consecutive row blocks that share a column block.
 GROUP = 8
 
 
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}: the kernels take float16, bfloat16 and float32")
-    if not case.contiguous:
-        reasons.append("a main gradient is not contiguous")
-    return reasons
+    return [] if case.contiguous else ["a main gradient is not contiguous"]
 
 
 def weight_gradients(dy: Tensor, x: Tensor, counts: Tensor) -> Tensors:

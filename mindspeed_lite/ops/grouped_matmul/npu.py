@@ -17,21 +17,19 @@ them: they are added one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.grouped_matmul import Case
+from mindspeed_lite.ops.grouped_matmul import Case
 
 Tensors = Sequence[Tensor]
 
 COUNTS_ON_HOST = False
 _HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*_HALF, torch.float32)
 _LONGEST_LIST = 128
 _MOST_GROUPS = 1024
 _WIDTH_LIMIT = 65536
@@ -39,8 +37,6 @@ _WIDTH_LIMIT = 65536
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype not in (*_HALF, torch.float32):
-        reasons.append(f"dtype {case.dtype}: npu_grouped_matmul takes float16, bfloat16 and float32")
     if case.experts > _MOST_GROUPS:
         reasons.append(f"{case.experts} experts: npu_grouped_matmul takes {_MOST_GROUPS} groups")
     if case.widest >= _WIDTH_LIMIT:

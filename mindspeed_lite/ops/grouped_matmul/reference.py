@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.rows import precision
+
 Tensors = Sequence[Tensor]
 
 
@@ -17,7 +19,7 @@ def grouped_matmul(
     x: Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> Tensor:
     """Differentiable matmul per expert in fp32 (float64 for float64), rounded once."""
-    dtype = wide(x.dtype)
+    dtype = precision(x.dtype)
     parts = []
     for expert, rows in enumerate(torch.split(x, list(counts))):
         weight = weights[expert].to(dtype)
@@ -27,7 +29,7 @@ def grouped_matmul(
 
 
 def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    dtype = wide(x.dtype)
+    dtype = precision(x.dtype)
     pairs = zip(torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True)
     return [(a.to(dtype).t() @ b.to(dtype)).to(x.dtype) for a, b in pairs]
 
@@ -36,8 +38,3 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, coun
     """main_grad_e += dy_e^T x_e, rounded to x's dtype first, as in autograd."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Accumulation dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.dispatch import Operator
-from mindspeed_lite.ops.layer_norm import reference
+from mindspeed_lite.ops import norm
 
-__all__ = ["OPERATOR", "Case", "layer_norm"]
+__all__ = ["OPERATOR", "layer_norm"]
 
-
-class Case(NamedTuple):
-    """Weight and bias have one dtype."""
-
-    device: str
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    zero_centered: bool
-
-
-OPERATOR = Operator("layer_norm", reference.layer_norm)
+OPERATOR = norm.operator("layer_norm")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
@@ -39,6 +25,4 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, zero_
         )
     if bias.dtype != weight.dtype:
         raise ValueError(f"layer_norm: want weight and bias of one dtype, not {weight.dtype} and {bias.dtype}")
-    case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
-    out: Tensor = OPERATOR.choose(case)(x, weight, bias, eps, zero_centered)
-    return out
+    return norm.run(OPERATOR, x, weight, bias, eps, zero_centered)

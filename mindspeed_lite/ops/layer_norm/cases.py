@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.layer_norm import layer_norm
 
 EPS = 1e-5
@@ -38,11 +35,6 @@ class Shape:
         return forward, Work((3 * rows * hidden + 3 * hidden) * size, 13 * rows * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., Tensor]:
-    function: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
-    return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
-
-
 # GPT-3 6.7B and 175B.
 CASES = OperatorCases(
     "layer_norm",
@@ -50,5 +42,4 @@ CASES = OperatorCases(
     correctness=("64x1024", "37x1000", "300x64"),
     cpu=("1024x1024", "4096x4096"),
     accelerator=("1024x1024", "4096x4096", "8192x12288"),
-    peers={"liger": Peer(liger, "liger_kernel")},
 )

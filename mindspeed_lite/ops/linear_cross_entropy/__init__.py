@@ -52,6 +52,6 @@ def linear_cross_entropy(
             f"{tuple(hidden.shape)} in {hidden.dtype}, {tuple(weight.shape)} in {weight.dtype} and "
             f"{tuple(target.shape)}"
         )
-    size = loss.vocabulary_size("linear_cross_entropy", target, vocab_start, weight.shape[0], vocab_size, gather)
+    shard = loss.shard("linear_cross_entropy", target, vocab_start, weight.shape[0], vocab_size, gather)
     kernels = OPERATOR.module(Case(hidden.device.type, hidden.dtype), hidden)
-    return chunks.linear_cross_entropy(kernels, hidden, weight, target, vocab_start, size, gather, accumulate)
+    return chunks.linear_cross_entropy(kernels, hidden, weight, target, shard, accumulate)

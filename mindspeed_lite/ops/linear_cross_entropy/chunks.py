@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import accumulate_wgrad
-from mindspeed_lite.ops.cross_entropy.loss import Gather, losses, merge
+from mindspeed_lite.ops.cross_entropy.loss import Shard, losses, merge
 
 # Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
@@ -41,20 +41,13 @@ class Accumulate(NamedTuple):
 
 
 def linear_cross_entropy(
-    kernels: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    gather: Gather | None,
-    accumulate: Accumulate | None,
+    kernels: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, accumulate: Accumulate | None
 ) -> Tensor:
     elements = COLUMNS * target.numel() if hidden.is_cuda else CHUNK
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, kernels, parts, vocab_start, vocab_size, gather, accumulate
+        hidden, weight, target, kernels, parts, shard, accumulate
     )
     return loss
 
@@ -87,9 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         kernels: Any,
         parts: _Parts,
-        vocab_start: int,
-        vocab_size: int,
-        gather: Gather | None,
+        shard: Shard,
         accumulate: Accumulate | None,
     ) -> Tensor:
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
@@ -98,16 +89,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         statistics = merge(
             torch.stack(
                 [
-                    kernels.statistics(logits, flat, vocab_start + part.start, False)
+                    kernels.statistics(logits, flat, shard.start + part.start)
                     for part, logits in _logits(rows, weight, parts, kept)
                 ]
             )
         )  # [3, T]
-        if gather is not None:
-            statistics = merge(gather(statistics))
-        loss = losses(statistics, flat, vocab_size)
+        if shard.gather is not None:
+            statistics = merge(shard.gather(statistics))
+        loss = losses(statistics, flat, shard.size)
         ctx.save_for_backward(hidden, weight, flat, statistics[:2], kept)
-        ctx.kernels, ctx.parts, ctx.vocab_start, ctx.accumulate = kernels, parts, vocab_start, accumulate
+        ctx.kernels, ctx.parts, ctx.start, ctx.accumulate = kernels, parts, shard.start, accumulate
         return loss.view(target.shape)
 
     @staticmethod
@@ -127,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dhidden = torch.zeros(rows.shape, dtype=statistics.dtype, device=rows.device)
         dweight = torch.empty_like(weight) if wants_weight and accumulate is None else None
         for part, logits in _logits(rows, weight, parts, kept):
-            start = ctx.vocab_start + part.start
+            start = ctx.start + part.start
             ctx.kernels.gradient(logits, target, start, statistics, dloss, logits)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
@@ -141,7 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = accumulate.done()
         if dhidden is not None:
             dhidden = dhidden.to(hidden.dtype).view(hidden.shape)
-        return dhidden, dweight, *[None] * 7
+        return dhidden, dweight, *[None] * 5
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -57,5 +57,4 @@ CASES = OperatorCases(
     correctness=("1x4x128x128", "2x3x96x160,causal=0", "1x2x32x4096,causal=0"),
     cpu=("1x16x1024x1024", "1x16x1024x1024,causal=0", "1x8x2048x2048"),
     accelerator=("4x16x2048x2048",),
-    quick="1x4x128x128",
 )

@@ -2,13 +2,11 @@
 // the thread count.
 #include <vector>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 // Megatron's value of hidden scores.
 static constexpr float HIDDEN = -10000.0f;
-// Rows per thread at a time; small, because causal rows grow longer.
-#define ROWS 16
 
 struct Form {
     int64_t batch, heads, queries, keys;
@@ -28,6 +26,12 @@ struct Form {
     }
 };
 
+// The fields of `Form` as parameters.
+#define FORM                                                                                                \
+    int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride, \
+        int64_t query_stride, int causal, float scale, int threads
+#define MADE {batch, heads, queries, keys, batch_stride, head_stride, query_stride, causal, scale, threads}
+
 // Scaled fp32 scores; a separate loop prevents fusing with the following difference, so that both directions and
 // PyTorch round alike.
 template <typename T>
@@ -45,106 +49,78 @@ static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_
 }
 
 template <typename T>
-static void forward(const T* scores, const uint8_t* mask, T* probs, float* statistics, const Form form,
-                    Guard& guard) {
+static void forward(Guard& guard, const T* scores, const uint8_t* mask, T* probs, float* statistics, FORM) {
+    const Form form MADE;
     const int64_t rows = form.rows();
-#pragma omp parallel num_threads(form.threads)
-    {
-        std::vector<float> buffer;
-        guard([&] { buffer.resize(form.keys); });
+    const auto run = [&](int64_t row, std::vector<float>& buffer) {
         float* s = buffer.data();
-#pragma omp for schedule(static, ROWS)
-        for (int64_t row = 0; row < rows; row++) {
-            if (guard.status()) continue;
-            const int64_t width = form.width(row);
-            T* p = probs + row * form.keys;
-            scaled(scores + row * form.keys, form.hidden(mask, row), form.scale, width, s);
-            float top = width < form.keys ? HIDDEN : -std::numeric_limits<float>::infinity();
+        const int64_t width = form.width(row);
+        T* p = probs + row * form.keys;
+        scaled(scores + row * form.keys, form.hidden(mask, row), form.scale, width, s);
+        float top = width < form.keys ? HIDDEN : -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < width; i++) top = s[i] > top ? s[i] : top;
-            float sum = 0.0f;
+        for (int64_t i = 0; i < width; i++) top = s[i] > top ? s[i] : top;
+        float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < width; i++) {
-                s[i] = exp_(s[i] - top);
-                sum += s[i];
-            }
-            // Zero unless all visible scores are about as low.
-            const float beyond = width < form.keys ? exp_(HIDDEN - top) : 0.0f;
-            sum += beyond * static_cast<float>(form.keys - width);
-            const float factor = 1.0f / sum;
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) store(p + i, s[i] * factor);
-            T last;
-            store(&last, beyond * factor);  // NaN in a row of NaNs
-            std::fill(p + width, p + form.keys, last);
-            if (statistics != nullptr) {
-                statistics[row] = top;
-                statistics[rows + row] = sum;
-            }
+        for (int64_t i = 0; i < width; i++) {
+            s[i] = exp_(s[i] - top);
+            sum += s[i];
         }
-    }
+        // Zero unless all visible scores are about as low.
+        const float beyond = width < form.keys ? exp_(HIDDEN - top) : 0.0f;
+        sum += beyond * static_cast<float>(form.keys - width);
+        const float factor = 1.0f / sum;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) store(p + i, s[i] * factor);
+        T last;
+        store(&last, beyond * factor);  // NaN in a row of NaNs
+        std::fill(p + width, p + form.keys, last);
+        statistics[row] = top;
+        statistics[rows + row] = sum;
+    };
+    each_row(guard, rows, form.threads, [&] { return std::vector<float>(form.keys); }, run);
 }
 
 template <typename T>
-static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* dscores, const float* statistics,
-                     const Form form, Guard& guard) {
+static void backward(Guard& guard, const T* dprobs, const T* scores, const uint8_t* mask, T* dscores,
+                     const float* statistics, FORM) {
+    const Form form MADE;
     const int64_t rows = form.rows();
-#pragma omp parallel num_threads(form.threads)
-    {
-        std::vector<float> buffer;
-        guard([&] { buffer.resize(form.keys); });
+    const auto run = [&](int64_t row, std::vector<float>& buffer) {
         float* s = buffer.data();
-#pragma omp for schedule(static, ROWS)
-        for (int64_t row = 0; row < rows; row++) {
-            if (guard.status()) continue;
-            const int64_t width = form.width(row);
-            const T* dp = dprobs + row * form.keys;
-            T* dx = dscores + row * form.keys;
-            const uint8_t* hidden = form.hidden(mask, row);
-            const float top = statistics[row], factor = 1.0f / statistics[rows + row], scale = form.scale;
-            scaled(scores + row * form.keys, hidden, scale, width, s);
-            float dot = 0.0f;
+        const int64_t width = form.width(row);
+        const T* dp = dprobs + row * form.keys;
+        T* dx = dscores + row * form.keys;
+        const uint8_t* hidden = form.hidden(mask, row);
+        const float top = statistics[row], factor = 1.0f / statistics[rows + row], scale = form.scale;
+        scaled(scores + row * form.keys, hidden, scale, width, s);
+        float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-            for (int64_t i = 0; i < width; i++) {
-                s[i] = exp_(s[i] - top) * factor;
-                dot += s[i] * load(dp + i);
-            }
-            const float beyond = width < form.keys ? exp_(HIDDEN - top) * factor : 0.0f;
-            if (beyond != 0.0f) {
-                float part = 0.0f;
-#pragma omp simd reduction(+ : part)
-                for (int64_t i = width; i < form.keys; i++) part += load(dp + i);
-                dot += beyond * part;
-            }
-            if (hidden == nullptr) {
-#pragma omp simd
-                for (int64_t i = 0; i < width; i++) store(dx + i, s[i] * (load(dp + i) - dot) * scale);
-            } else {
-#pragma omp simd
-                for (int64_t i = 0; i < width; i++) {
-                    const float value = s[i] * (load(dp + i) - dot) * scale;
-                    store(dx + i, hidden[i] ? 0.0f : value);
-                }
-            }
-            std::fill(dx + width, dx + form.keys, T{});
+        for (int64_t i = 0; i < width; i++) {
+            s[i] = exp_(s[i] - top) * factor;
+            dot += s[i] * load(dp + i);
         }
-    }
+        const float beyond = width < form.keys ? exp_(HIDDEN - top) * factor : 0.0f;
+        if (beyond != 0.0f) {
+            float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+            for (int64_t i = width; i < form.keys; i++) part += load(dp + i);
+            dot += beyond * part;
+        }
+        if (hidden == nullptr) {
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) store(dx + i, s[i] * (load(dp + i) - dot) * scale);
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) {
+                const float value = s[i] * (load(dp + i) - dot) * scale;
+                store(dx + i, hidden[i] ? 0.0f : value);
+            }
+        }
+        std::fill(dx + width, dx + form.keys, T{});
+    };
+    each_row(guard, rows, form.threads, [&] { return std::vector<float>(form.keys); }, run);
 }
 
-#define SIZES                                                                                                        \
-    int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride,          \
-        int64_t query_stride, int causal, float scale, int threads
-#define FORM {batch, heads, queries, keys, batch_stride, head_stride, query_stride, causal, scale, threads}
-
-#define EXPORT(NAME, T)                                                                                                \
-    extern "C" int32_t masked_softmax_forward_##NAME(const T* scores, const uint8_t* mask, T* probs,                   \
-                                                     float* statistics, SIZES) {                                       \
-        return guarded([&](Guard& guard) { forward<T>(scores, mask, probs, statistics, Form FORM, guard); });          \
-    }                                                                                                                  \
-    extern "C" int32_t masked_softmax_backward_##NAME(const T* dprobs, const T* scores, const uint8_t* mask,           \
-                                                      T* dscores, const float* statistics, SIZES) {                    \
-        return guarded([&](Guard& guard) { backward<T>(dprobs, scores, mask, dscores, statistics, Form FORM, guard); }); \
-    }
-
-EXPORT(bf16, bf16)
-EXPORT(fp32, float)
+EXPORT_DTYPES(forward, forward);
+EXPORT_DTYPES(backward, backward);

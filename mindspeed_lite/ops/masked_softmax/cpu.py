@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.masked_softmax import Case
-
 _SIZES = "lllllllifi"
-library = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    kernels={"masked_softmax_forward": f"pppp{_SIZES}", "masked_softmax_backward": f"ppppp{_SIZES}"},
-    returns_status=True,
-)
+LIBRARY = native.Library(__file__)
+DTYPES = native.DTYPES
 
 # Cost of an exponential in elements of a memory pass.
 _WORK = 4
-
-
-def supported(case: Case) -> list[str]:
-    return library.why_not(case.dtype)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -41,7 +30,7 @@ def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[Tensor, autograd
     # Maximum and relative sum per row: log(sum) would lose digits to a large maximum.
     statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
     hidden, sizes = _sizes(scores, mask, *options)
-    library.kernel("masked_softmax_forward", scores.dtype)(given, hidden, probs, statistics, *sizes)
+    LIBRARY.kernel("forward", scores.dtype)(given, hidden, probs, statistics, *sizes)
     return probs, (scores, mask, statistics)
 
 
@@ -51,7 +40,7 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[bool, float], wanted: S
     dscores = torch.empty(scores.shape, dtype=scores.dtype)
     hidden, sizes = _sizes(scores, mask, *options)
     given = (dprobs, scores, hidden, dscores, statistics)
-    library.kernel("masked_softmax_backward", scores.dtype)(*given, *sizes)
+    LIBRARY.kernel("backward", scores.dtype)(*given, *sizes)
     return dscores, None
 
 

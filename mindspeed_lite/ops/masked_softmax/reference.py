@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.rows import precision
+
 # Value of Megatron's attention_mask_func.
 HIDDEN = -10000.0
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    wide = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32) * scale
+    wide = scores.to(precision(scores.dtype)) * scale
     queries, keys = scores.shape[-2:]
     if causal and queries > 1:
         key = torch.arange(keys, device=scores.device)

@@ -82,5 +82,4 @@ CASES = OperatorCases(
     not_on_npu=("24x48x4", "24x48x4,pre=1,groups=4,group_topk=2", "24x48x1,scores=sqrtsoftplus"),
     cpu=_TIMED,
     accelerator=(*_TIMED, f"32768x256x8{_DEEPSEEK}"),
-    quick="512x64x6",
 )

@@ -1,22 +1,19 @@
 // moe_router on the CPU: a row at a time, scores to outputs and gradients to gradients.
 //
-// Ties are chosen as in PyTorch. Without ties at the limit any algorithm is right, and a fast search serves; otherwise
-// torch.topk's CPU algorithms from the standard library run on the same sequence. cpu.py checks the two once.
-#include <optional>
+// Ties are chosen as in PyTorch. Without ties at the limit the highest are taken one by one; otherwise torch.topk's CPU
+// algorithms from the standard library run on the same sequence.
 #include <utility>
 #include <vector>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 namespace {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK = 16;
-// Columns that the search folds a row to, and candidates it compares pairwise.
-constexpr int64_t MOST_COLUMNS = 64, MOST_CANDIDATES = 32;
 
-inline int64_t padded(int64_t size, int64_t block) { return (size + block - 1) / block * block; }
+inline int64_t padded(int64_t size) { return (size + BLOCK - 1) / BLOCK * BLOCK; }
 
 // ---- the choice ----
 
@@ -27,27 +24,20 @@ inline bool before(const Ranked& a, const Ranked& b) {
     return (a.first != a.first && b.first == b.first) || a.first > b.first;
 }
 
-// Columns to fold a row to: at least twice topk, or 0 for no folding.
-inline int64_t columns_for(int64_t topk) {
-    for (int64_t columns = BLOCK; columns <= MOST_COLUMNS; columns *= 2) {
-        if (2 * (topk + 1) <= columns + 2) return columns;
-    }
-    return 0;
-}
-
 struct Desk {
-    std::vector<float> raw, key, worth;  // scores; selection keys, padded with LOWEST; group scores
+    std::vector<float> raw, key, worth, taken, probs;  // scores; padded keys; of groups; of the chosen; padded
     std::vector<Ranked> queue;
-    std::vector<int32_t> chosen, place;  // one extra slot for unwanted values
+    std::vector<int32_t> chosen;
     std::vector<char> open;
 
     Desk(int64_t experts, int64_t topk, int64_t groups)
         : raw(experts),
-          key(padded(experts, std::max(BLOCK, columns_for(topk)))),
+          key(padded(experts)),
           worth(groups),
+          taken(topk),
+          probs(padded(topk)),
           queue(experts),
-          chosen(topk + 1),
-          place(key.size() + 1),
+          chosen(topk),
           open(groups) {}
 };
 
@@ -71,105 +61,24 @@ inline float highest(const float* x, int64_t n) {
     return top;
 }
 
-typedef float Floats __attribute__((vector_size(32)));
-typedef int32_t Ints __attribute__((vector_size(32)));
-
-// Rank of each x among all; `size` is a multiple of 8, x and ranks are aligned.
-template <int64_t size>
-inline void rank(const float* x, int32_t* ranks) {
-    for (int64_t first = 0; first < size; first += 8) {
-        const Floats these = *reinterpret_cast<const Floats*>(x + first);
-        Ints higher = {};
-        for (int64_t i = 0; i < size; ++i) {
-            const float v = x[i];
-            higher -= Floats{v, v, v, v, v, v, v, v} > these;
-        }
-        *reinterpret_cast<Ints*>(ranks + first) = higher;
-    }
-}
-
-// Indices of all candidates for the k + 1 highest of key; returns their number, 0 if undecided.
-//
-// The row is folded to columns; the k + 1 highest column maxima bound the row's from below, and few values reach the
-// bound. Branch-free.
-template <int64_t columns>
-int64_t candidates(Desk& desk, int64_t k) {
-    const float* key = desk.key.data();
-    const int64_t size = desk.key.size();
-    alignas(32) float top[columns];
-    alignas(32) int32_t ranks[columns];
-    for (int64_t c = 0; c < columns; ++c) top[c] = key[c];
-    for (int64_t first = columns; first < size; first += columns) {
-        for (int64_t c = 0; c < columns; ++c) top[c] = key[first + c] > top[c] ? key[first + c] : top[c];
-    }
-    rank<columns>(top, ranks);
-    float bound = std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(min : bound)
-    for (int64_t c = 0; c < columns; ++c) {
-        const float reached = ranks[c] <= k ? top[c] : std::numeric_limits<float>::infinity();
-        bound = reached < bound ? reached : bound;
-    }
-    if (bound == LOWEST) return 0;
-    int32_t high[columns + 1], *place = desk.place.data();
-    int64_t count = 0, reaching = 0;
-    for (int64_t c = 0; c < columns; ++c) {
-        high[reaching] = static_cast<int32_t>(c);
-        reaching += top[c] >= bound;
-    }
-    for (int64_t c = 0; c < reaching; ++c) {
-        for (int64_t i = high[c]; i < size; i += columns) {
-            place[count] = static_cast<int32_t>(i);
-            count += key[i] >= bound;
-        }
-    }
-    return count;
-}
-
-int64_t candidates(Desk& desk, int64_t k) {
-    const int64_t experts = desk.raw.size();
-    if (experts <= MOST_CANDIDATES) {
-        for (int64_t i = 0; i < experts; ++i) desk.place[i] = static_cast<int32_t>(i);
-        return experts;
-    }
-    switch (columns_for(k)) {
-        case 16: return candidates<16>(desk, k);
-        case 32: return candidates<32>(desk, k);
-        case 64: return candidates<64>(desk, k);
-        default: return 0;
-    }
-}
-
-// The k highest of key, if unambiguous: all above the rest. key has no NaN.
+// The k highest of key, which has no NaN, if they are all above the rest.
 bool choose_if_clear(Desk& desk, int64_t k) {
-    const int64_t count = candidates(desk, k);
-    if (count <= k || count > MOST_CANDIDATES) return false;
-    const int32_t* place = desk.place.data();
-    alignas(32) float keys[MOST_CANDIDATES];
-    alignas(32) int32_t ranks[MOST_CANDIDATES];
-    const int64_t compared = count <= BLOCK ? BLOCK : MOST_CANDIDATES;
-    for (int64_t i = 0; i < count; ++i) keys[i] = desk.key[place[i]];
-    for (int64_t i = count; i < compared; ++i) keys[i] = LOWEST;
-    if (count <= BLOCK) {
-        rank<BLOCK>(keys, ranks);
-    } else {
-        rank<MOST_CANDIDATES>(keys, ranks);
+    float *key = desk.key.data(), *taken = desk.taken.data();
+    const int32_t size = static_cast<int32_t>(desk.key.size());
+    int64_t count = 0;
+    for (; count < k; ++count) {
+        const float top = highest(key, size);
+        if (top == LOWEST) break;
+        int32_t place = size;
+#pragma omp simd reduction(min : place)
+        for (int32_t i = 0; i < size; ++i) place = key[i] == top ? std::min(place, i) : place;
+        desk.chosen[count] = place;
+        taken[count] = top;
+        key[place] = LOWEST;
     }
-    int32_t* chosen = desk.chosen.data();
-    int64_t enough = 0;
-    for (int64_t j = 0; j < k; ++j) chosen[j] = -1;
-    for (int64_t i = 0; i < count; ++i) {
-        enough += ranks[i] < k;
-        chosen[ranks[i] < k ? ranks[i] : k] = place[i];
-    }
-    if (enough != k) return false;  // tie at the limit
-    int32_t lowest = 0;
-    for (int64_t j = 0; j < k; ++j) lowest = std::min(lowest, chosen[j]);
-    if (lowest == 0) return true;
-    // Ties among the chosen share one place.
-    for (int64_t i = 0, next = 0; i < count; ++i) {
-        if (ranks[i] < k) chosen[next++] = place[i];
-    }
-    return true;
+    if (count == k && highest(key, size) < taken[k - 1]) return true;
+    while (count--) key[desk.chosen[count]] = taken[count];
+    return false;
 }
 
 // Sets the keys of all but the best groups to LOWEST.
@@ -279,151 +188,99 @@ inline float slope(int kind, float s) {
 }
 
 template <class In, class Out>
-void forward(int kind, const In* scores, int64_t stride, const float* bias, Out* probs, bool* map, int64_t* indices,
-             float* kept, int64_t rows, Form form, float scale, int threads, Guard& guard) {
-    const int64_t experts = form.experts, topk = form.topk;
-#pragma omp parallel num_threads(threads)
-    {
-        // Padded to avoid remainder loops.
-        const int64_t wide = padded(topk, BLOCK);
-        std::optional<Desk> made;
-        std::vector<float> chosen;
-        guard([&] {
-            made.emplace(experts, topk, form.groups);
-            chosen.resize(wide);
-        });
-        const auto run = [&](int64_t row) {
-            Desk& desk = *made;
-            const In* in = scores + row * stride;
-            float* raw = desk.raw.data();
+void forward(Guard& guard, int kind, const In* scores, int64_t stride, const float* bias, Out* probs, bool* map,
+             int64_t* indices, float* kept, int64_t rows, int64_t experts, int64_t topk, int64_t groups,
+             int64_t group_topk, int64_t best, float scale, int threads) {
+    const Form form{experts, topk, groups, group_topk, best, sizeof(In) == 2};
+    // Padded to avoid remainder loops.
+    const int64_t wide = padded(topk);
+    const auto run = [&](int64_t row, Desk& desk) {
+        std::vector<float>& chosen = desk.probs;
+        const In* in = scores + row * stride;
+        float* raw = desk.raw.data();
 #pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) raw[i] = load(in + i);
-            choose(desk, bias, form);
-            bool* routed = map + row * experts;
-            std::memset(routed, 0, experts);
-            for (int64_t j = 0; j < topk; ++j) routed[desk.chosen[j]] = true;
-            for (int64_t j = 0; j < topk; ++j) {
-                indices[row * topk + j] = desk.chosen[j];
-                chosen[j] = desk.raw[desk.chosen[j]];
-            }
-            std::fill(chosen.begin() + topk, chosen.end(), kind == SOFTMAX ? LOWEST : 0.0f);
-            if (kind == SOFTMAX) softmax(chosen.data(), wide);
-            if (kept != nullptr) std::copy_n(chosen.begin(), topk, kept + row * topk);
-            if (kind >= SIGMOID) {
-                const float sum = sum_of(chosen.data(), wide) + EPS;
-                for (float& each : chosen) each /= sum;
-            }
-            Out* out = probs + row * experts;
-            std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
-            for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
-        };
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) guard([&] { run(row); });
-    }
+        for (int64_t i = 0; i < experts; ++i) raw[i] = load(in + i);
+        choose(desk, bias, form);
+        bool* routed = map + row * experts;
+        std::memset(routed, 0, experts);
+        for (int64_t j = 0; j < topk; ++j) routed[desk.chosen[j]] = true;
+        for (int64_t j = 0; j < topk; ++j) {
+            indices[row * topk + j] = desk.chosen[j];
+            chosen[j] = desk.raw[desk.chosen[j]];
+        }
+        std::fill(chosen.begin() + topk, chosen.end(), kind == SOFTMAX ? LOWEST : 0.0f);
+        if (kind == SOFTMAX) softmax(chosen.data(), wide);
+        if (kept != nullptr) std::copy_n(chosen.begin(), topk, kept + row * topk);
+        if (kind >= SIGMOID) {
+            const float sum = sum_of(chosen.data(), wide) + EPS;
+            for (float& each : chosen) each /= sum;
+        }
+        Out* out = probs + row * experts;
+        std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
+        for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
+    };
+    each_row(guard, rows, threads, [&] { return Desk(experts, topk, form.groups); }, run);
 }
 
 // ---- gradients ----
 
 // Backward through the chosen scores; `kind` is the scores', normalised or not.
 template <class T>
-void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out, int64_t rows,
-              int64_t experts, int64_t topk, int normalised, float scale, int threads, Guard& guard) {
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> g;
-        guard([&] { g.resize(topk); });
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            if (guard.status()) continue;
-            const int64_t* at = indices + row * topk;
-            const float* s = kept + row * topk;
-            T* dx = out + row * experts;
-            float dot = 0.0f, sum = 0.0f;
-            for (int64_t j = 0; j < topk; ++j) {
-                g[j] = load(grad + row * stride + at[j]) * scale;
-                dot += g[j] * s[j];
-                sum += s[j];
-            }
-            std::memset(static_cast<void*>(dx), 0, experts * sizeof(T));
-            if (kind == SOFTMAX) {
-                for (int64_t j = 0; j < topk; ++j) store(dx + at[j], s[j] * (g[j] - dot));
-                continue;
-            }
-            sum += EPS;
-            for (int64_t j = 0; j < topk; ++j) {
-                const float ds = normalised ? (g[j] - dot / sum) / sum : g[j];
-                store(dx + at[j], ds * slope(kind, s[j]));
-            }
+void backward(Guard& guard, int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out,
+              int64_t rows, int64_t experts, int64_t topk, int normalised, float scale, int threads) {
+    const auto run = [&](int64_t row, std::vector<float>& g) {
+        const int64_t* at = indices + row * topk;
+        const float* s = kept + row * topk;
+        T* dx = out + row * experts;
+        float dot = 0.0f, sum = 0.0f;
+        for (int64_t j = 0; j < topk; ++j) {
+            g[j] = load(grad + row * stride + at[j]) * scale;
+            dot += g[j] * s[j];
+            sum += s[j];
         }
-    }
+        std::memset(static_cast<void*>(dx), 0, experts * sizeof(T));
+        if (kind == SOFTMAX) {
+            for (int64_t j = 0; j < topk; ++j) store(dx + at[j], s[j] * (g[j] - dot));
+            return;
+        }
+        sum += EPS;
+        for (int64_t j = 0; j < topk; ++j) {
+            const float ds = normalised ? (g[j] - dot / sum) / sum : g[j];
+            store(dx + at[j], ds * slope(kind, s[j]));
+        }
+    };
+    each_row(guard, rows, threads, [&] { return std::vector<float>(topk); }, run);
 }
 
 // Backward through the softmax over all experts, recomputed.
 template <class T>
-void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t stride, const int64_t* indices,
-                  T* out, int64_t rows, int64_t experts, int64_t topk, float scale, int threads,
-                  Guard& guard) {
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> p, g;
-        guard([&] {
-            p.resize(experts);
-            g.resize(experts);
-        });
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            if (guard.status()) continue;
-            const T* in = logits + row * logits_stride;
-            const int64_t* at = indices + row * topk;
+void backward_all(Guard& guard, const T* logits, int64_t logits_stride, const T* grad, int64_t stride,
+                  const int64_t* indices, T* out, int64_t rows, int64_t experts, int64_t topk, float scale,
+                  int threads) {
+    const auto run = [&](int64_t row, std::vector<float>& scratch) {
+        float *const p = scratch.data(), *const g = p + experts;
+        const T* in = logits + row * logits_stride;
+        const int64_t* at = indices + row * topk;
 #pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) p[i] = load(in + i);
-            softmax(p.data(), experts);
-            std::fill(g.begin(), g.end(), 0.0f);
-            float dot = 0.0f;
-            for (int64_t j = 0; j < topk; ++j) {
-                g[at[j]] = load(grad + row * stride + at[j]) * scale;
-                dot += g[at[j]] * p[at[j]];
-            }
-            T* dx = out + row * experts;
-#pragma omp simd
-            for (int64_t i = 0; i < experts; ++i) store(dx + i, p[i] * (g[i] - dot));
+        for (int64_t i = 0; i < experts; ++i) p[i] = load(in + i);
+        softmax(p, experts);
+        std::fill_n(g, experts, 0.0f);
+        float dot = 0.0f;
+        for (int64_t j = 0; j < topk; ++j) {
+            g[at[j]] = load(grad + row * stride + at[j]) * scale;
+            dot += g[at[j]] * p[at[j]];
         }
-    }
+        T* dx = out + row * experts;
+#pragma omp simd
+        for (int64_t i = 0; i < experts; ++i) store(dx + i, p[i] * (g[i] - dot));
+    };
+    each_row(guard, rows, threads, [&] { return std::vector<float>(2 * experts); }, run);
 }
 
 }  // namespace
 
-#define FORWARD(NAME, IN, OUT)                                                                                         \
-    extern "C" int32_t moe_router_forward_##NAME(int kind, const IN* scores, int64_t stride, const float* bias,        \
-                                                 OUT* probs, bool* map, int64_t* indices, float* kept, int64_t rows,   \
-                                                 int64_t experts, int64_t topk, int64_t groups, int64_t group_topk,    \
-                                                 int64_t best, float scale, int threads) {                             \
-        const Form form{experts, topk, groups, group_topk, best, sizeof(IN) == 2};                                     \
-        return guarded([&](Guard& guard) {                                                                             \
-            forward<IN, OUT>(kind, scores, stride, bias, probs, map, indices, kept, rows, form, scale, threads, guard);\
-        });                                                                                                            \
-    }
-
-FORWARD(bf16_bf16, bf16, bf16)
-FORWARD(fp32_bf16, float, bf16)
-FORWARD(fp32_fp32, float, float)
-
-#define BACKWARD(NAME, T)                                                                                              \
-    extern "C" int32_t moe_router_backward_##NAME(int kind, const T* grad, int64_t stride, const int64_t* indices,     \
-                                                  const float* kept, T* out, int64_t rows, int64_t experts,            \
-                                                  int64_t topk, int normalised, float scale, int threads) {            \
-        return guarded([&](Guard& guard) {                                                                             \
-            backward<T>(kind, grad, stride, indices, kept, out, rows, experts, topk, normalised, scale, threads, guard);\
-        });                                                                                                            \
-    }                                                                                                                  \
-    extern "C" int32_t moe_router_backward_all_##NAME(const T* logits, int64_t logits_stride, const T* grad,           \
-                                                      int64_t stride, const int64_t* indices, T* out, int64_t rows,    \
-                                                      int64_t experts, int64_t topk, float scale, int threads) {       \
-        return guarded([&](Guard& guard) {                                                                             \
-            backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, scale, threads,    \
-                            guard);                                                                                    \
-        });                                                                                                            \
-    }
-
-BACKWARD(bf16, bf16)
-BACKWARD(fp32, float)
+EXPORT(forward_bf16_bf16, forward<bf16, bf16>);
+EXPORT(forward_fp32_bf16, forward<float, bf16>);
+EXPORT(forward_fp32_fp32, forward<float, float>);
+EXPORT_DTYPES(backward, backward);
+EXPORT_DTYPES(backward_all, backward_all);

@@ -1,36 +1,23 @@
 """moe_router on CPU: one pass of C++ per direction.
 
-Scores and choice have PyTorch's bits: see cpu.cpp. Checked once; if the C++ library breaks ties differently, the
-reference serves.
+Scores and choice have PyTorch's bits: see cpu.cpp.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_lite.ops import autograd, native
-from mindspeed_lite.ops.moe_router import reference
+from mindspeed_lite.ops.moe_router import Case, reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.moe_router import Case
-
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    {f"moe_router_forward_{name}": "iplppppp" + "llllll" + "fi" for name in ("bf16_bf16", "fp32_bf16", "fp32_fp32")}
-    | {f"moe_router_backward_{name}": "iplppp" + "lll" + "ifi" for name in _NAMES.values()}
-    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "fi" for name in _NAMES.values()},
-    returns_status=True,
-)
+LIBRARY = native.Library(__file__)
+DTYPES = native.DTYPES
 
 _WORK = 8  # cost of a score in elements of a memory pass
 _AS_THEY_ARE = 2
@@ -39,15 +26,12 @@ _KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}  #
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype not in _NAMES:
-        reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
     if case.form.groups is not None and case.form.groups.best > 2:
         reasons.append(
             f"groups judged by their {case.form.groups.best} best experts: the kernel takes one or two, "
             f"whose sum does not depend on its order"
         )
-    unusable = None if reasons else _unusable()
-    return reasons if unusable is None else [unusable]
+    return reasons
 
 
 def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
@@ -68,7 +52,7 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
     if kind >= _KINDS[SIGMOID] and not form.normalised:
         kind = _AS_THEY_ARE
     rows, stride = as_rows(scores)
-    getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[dtype]}")(
+    LIBRARY.kernel("forward", scores.dtype, dtype)(
         kind, rows, stride, bias, probs, chosen, indices, kept, tokens, experts, topk, *(form.groups or (0, 0, 0)),
         form.scale, native.threads(_WORK * scores.numel()),
     )  # fmt: skip
@@ -80,15 +64,15 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Seq
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
     dlogits = torch.empty(tokens, experts, dtype=dprobs.dtype)
-    name, threads = _NAMES[dprobs.dtype], native.threads(_WORK * dlogits.numel())
+    threads = native.threads(_WORK * dlogits.numel())
     if form.scores == PRE_SOFTMAX:
         logits, logits_stride = as_rows(kept)
-        getattr(_lib, f"moe_router_backward_all_{name}")(
+        LIBRARY.kernel("backward_all", dprobs.dtype)(
             logits, logits_stride, grad, stride, indices, dlogits,
             tokens, experts, topk, form.scale, threads,
         )  # fmt: skip
     else:
-        getattr(_lib, f"moe_router_backward_{name}")(
+        LIBRARY.kernel("backward", dprobs.dtype)(
             _KINDS[form.scores], grad, stride, indices, kept, dlogits,
             tokens, experts, topk, form.normalised, form.scale, threads,
         )  # fmt: skip
@@ -96,30 +80,3 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Seq
 
 
 _KERNEL = autograd.Kernel(_forward, _backward)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
-def _unusable() -> str | None:
-    return _refusal()
-
-
-@functools.cache
-def _refusal() -> str | None:
-    reason = _lib.unusable()
-    if reason is not None:
-        return reason
-    # The caller may be tracing with fake tensors.
-    with _disable_current_modes(), torch.no_grad():
-        return None if _chooses_as_torch() else "the C++ library chooses among equal scores otherwise than torch.topk"
-
-
-def _chooses_as_torch() -> bool:
-    generator = torch.Generator().manual_seed(0)
-    # Many ties, through both torch.topk algorithms: up to 64 values per wanted one, and above.
-    for experts, topk in ((4, 2), (16, 4), (64, 6), (256, 8), (256, 1), (512, 8)):
-        for highest in (1, 3, 40):
-            scores = torch.randint(0, highest + 1, (16, experts), generator=generator).float()
-            (_, chosen), _ = _forward((scores, None), (Form(SOFTMAX, topk), experts))
-            if not torch.equal(chosen, reference.routing_map(scores, torch.topk(scores, topk, dim=1).indices)):
-                return False
-    return True

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
-from mindspeed_lite.ops.moe_router import kernels, reference
+from mindspeed_lite.ops.moe_router import Case, kernels, reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SOFTMAX, Form
 from mindspeed_lite.ops.row_kernels import WIDEST, launch, on
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.moe_router import Case
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in _DTYPES:
-        reasons.append(f"dtype {case.dtype}: the kernels compute in fp32")
-    if case.experts > WIDEST:
-        reasons.append(f"{case.experts} experts: a program holds {WIDEST} numbers of a row")
-    return reasons
+    return [f"{case.experts} experts: a program holds {WIDEST} numbers of a row"] if case.experts > WIDEST else []
 
 
 def moe_router(logits: Tensor, expert_bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,17 @@ Undocumented uses (softmax of the chosen logits, other scores, choice by normali
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
-from mindspeed_lite.ops.moe_router import reference
+from mindspeed_lite.ops.moe_router import Case, reference
 from mindspeed_lite.ops.moe_router.reference import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form, Groups
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.moe_router import Case
-
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Documented limits.
 _MOST_EXPERTS = 2048
 _MOST_CHOSEN = 1024
@@ -28,10 +26,7 @@ _LANES = 32
 
 
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}: torch_npu's operators take float16, bfloat16 and float32")
-    return reasons + (_softmax(case.form) if case.form.scores == PRE_SOFTMAX else _sigmoid(case.form, case.experts))
+    return _softmax(case.form) if case.form.scores == PRE_SOFTMAX else _sigmoid(case.form, case.experts)
 
 
 def _softmax(form: Form) -> list[str]:

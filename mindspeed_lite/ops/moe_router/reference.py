@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_lite.ops.rows import precision
+
 SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
 SQRTSOFTPLUS = "sqrtsoftplus"
@@ -42,11 +44,6 @@ class Form(NamedTuple):
     def normalised(self) -> bool:
         """Whether the chosen scores are divided by their sum."""
         return self.scores in (SIGMOID, SQRTSOFTPLUS) and self.topk > 1
-
-
-def precision(dtype: torch.dtype) -> torch.dtype:
-    """Compute dtype: fp32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scores_of(logits: Tensor, function: str) -> Tensor:

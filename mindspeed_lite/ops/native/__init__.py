@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,17 +31,19 @@ from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.traced import address
 from mindspeed_lite.platform import cache
 
-__all__ = ["Library", "numbers", "threads", "without_micro_kernel"]
+__all__ = ["DTYPES", "Library", "numbers", "threads", "without_micro_kernel"]
 
 _HEADERS = Path(__file__).parent
-_TYPES: Mapping[str, Any] = {
-    "p": ctypes.c_void_p,
-    "l": ctypes.c_int64,
-    "i": ctypes.c_int32,
-    "f": ctypes.c_float,
+# Letters of parameters in export.h.
+_TYPES: Mapping[int, Any] = {
+    ord("p"): ctypes.c_void_p,
+    ord("l"): ctypes.c_int64,
+    ord("i"): ctypes.c_int32,
+    ord("f"): ctypes.c_float,
 }
 # Suffixes of kernels that exist per dtype.
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPES = frozenset(_SUFFIXES)
 # Results keep their meaning: only `omp simd reduction` reorders sums.
 _FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 _TIMEOUT = 300.0
@@ -52,60 +53,58 @@ _SERIAL = 1 << 15
 _log = logging.getLogger("mindspeed_lite")
 
 
+class _Exported(ctypes.Structure):
+    """`Exported` of export.h."""
+
+    _fields_ = (("parameters", ctypes.c_char_p), ("call", ctypes.c_void_p))
+
+
 class Library:
-    """The functions of one C++ source, as attributes.
+    """The kernels that one C++ source exports (export.h), as attributes; tensors pass as addresses.
 
     Args:
-        functions: name -> one letter per argument: p pointer (tensors pass as addresses), l int64, i int32, f float.
-        kernels: the same of functions that exist per dtype, `name_bf16` and `name_fp32`; see `kernel`.
-        uses_torch: the source calls functions exported by libtorch_cpu.
+        source: its path, or that of the Python file of the same name.
+        uses_torch: it calls functions exported by libtorch_cpu.
         flags: additional compiler flags.
-        returns_status: functions return a `guard.h` status; errors raise MemoryError or RuntimeError.
+
+    A kernel's errors raise MemoryError or RuntimeError.
     """
 
-    def __init__(
-        self,
-        source: Path,
-        functions: Mapping[str, str] = MappingProxyType({}),
-        kernels: Mapping[str, str] = MappingProxyType({}),
-        uses_torch: bool = False,
-        flags: Sequence[str] = (),
-        returns_status: bool = False,
-    ) -> None:
-        self.source = source
-        self.returns_status = returns_status
+    def __init__(self, source: str | Path, uses_torch: bool = False, flags: Sequence[str] = ()) -> None:
+        self.source = Path(source).with_suffix(".cpp")
         self.uses_torch = uses_torch
         self.flags = tuple(flags)
-        each_dtype = {f"{name}_{end}": letters for name, letters in kernels.items() for end in _SUFFIXES.values()}
-        self.functions = {**functions, **each_dtype}
         self._state: str | None = "not asked yet"
-        self._loaded: ctypes.CDLL | None = None
+        self._loaded: Any = None
 
     def unusable(self) -> str | None:
         """Reason why the library is unusable, or None; compiles at the first call."""
+        if traced.dry:
+            return None
         if self._state == "not asked yet":
             self._state = self._load()
         return self._state
 
-    def why_not(self, dtype: torch.dtype, *reasons: str) -> list[str]:
-        """Reasons why kernels of `dtype` cannot run, added to the caller's."""
-        if dtype not in _SUFFIXES:
-            return [f"dtype {dtype}: the kernel takes bfloat16 and float32", *reasons]
-        unusable = None if reasons else self.unusable()
-        return [*reasons] if unusable is None else [unusable]
-
-    def kernel(self, name: str, dtype: torch.dtype) -> Callable[..., None]:
-        found: Callable[..., None] = getattr(self, f"{name}_{_SUFFIXES[dtype]}")
+    def kernel(self, name: str, *dtypes: torch.dtype) -> Callable[..., None]:
+        """`NAME_bf16` or `NAME_fp32`, for each dtype one suffix."""
+        found: Callable[..., None] = getattr(self, "_".join((name, *(_SUFFIXES[dtype] for dtype in dtypes))))
         return found
 
     def __getattr__(self, name: str) -> Any:
-        # Only before the library is loaded.
-        if name not in self.functions:
-            raise AttributeError(f"{self.source.name} is not known to have {name!r}")
+        # Once for each kernel.
+        if traced.dry:
+            return _nothing
         reason = self.unusable()
         if reason is not None:
             raise RuntimeError(reason)
-        return self.__dict__[name]
+        try:
+            exported = _Exported.in_dll(self._loaded, f"exported_{name}")
+        except ValueError:
+            raise AttributeError(f"{self.source.name} exports no {name!r}") from None
+        function = ctypes.CFUNCTYPE(ctypes.c_int32, *(_TYPES[letter] for letter in exported.parameters))(exported.call)
+        function.restype = _status
+        kernel = self.__dict__[name] = functools.partial(_call, function)
+        return kernel
 
     def _load(self) -> str | None:
         operator = self.source.parent.name
@@ -113,11 +112,6 @@ class Library:
             path = _compiled(self.source, self.uses_torch, self.flags)
             # RTLD_NOW: a missing symbol becomes a reason, not a crash at the first call.
             self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
-            for name, letters in self.functions.items():
-                function = getattr(self._loaded, name)
-                function.argtypes = [_TYPES[letter] for letter in letters]
-                function.restype = _status if self.returns_status else None
-                setattr(self, name, functools.partial(_call, function))
         except _Unusable as error:
             return str(error)
         except Exception as error:  # from compiler, file system or loader
@@ -127,15 +121,12 @@ class Library:
         return None
 
 
-def _compute_nothing(*given: Any) -> None:
-    pass
-
-
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    if traced.observer is not None:
-        traced.observer(_compute_nothing, *given)
-    elif not traced.dry:
-        function(*(address(each) if isinstance(each, Tensor) else each for each in given))
+    function(*(address(each) if isinstance(each, Tensor) else each for each in given))
+
+
+def _nothing(*given: Any) -> None:
+    """A kernel in a dry run."""
 
 
 class _Unusable(Exception):
@@ -149,6 +140,8 @@ def numbers(values: Sequence[int]) -> Any:
 
 def without_micro_kernel(library: Library, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Reason why `tiles.h` micro-kernels cannot multiply `dtype` now, or None."""
+    if traced.dry:
+        return None
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off (torch.backends.mkldnn)"
     return _without_micro_kernel(library, dtype)

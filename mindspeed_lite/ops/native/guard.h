@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <new>
+#include <optional>
 
 // Error status of a kernel, shared by its threads.
 class Guard {
@@ -32,10 +33,14 @@ class Guard {
     }
 };
 
-// Runs a kernel with a guard; returns its status.
-template <typename Body>
-inline int32_t guarded(Body&& body) noexcept {
-    Guard guard;
-    guard([&] { body(guard); });
-    return guard.status();
+// Runs body(row, scratch) for every row; each thread makes its own scratch.
+template <typename Make, typename Body>
+void each_row(Guard& guard, int64_t rows, int threads, const Make& make, const Body& body) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::optional<decltype(make())> scratch;
+        guard([&] { scratch.emplace(make()); });
+#pragma omp for schedule(static, 16)
+        for (int64_t row = 0; row < rows; ++row) guard([&] { body(row, *scratch); });
+    }
 }

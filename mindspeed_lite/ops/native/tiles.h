@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 namespace c10 {
@@ -21,22 +21,17 @@ void brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t ld_a, int64_t 
 void brgemm_release(bool is_vnni);
 }  // namespace at::native::cpublas
 
+// B is contiguous.
 static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const bf16* a, int64_t ld_a, const bf16* b,
-                            int64_t ld_b, float* c, int64_t ld_c, bool add) {
-    at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, reinterpret_cast<const c10::BFloat16*>(a),
+                            float* c, int64_t ld_c, bool add) {
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, columns, ld_c, add,
+                                reinterpret_cast<const c10::BFloat16*>(a),
                                 reinterpret_cast<const c10::BFloat16*>(b), c, true);
 }
 
 static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const float* b,
-                            int64_t ld_b, float* c, int64_t ld_c, bool add) {
-    at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, a, b, c, false);
-}
-
-// For contiguous B.
-template <typename T>
-static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t ld_a, const T* b,
                             float* c, int64_t ld_c, bool add) {
-    multiply(rows, columns, depth, a, ld_a, b, columns, c, ld_c, add);
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, columns, ld_c, add, a, b, c, false);
 }
 
 // Every thread calls this after its last GEMM.
@@ -146,15 +141,16 @@ static bool multiplies() {
         store(b + i, 0.5f);
         c[i] = 2.0f;
     }
-    const int32_t status = guarded([&](Guard&) {
+    Guard guard;
+    guard([&] {
         multiply(TILE, TILE, TILE, a, TILE, b, c, TILE, true);
         done_multiplying<T>();
     });
-    return status == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
+    return guard.status() == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
 }
 
 // Whether the micro-kernel for `size`-byte values works here.
-extern "C" int32_t probe(int32_t size, int32_t* right) {
+static void probe(Guard&, int32_t size, int32_t* right) {
     *right = size == 2 ? multiplies<bf16>() : multiplies<float>();
-    return 0;
 }
+EXPORT(probe, probe);

@@ -56,5 +56,4 @@ CASES = OperatorCases(
     correctness=("64x1024x8x2", "37x1000x12x1", "300x64x64x6"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "8192x7168x256x8"),
-    quick="512x256x16x4",
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.autograd import Map, linear_map
 
 Numbers = Tensor | Sequence[int]
@@ -52,6 +53,8 @@ def _maps(rows: int, split_sizes: Numbers, order: Numbers) -> tuple[Map, Map] | 
 
 
 def _join(sizes: list[int], order: list[int], x: Tensor) -> Tensor:
+    if traced.dry:
+        return torch.empty_like(x)
     pieces = torch.split_with_sizes(x, sizes)
     return torch.cat([pieces[chunk] for chunk in order])
 

@@ -1,7 +1,7 @@
 // permute on CPU. One thread per token: results do not depend on the thread count. Row ids: see rows.py.
 #include <vector>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 namespace {
@@ -27,24 +27,6 @@ inline void each_expert(const uint8_t* flags, int64_t experts, Visit visit) {
         if (flags[e]) visit(e);
 }
 
-void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t blocks,
-          std::vector<int64_t>& next, const std::vector<int64_t>& kept, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int64_t b = 0; b < blocks; ++b) {
-        int64_t place = kept[b];
-        for (int64_t t = tokens * b / blocks; t < tokens * (b + 1) / blocks; ++t) {
-            out.offsets[t] = static_cast<int32_t>(place);
-            each_expert(map + t * experts, experts, [&](int64_t e) {
-                const int64_t row = next[b * experts + e]++;
-                if (row >= rows) return;
-                out.pair[row] = static_cast<int32_t>(t * experts + e);
-                out.order[place++] = static_cast<int32_t>(row);
-            });
-        }
-    }
-    out.offsets[tokens] = static_cast<int32_t>(rows);
-}
-
 // Not inline: g++ 12 would vectorise over a token's rows, ten times slower.
 template <typename T>
 __attribute__((noinline)) void add_row(const T* x, float weight, float* sum, int64_t size) {
@@ -54,8 +36,9 @@ __attribute__((noinline)) void add_row(const T* x, float weight, float* sum, int
 
 // Sums in expert order, a piece of a row at a time.
 template <typename T>
-void gather(const T* permuted, Rows ids, const float* probs, T* out, int64_t tokens, int64_t width, int64_t stride,
-            int threads) {
+void gather(Guard&, const T* permuted, int32_t* row_ids, const float* probs, T* out, int64_t tokens,
+            int64_t rows, int64_t width, int64_t stride, int threads) {
+    const Rows ids(row_ids, rows);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < tokens; ++t) {
         for (int64_t start = 0; start < width; start += kBlock) {
@@ -94,8 +77,10 @@ float backward_row(const T* g, const T* row, float weight, T* drow, int64_t widt
 }
 
 template <typename T>
-void backward(const T* dy, const T* permuted, Rows ids, const float* probs, T* dpermuted, float* dprobs, int64_t tokens,
-              int64_t width, int64_t dy_stride, int64_t stride, int threads) {
+void backward(Guard&, const T* dy, const T* permuted, int32_t* row_ids, const float* probs, T* dpermuted,
+              float* dprobs, int64_t tokens, int64_t rows, int64_t width, int64_t dy_stride, int64_t stride,
+              int threads) {
+    const Rows ids(row_ids, rows);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < tokens; ++t) {
         for (int32_t i = ids.offsets[t]; i < ids.offsets[t + 1]; ++i) {
@@ -108,62 +93,36 @@ void backward(const T* dy, const T* permuted, Rows ids, const float* probs, T* d
 }
 
 // The last offset is -1 if there are fewer routed pairs than rows.
-void index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows, int threads) {
-    const int64_t blocks = threads;
-    std::vector<int64_t> next(blocks * experts), kept(blocks);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int64_t b = 0; b < blocks; ++b)
-        for (int64_t t = tokens * b / blocks; t < tokens * (b + 1) / blocks; ++t)
-            each_expert(map + t * experts, experts, [&](int64_t e) { ++next[b * experts + e]; });
-    int64_t total = 0;
-    for (int64_t e = 0; e < experts; ++e) {
-        for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t count = next[b * experts + e];
-            next[b * experts + e] = total;
-            total += count;
-            // Rows kept by this block, for the offsets of later ones.
-            if (b + 1 < blocks) kept[b + 1] += std::clamp(rows - (total - count), int64_t{0}, count);
-        }
-    }
+void row_ids(Guard&, const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows) {
+    std::vector<int64_t> next(experts + 1);  // the next row of each expert
+    for (int64_t t = 0; t < tokens; ++t) each_expert(map + t * experts, experts, [&](int64_t e) { ++next[e + 1]; });
+    for (int64_t e = 0; e < experts; ++e) next[e + 1] += next[e];
     const Rows out(ids, rows);
-    if (rows > total) {
-        out.offsets[tokens] = -1;
-        return;
+    int64_t place = 0;
+    for (int64_t t = 0; t < tokens; ++t) {
+        out.offsets[t] = static_cast<int32_t>(place);
+        each_expert(map + t * experts, experts, [&](int64_t e) {
+            const int64_t row = next[e]++;
+            if (row >= rows) return;
+            out.pair[row] = static_cast<int32_t>(t * experts + e);
+            out.order[place++] = static_cast<int32_t>(row);
+        });
     }
-    for (int64_t b = 1; b < blocks; ++b) kept[b] += kept[b - 1];
-    fill(map, out, tokens, experts, rows, blocks, next, kept, threads);
+    out.offsets[tokens] = place == rows ? static_cast<int32_t>(rows) : -1;
+}
+
+void spread(Guard&, const char* x, int32_t* row_ids, char* out, int64_t tokens, int64_t rows, int64_t bytes,
+            int64_t stride, int threads) {
+    const Rows ids(row_ids, rows);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int32_t i = ids.offsets[t]; i < ids.offsets[t + 1]; ++i)
+            std::memcpy(out + ids.order[i] * bytes, x + t * stride, bytes);
 }
 
 }  // namespace
 
-extern "C" int32_t permute_index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows,
-                                 int threads) {
-    return guarded([&](Guard&) { index(map, ids, tokens, experts, rows, threads); });
-}
-
-extern "C" int32_t permute_spread(const char* x, int32_t* ids, char* out, int64_t tokens, int64_t rows, int64_t bytes,
-                                  int64_t stride, int threads) {
-    const Rows to(ids, rows);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int32_t i = to.offsets[t]; i < to.offsets[t + 1]; ++i)
-            std::memcpy(out + to.order[i] * bytes, x + t * stride, bytes);
-    return 0;
-}
-
-#define EXPORT(NAME, T)                                                                                             \
-    extern "C" int32_t permute_gather_##NAME(const T* permuted, int32_t* ids, const float* probs, T* out, int64_t tokens,  \
-                                             int64_t rows, int64_t width, int64_t stride, int threads) {               \
-        gather<T>(permuted, Rows(ids, rows), probs, out, tokens, width, stride, threads);                           \
-        return 0;                                                                                                      \
-    }                                                                                                                  \
-    extern "C" int32_t permute_backward_##NAME(const T* dy, const T* permuted, int32_t* ids, const float* probs,           \
-                                               T* dpermuted, float* dprobs, int64_t tokens, int64_t rows, int64_t width,   \
-                                               int64_t dy_stride, int64_t stride, int threads) {                       \
-        backward<T>(dy, permuted, Rows(ids, rows), probs, dpermuted, dprobs, tokens, width, dy_stride, stride,      \
-                       threads);                                                                                       \
-        return 0;                                                                                                      \
-    }
-
-EXPORT(bf16, bf16)
-EXPORT(fp32, float)
+EXPORT(row_ids, row_ids);
+EXPORT(spread, spread);
+EXPORT_DTYPES(gather, gather);
+EXPORT_DTYPES(backward, backward);

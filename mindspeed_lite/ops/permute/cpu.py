@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -12,59 +9,48 @@ from mindspeed_lite.ops import native
 from mindspeed_lite.ops.permute import autograd, reference, rows
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.permute import Case
-
-_lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"),
-    {"permute_index": "ppllli", "permute_spread": "ppplllli"},
-    kernels={"permute_gather": "pppplllli", "permute_backward": "ppppppllllli"},
-    returns_status=True,
-)
+LIBRARY = native.Library(__file__)
+DTYPES = native.DTYPES
 
 
-def supported(case: Case) -> list[str]:
-    return _lib.why_not(case.dtype)
-
-
-def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
+def row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     flags = routing_map.contiguous()
-    row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
+    ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
     if capacity is None:
-        _lib.permute_index(flags, row_ids, tokens, experts, count, native.threads(flags.numel()))
-        if row_ids[-1] >= 0:
-            return row_ids
+        LIBRARY.row_ids(flags, ids, tokens, experts, count)
+        if ids[-1] >= 0:
+            return ids
     # Unrouted pairs as padding.
     return rows.of_pairs(reference.pairs(routing_map, count, capacity), tokens, experts)
 
 
-def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
+def spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     x, stride = as_rows(tokens)
     size = x.element_size()
     out = x.new_empty(count, x.shape[1])
     bounds = (x.shape[0], count, x.shape[1] * size, stride * size)
-    _lib.permute_spread(x, row_ids, out, *bounds, native.threads(out.numel()))
+    LIBRARY.spread(x, row_ids, out, *bounds, native.threads(out.numel()))
     return out
 
 
-def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
+def gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
     x, stride = as_rows(permuted)
     weights = None if probs is None else _weights(probs)
     out = x.new_empty(tokens, x.shape[1])
-    kernel = _lib.kernel("permute_gather", x.dtype)
+    kernel = LIBRARY.kernel("gather", x.dtype)
     kernel(x, row_ids, weights, out, tokens, *x.shape, stride, native.threads(x.numel()))
     return out
 
 
-def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+def backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
     weights = _weights(probs)
     count = (row_ids.numel() - g.shape[0] - 1) // 2
     dpermuted = g.new_empty(count, g.shape[1])
     dprobs = None if x is None else torch.zeros_like(weights)
-    _lib.kernel("permute_backward", g.dtype)(
+    LIBRARY.kernel("backward", g.dtype)(
         g,
         x,
         row_ids,
@@ -85,4 +71,4 @@ def _weights(probs: Tensor) -> Tensor:
     return probs.detach().to(torch.float32).contiguous()
 
 
-permute, unpermute = autograd.differentiable(autograd.Kernels(_row_ids, _spread, _gather, _backward))
+permute, unpermute = autograd.differentiable(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -12,28 +12,22 @@ from mindspeed_lite.ops.permute import autograd, kernels, rows
 from mindspeed_lite.ops.row_kernels import on
 from mindspeed_lite.ops.rows import as_rows
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.permute import Case
-
 # Pairs per row-id program, columns per copy program (16 bytes of a 16-bit tensor per thread).
 _PAIRS, _BLOCK = 1024, 1024
 
 
-def supported(case: Case) -> list[str]:
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return [f"dtype {case.dtype}"]
-    return []
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
+def row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     device = routing_map.device
     flags = routing_map.contiguous().view(torch.uint8)
     width = triton.next_power_of_2(experts)
     block = max(1, min(_PAIRS // width, triton.next_power_of_2(tokens)))
     blocks = triton.cdiv(tokens, block)
-    row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32, device=device)
-    pair, order, offsets = rows.split(row_ids, count)
+    ids = torch.empty(rows.size(count, tokens), dtype=torch.int32, device=device)
+    pair, order, offsets = rows.split(ids, count)
     counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
     kept = torch.empty(tokens, dtype=torch.int32, device=device)
     how: dict[str, Any] = {"TOKENS": block, "EXPERTS": width, "num_warps": 4}
@@ -53,10 +47,10 @@ def _row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
         offsets[:1] = 0
         torch.cumsum(kept, 0, dtype=torch.int32, out=offsets[1:])
         kernels.order_kernel[(blocks,)](*given, offsets, order, *sizes, **how)
-    return row_ids
+    return ids
 
 
-def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
+def spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     x, stride = as_rows(tokens)
     width = x.shape[1]
     out = x.new_empty(count, width)
@@ -67,7 +61,7 @@ def _spread(tokens: Tensor, row_ids: Tensor, count: int) -> Tensor:
     return out
 
 
-def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
+def gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None) -> Tensor:
     x, stride = as_rows(permuted)
     count, width = x.shape
     out = x.new_empty(tokens, width)
@@ -79,7 +73,7 @@ def _gather(permuted: Tensor, row_ids: Tensor, tokens: int, probs: Tensor | None
     return out
 
 
-def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+def backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
     g, g_stride = as_rows(dy)
     x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
     tokens, width = g.shape
@@ -95,7 +89,7 @@ def _backward(dy: Tensor, permuted: Tensor | None, row_ids: Tensor, probs: Tenso
     return dx, dprobs
 
 
-permute, unpermute = autograd.differentiable(autograd.Kernels(_row_ids, _spread, _gather, _backward))
+permute, unpermute = autograd.differentiable(__name__)
 
 
 def _launch(tokens: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -7,18 +7,15 @@ determinism.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.permute import Case
+from mindspeed_lite.ops.permute import Case
 
 OWN_ROW_IDS = True
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _OPERATORS = ("npu_moe_token_permute_with_routing_map", "_npu_moe_token_unpermute_with_routing_map")
 
 
@@ -29,9 +26,7 @@ def supported(case: Case) -> list[str]:
             "nobody says (topk) that all tokens have equally many experts, which torch_npu's operators want "
             "without drop_and_pad"
         )
-    if case.dtype not in _DTYPES:
-        reasons.append(f"dtype {case.dtype}: torch_npu's operators take float16, bfloat16 and float32")
-    if case.probs_dtype not in (None, *_DTYPES):
+    if case.probs_dtype not in (None, *DTYPES):
         reasons.append(f"probs in {case.probs_dtype}: torch_npu's operators take float16, bfloat16 and float32")
     if case.large:
         reasons.append("2^24 - 1 tokens, experts or rows or more, or 512 experts for a token")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.ops.permute import rows
+from mindspeed_lite.ops.rows import precision
 
 
 def permute(
@@ -15,7 +16,7 @@ def permute(
     experts = routing_map.shape[1]
     row_ids = rows.of_pairs(pair, tokens.shape[0], experts)
     # Widened to sum the gradient in fp32.
-    permuted = tokens.to(_wide(tokens.dtype)).index_select(0, pair // experts).to(tokens.dtype)
+    permuted = tokens.to(precision(tokens.dtype)).index_select(0, pair // experts).to(tokens.dtype)
     return permuted, None if probs is None else probs.reshape(-1).index_select(0, pair), row_ids
 
 
@@ -24,7 +25,7 @@ def unpermute(
 ) -> Tensor:
     count, hidden = permuted.shape
     pair, order, offsets = rows.split(row_ids.long(), count)
-    wide = permuted.to(_wide(permuted.dtype))
+    wide = permuted.to(precision(permuted.dtype))
     if probs is not None:
         wide = wide * probs.reshape(-1).index_select(0, pair).to(wide.dtype).unsqueeze(-1)
     place = torch.arange(count, device=permuted.device)
@@ -43,7 +44,3 @@ def pairs(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
         return found % max(tokens, 1) * experts + found // max(tokens, 1)
     token = by_expert.argsort(dim=-1, descending=True, stable=True)[:, :capacity]  # [E, capacity]
     return (token * experts + torch.arange(experts, device=token.device).unsqueeze(-1)).reshape(-1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

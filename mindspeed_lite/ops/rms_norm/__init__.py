@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.dispatch import Operator
-from mindspeed_lite.ops.rms_norm import reference
+from mindspeed_lite.ops import norm
 
-__all__ = ["OPERATOR", "Case", "rms_norm"]
+__all__ = ["OPERATOR", "rms_norm"]
 
-
-class Case(NamedTuple):
-    device: str
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    zero_centered: bool
-
-
-OPERATOR = Operator("rms_norm", reference.rms_norm)
+OPERATOR = norm.operator("rms_norm")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, zero_centered: bool = False) -> Tensor:
@@ -32,6 +20,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, zero_centered: bool =
     """
     if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"rms_norm: want x [..., H] and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}")
-    case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
-    out: Tensor = OPERATOR.choose(case)(x, weight, eps, zero_centered)
-    return out
+    return norm.run(OPERATOR, x, weight, None, eps, zero_centered)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.rms_norm import rms_norm
 
 EPS = 1e-5
@@ -41,12 +38,6 @@ class Shape:
         return forward, Work((3 * rows * hidden + 2 * hidden) * size, 9 * rows * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., Tensor]:
-    """Liger-Kernel with Gemma's fp32 rounding, not overwriting dy."""
-    function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
-
-
 # Llama 8B and 70B, and heads (QK norm).
 _TIMED = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
 
@@ -56,5 +47,4 @@ CASES = OperatorCases(
     correctness=("64x1024", "64x1024,zero_centered=1", "37x1000", "512x4096", "300x64"),
     cpu=_TIMED,
     accelerator=(*_TIMED, "16384x8192"),
-    peers={"liger": Peer(liger, "liger_kernel")},
 )

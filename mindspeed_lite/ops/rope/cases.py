@@ -5,15 +5,12 @@ x is part of a fused projection: only its last dimension is contiguous. cos and 
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.rope import Pairs, rope
 from mindspeed_lite.ops.rope.angles import cos_sin
 
@@ -67,26 +64,6 @@ class Shape:
         return once, once
 
 
-def liger(shape: Shape) -> Callable[..., Tensor]:
-    """Liger-Kernel rotates queries and keys: half of the heads each."""
-    function: Any = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
-    first = shape.n // 2
-
-    def arrange(x: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
-        # [b, s, heads, d] in memory, [b, heads, s, d] by shape.
-        parts = (x[:, :, :first], x[:, :, first:])
-        q, k = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts)
-        angles = angles.detach()[:, 0, 0]
-        return q, k, angles.cos(), angles.sin()
-
-    def restore(rotated: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat(rotated, 1).permute(2, 0, 1, 3)
-
-    return OwnLayout(
-        arrange, function.apply, "x is two tensors [batch, sequence, heads, size], overwritten by y", restore
-    )
-
-
 # Llama 8B's queries and keys, multi-latent attention.
 _TIMED = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
 
@@ -101,5 +78,4 @@ CASES = OperatorCases(
     ),
     cpu=_TIMED,
     accelerator=(*_TIMED, "s=8192,b=2,n=64,d=128", "s=4096,n=32,d=128,pairs=interleaved"),
-    peers={"liger": Peer(liger, "liger_kernel", takes=lambda shape: shape.pairs == "half" and shape.n > 1)},
 )

@@ -2,6 +2,7 @@
 // PAIRS:
 // y1 = x1 * cos1 - x2 * sin1,  y2 = x2 * cos2 + x1 * sin2
 // The transposed rotation reads other rows: y1 = x1 * cos1 + x2 * sin2, y2 = x2 * cos2 - x1 * sin1.
+#include "export.h"
 #include "numbers.h"
 
 constexpr int64_t PAIRS = 256;
@@ -18,7 +19,7 @@ static inline void turn(const T* x, T* y, const float* cos1, const float* sin1, 
 }
 
 template <class T>
-static void rotate(const T* x, const float* cos, const float* sin, const int64_t* positions, T* y, int64_t s,
+static void rotate(Guard&, const T* x, const float* cos, const float* sin, const int64_t* positions, T* y, int64_t s,
                    int64_t b, int64_t n, int64_t d, int64_t width, int64_t start, int64_t rows, int64_t stride_s,
                    int64_t stride_b, int64_t stride_n, int64_t row, int64_t batch, float scale, int in, int out,
                    int transposed, int threads) {
@@ -62,14 +63,4 @@ static void rotate(const T* x, const float* cos, const float* sin, const int64_t
     }
 }
 
-#define ROPE(name, T)                                                                                              \
-    extern "C" void name(const T* x, const float* cos, const float* sin, const int64_t* positions, T* y, int64_t s, \
-                         int64_t b, int64_t n, int64_t d, int64_t width, int64_t start, int64_t rows,               \
-                         int64_t stride_s, int64_t stride_b, int64_t stride_n, int64_t row, int64_t batch,          \
-                         float scale, int in, int out, int transposed, int threads) {                               \
-        rotate(x, cos, sin, positions, y, s, b, n, d, width, start, rows, stride_s, stride_b, stride_n, row, batch, \
-               scale, in, out, transposed, threads);                                                                \
-    }
-
-ROPE(rope_bf16, bf16)
-ROPE(rope_fp32, float)
+EXPORT_DTYPES(rope, rotate);

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import native
+from mindspeed_lite.ops.rope import Case, RotationSpec
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Case, RotationSpec
-
-_lib = native.Library(Path(__file__).with_name("cpu.cpp"), kernels={"rope": "ppppp" + "l" * 12 + "fiiii"})
+LIBRARY = native.Library(__file__)
+DTYPES = native.DTYPES
 
 
 def supported(case: Case) -> list[str]:
-    return _lib.why_not(case.dtype, *(["cos and sin want a gradient"] if case.learned else ()))
+    return ["cos and sin want a gradient"] if case.learned else []
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:
@@ -27,7 +23,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: Ro
     s, b, n, d = x.shape
     rows, batch, _, width = cos.shape
     into, out = spec.sides
-    _lib.kernel("rope", x.dtype)(
+    LIBRARY.kernel("rope", x.dtype)(
         *(x, cos, sin, positions, y),
         *(s, b, n, d, width, spec.start, rows),
         *(*x.stride()[:3], batch * width, width if batch > 1 else 0),

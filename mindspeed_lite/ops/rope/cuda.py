@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from mindspeed_lite.ops.rope import Case, RotationSpec
 from mindspeed_lite.ops.row_kernels import on
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Case, RotationSpec
 
 # Elements of x per program: 16 per thread of 4 warps.
 _TILE = 2048
 _WARPS = 4
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}")
-    if case.learned:
-        reasons.append("cos and sin want a gradient")
-    return reasons
+    return ["cos and sin want a gradient"] if case.learned else []
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:

@@ -7,16 +7,12 @@ afterwards; pre-scaled tables pass unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from mindspeed_lite.ops.rope import Case, RotationSpec
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.rope import Case, RotationSpec
 
 # Documented exclusive limits: head size; sequences and heads.
 _WIDTH, _COUNT = 896, 1000
@@ -24,10 +20,11 @@ _WIDTH, _COUNT = 896, 1000
 _kept = StorageVersionCache()
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def supported(case: Case) -> list[str]:
     reasons = []
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}: npu_rotary_mul takes float16, bfloat16 and float32")
     if case.learned:
         reasons.append("cos and sin want a gradient")
     if not 0 < case.width < _WIDTH:

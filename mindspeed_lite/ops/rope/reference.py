@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.rows import precision
+
 Pairs = Literal["half", "interleaved", "regrouped"]
 
 
@@ -25,7 +27,7 @@ class RotationSpec(NamedTuple):
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: RotationSpec) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = precision(x.dtype)
     width = cos.shape[-1]
 
     def rows(table: Tensor) -> Tensor:

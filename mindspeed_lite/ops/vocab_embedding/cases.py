@@ -5,15 +5,12 @@ The rank holds one of four shards. `main=1`: unsharded; adds the lookup's gradie
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
 SHARDS = 4
@@ -68,24 +65,10 @@ class Shape:
         return Work((ids + ids // SHARDS) * hidden * size, 0), Work((ids + rows) * hidden * size, ids * hidden)
 
 
-def liger(shape: Shape) -> Callable[..., Tensor]:
-    function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
-
-    def run(weight: Tensor, ids: Tensor, dy: Tensor, main_grad: Tensor) -> Tensor:
-        leaf = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(function.apply(leaf, ids), leaf, dy)
-        return main_grad.add_(gradient)
-
-    return run
-
-
 CASES = OperatorCases(
     "vocab_embedding",
     Shape,
     correctness=("24x16x32", "24x16x32,main=1", "256x256x1024"),
     cpu=("1024x1024x8192", "1024x1024x32768,main=1"),
     accelerator=("8192x4096x8192", "8192x4096x32064", "8192x4096x128256,main=1"),
-    quick="256x256x1024",
-    peers={"liger": Peer(liger, "liger_kernel", takes=lambda shape: bool(shape.main))},
 )

@@ -5,17 +5,8 @@ Counting them needs no synchronisation. Saves two integers per local id.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.vocab_embedding import Case
-
-
-def supported(case: Case) -> list[str]:
-    return []
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, vocab_start: int = 0, sparse: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,25 +119,12 @@ def variation(loads: Sequence[int]) -> float:
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """Reason, or None; leaves the file unchanged."""
     place = Path(path)
-    if place.is_dir():
-        return "it is a folder; give a file"
-    if not place.absolute().parent.is_dir():
-        return "there is no such folder; make it first"
-    is_new = not place.exists()
-    try:
-        with place.open("a"):
-            pass
-        # All ranks probe; another may have removed it.
-        if is_new:
-            place.unlink(missing_ok=True)
-        elif place.is_file() and place.stat().st_size and not _starts_with_header(place):
-            return "it holds something else; name another file"
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return f"it cannot be written ({error.strerror or error})"
+    folder = place.absolute().parent
+    if place.is_dir() or not folder.is_dir() or not os.access(place if place.exists() else folder, os.W_OK):
+        return "it cannot be written there; give a file in a folder that exists"
+    if place.is_file() and place.stat().st_size and not _starts_with_header(place):
+        return "it holds something else; name another file"
     return None
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mindspeed_lite.ops.autograd import linear_map
 from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks, Sums, sum_dtype, zero_sum
 from mindspeed_lite.parallel.context.layout import Layout, Spans, by_rank, gathered, in_order
 from mindspeed_lite.parallel.context.ring import KVMessage
@@ -70,23 +69,29 @@ def _scatter(dk: Tensor, dv: Tensor, pair: KVMessage, group: ProcessGroup, order
 
 def gather_keys(k: Tensor, v: Tensor, layout: Layout, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequence in order, differentiable."""
-    order = gathered(layout, layout.ranks).order[0]
-    pair: tuple[Tensor, Tensor] = _Keys.apply(k, v, group, order)  # type: ignore[no-untyped-call]
-    return pair
+    order, pair = gathered(layout, layout.ranks).order[0], KVMessage.of(k, v)
+
+    def adjoint(dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        exact = sum_dtype(dk.dtype)
+        keys, values = _scatter(dk.to(exact), dv.to(exact), pair, group, order)
+        return keys.to(dk.dtype), values.to(dv.dtype)
+
+    keys, values = _LinearMap.apply(lambda k, v: gather(k, v, group, order), adjoint, k, v)  # type: ignore[no-untyped-call]
+    return keys, values
 
 
-class _Keys(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
+    """Linear map of several tensors, whose backward applies the adjoint; saves no tensor."""
+
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, group: ProcessGroup, order: Spans) -> tuple[Tensor, Tensor]:
-        ctx.pair, ctx.group, ctx.order = KVMessage.of(k, v), group, order
-        return gather(k, v, group, order)
+    def forward(ctx: Any, forward: Any, adjoint: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.adjoint = adjoint
+        return tuple(forward(*tensors))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        exact = sum_dtype(dk.dtype)
-        keys, values = _scatter(dk.to(exact), dv.to(exact), ctx.pair, ctx.group, ctx.order)
-        return keys.to(dk.dtype), values.to(dv.dtype), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.adjoint(*gradients)
 
 
 class HeadSplit(NamedTuple):
@@ -130,45 +135,30 @@ def to_heads(
     gather_keys: gather all key heads instead.
     """
     split = split_heads(q.shape[-2], k.shape[-2], group.size())
-    result: tuple[Tensor, Tensor, Tensor]
-    result = _ToHeads.apply(q, k, v, group, order, split, gather_keys)  # type: ignore[no-untyped-call]
-    return result
+    heads = split.q, split.k, split.k
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        if not gather_keys:
+            return _scatter_heads((q, k, v), heads, group, order)
+        first, end = split.k[group.rank()]
+        gathered_heads = (t[..., first:end, :] for t in gather(k, v, group, order))
+        return [*_scatter_heads((q,), (split.q,), group, order), *gathered_heads]
+
+    def adjoint(*gradients: Tensor) -> list[Tensor]:
+        return _gather_heads(gradients, heads, group, order)
+
+    queries, keys, values = _LinearMap.apply(forward, adjoint, q, k, v)  # type: ignore[no-untyped-call]
+    return queries, keys, values
 
 
 def to_rows(out: Tensor, group: ProcessGroup, order: Spans, heads: Spans) -> Tensor:
     """[all rows, .., own heads, size] -> [rows, .., all heads, size], differentiable."""
-    return linear_map(
+    (rows,) = _LinearMap.apply(  # type: ignore[no-untyped-call]
+        lambda t: _gather_heads((t,), (heads,), group, order),
+        lambda t: _scatter_heads((t,), (heads,), group, order),
         out,
-        lambda t: _gather_heads((t,), (heads,), group, order)[0],
-        lambda t: _scatter_heads((t,), (heads,), group, order)[0],
     )
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: ProcessGroup,
-        order: Spans,
-        split: HeadSplit,
-        gather_keys: bool,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.order, ctx.split = group, order, split
-        if not gather_keys:
-            return tuple(_scatter_heads((q, k, v), (split.q, split.k, split.k), group, order))
-        (queries,) = _scatter_heads((q,), (split.q,), group, order)
-        first, end = split.k[group.rank()]
-        keys, values = (t[..., first:end, :] for t in gather(k, v, group, order))
-        return queries, keys, values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        split: HeadSplit = ctx.split
-        return (*_gather_heads(gradients, (split.q, split.k, split.k), ctx.group, ctx.order), None, None, None, None)
+    return rows  # type: ignore[no-any-return]
 
 
 def _scatter_heads(

@@ -22,6 +22,8 @@ from mindspeed_lite.ops.grouped_matmul import TakeGradients, grouped_matmul
 from mindspeed_lite.ops.permute import sort_chunks
 from mindspeed_lite.parallel.mc2 import communicator
 
+from .exchange import AllToAll
+
 # Atlas A3: group ranks, experts per rank and group, columns, message bytes.
 RANKS = (8, 16, 32, 64, 128)
 MOST_EXPERTS_OF_RANK, MOST_EXPERTS = 32, 256
@@ -121,7 +123,7 @@ class AlltoAllMC2:
                 trans_gmm_weight=transposed, permute_out_flag=True,
             )  # fmt: skip
             return y, arrived
-        rows = self._exchanged(x, received, sent)
+        rows = AllToAll(_by_rank(received, ranks), _by_rank(sent, ranks), self.group).run(x)
         arrived, _ = sort_chunks(rows, received, _transposed(len(received), ranks))
         return grouped_matmul(arrived, weights, self.counts.of_experts(ranks), transposed=transposed), arrived
 
@@ -138,7 +140,7 @@ class AlltoAllMC2:
         y = grouped_matmul(x, weights, self.counts.of_experts(ranks), transposed=transposed)
         by_expert = [received[place] for place in _transposed(len(received), ranks)]
         rows, _ = sort_chunks(y, by_expert, _transposed(len(received), len(received) // ranks))
-        return self._exchanged(rows, sent, received)
+        return AllToAll(_by_rank(sent, ranks), _by_rank(received, ranks), self.group).run(rows)
 
     def _is_served(self, x: Tensor, weights: Sequence[Tensor], transposed: bool) -> bool:
         width = weights[0].shape[0 if transposed else 1]
@@ -146,12 +148,6 @@ class AlltoAllMC2:
         if reasons:
             self.log("; ".join(reasons))
         return not reasons
-
-    def _exchanged(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        to, back = (_by_rank(each, self.group.size()) for each in (sent, received))
-        out = x.new_empty(sum(back), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), back, to, group=self.group)
-        return out
 
 
 def _by_rank(counts: list[int], ranks: int) -> list[int]:

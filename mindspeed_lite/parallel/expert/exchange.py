@@ -29,16 +29,26 @@ class Collective(Protocol):
 
 
 class AllToAll(NamedTuple):
-    """All-to-all of rows; `received` and `sent` are rows per rank, None for equal splits."""
+    """All-to-all of rows; `received` and `sent` are rows per rank, None for equal splits.
+
+    group: None for a single rank.
+    """
 
     received: Splits
     sent: Splits
-    group: ProcessGroup
+    group: ProcessGroup | None
 
     def start(self, x: Tensor) -> tuple[Any, Tensor]:
         rows = len(x) if self.received is None else int(sum(self.received))
         out = x.new_empty(rows, *x.shape[1:])
         return dist.all_to_all_single(out, x, self.received, self.sent, group=self.group, async_op=True), out
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return x
+        work, out = self.start(x.contiguous())
+        work.wait()
+        return out
 
     def reversed(self) -> AllToAll:
         return AllToAll(self.sent, self.received, self.group)

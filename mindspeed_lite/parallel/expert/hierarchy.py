@@ -26,6 +26,7 @@ from mindspeed_lite.ops.autograd import linear_map
 from mindspeed_lite.ops.permute import rows as row_ids
 
 from ..groups import new_groups
+from .exchange import AllToAll
 
 # Group -> ranks of a node -> (intra-node, inter-node group); reused by the next session.
 _MADE: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[ProcessGroup | None, ProcessGroup]]] = (
@@ -69,40 +70,32 @@ class NodeGroups:
         self.within, self.between = made[self.ranks]
 
 
-class Splits(NamedTuple):
-    sent: list[int]
-    received: list[int]
-
-
 class TwoLevels(NamedTuple):
-    """Rows and (token, expert) pairs of one rank, between and within nodes.
+    """Exchanges of one rank's rows and (token, expert) pairs, between and within nodes.
 
     sources: (rank of the group, rows) in arrival order.
     """
 
-    rows_between: Splits
-    pairs_between: Splits
-    rows_within: Splits
-    pairs_within: Splits
+    rows_between: AllToAll
+    pairs_between: AllToAll
+    rows_within: AllToAll
+    pairs_within: AllToAll
     sources: list[tuple[int, int]]
 
 
-def splits_of(table: Tensor, rank: int, ranks: int) -> TwoLevels:
-    """What one rank sends and receives.
-
-    table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
-    """
-    count = len(table)
+def _exchanges(table: Tensor, nodes: NodeGroups) -> TwoLevels:
+    """table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node."""
+    count, rank, ranks = len(table), nodes.rank, nodes.ranks
     node, place = divmod(rank, ranks)
     mates = slice(node * ranks, (node + 1) * ranks)
     rows, pairs, rows_of_node = table[:, :count], table[:, count : 2 * count], table[:, 2 * count :]
 
-    def between(to_node: Tensor) -> Splits:
-        return Splits(to_node[rank].tolist(), to_node[place::ranks, node].tolist())
+    def between(to_node: Tensor) -> AllToAll:
+        return AllToAll(to_node[place::ranks, node].tolist(), to_node[rank].tolist(), nodes.between)
 
-    def within(to_rank: Tensor) -> Splits:
+    def within(to_rank: Tensor) -> AllToAll:
         received = to_rank[:, rank].view(-1, ranks).sum(0)
-        return Splits(to_rank[place::ranks, mates].sum(0).tolist(), received.tolist())
+        return AllToAll(received.tolist(), to_rank[place::ranks, mates].sum(0).tolist(), nodes.within)
 
     sources = torch.arange(count).view(-1, ranks).t().flatten().tolist()
     return TwoLevels(
@@ -112,27 +105,6 @@ def splits_of(table: Tensor, rank: int, ranks: int) -> TwoLevels:
         within(pairs),
         [(source, int(rows[source, rank])) for source in sources],
     )
-
-
-class Exchange(NamedTuple):
-    """All-to-all of rows; group: None for a single rank."""
-
-    group: ProcessGroup | None
-    splits: Splits
-
-    def send(self, x: Tensor) -> Tensor:
-        return _all_to_all(x, self.group, self.splits.received, self.splits.sent)
-
-    def send_back(self, x: Tensor) -> Tensor:
-        return _all_to_all(x, self.group, self.splits.sent, self.splits.received)
-
-
-def _all_to_all(x: Tensor, group: ProcessGroup | None, received: list[int], sent: list[int]) -> Tensor:
-    if group is None:
-        return x
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
 
 
 @dataclass(frozen=True)
@@ -161,22 +133,22 @@ class Path(NamedTuple):
     """Path to experts; `spread` starts after `to_nodes`, `collect` ends there."""
 
     to_nodes: RowCopies
-    between: Exchange
+    between: AllToAll
     to_ranks: RowCopies
-    within: Exchange
+    within: AllToAll
     to_experts: RowCopies
 
     def spread(self, x: Tensor) -> Tensor:
         """Rows for nodes -> rows of local experts, by source, then expert, then token."""
-        arrived = self.between.send(x)
-        arrived = self.within.send(self.to_ranks.spread(arrived))
+        arrived = self.between.run(x)
+        arrived = self.within.run(self.to_ranks.spread(arrived))
         return self.to_experts.spread(arrived)
 
     def collect(self, y: Tensor) -> Tensor:
         """Rows of local experts -> rows of nodes, in y's dtype; intra-node sums and messages are fp32."""
         partial = self.to_experts.collect(y.to(torch.promote_types(y.dtype, torch.float32)))
-        partial = self.to_ranks.collect(self.within.send_back(partial))
-        return self.between.send_back(partial.to(y.dtype))
+        partial = self.to_ranks.collect(self.within.reversed().run(partial))
+        return self.between.reversed().run(partial.to(y.dtype))
 
 
 class Route(NamedTuple):
@@ -193,30 +165,34 @@ def route_of(routing_map: Tensor, nodes: NodeGroups) -> Route:
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
     table = counts.new_empty(ranks * len(counts))
     dist.all_gather_into_tensor(table, counts, group=nodes.group)
-    splits = splits_of(table.view(ranks, -1).cpu(), nodes.rank, nodes.ranks)
+    exchanges = _exchanges(table.view(ranks, -1).cpu(), nodes)
 
     numbers = torch.arange(tokens * experts, dtype=torch.int32, device=routing_map.device).view(tokens, experts)
     level = _level(routing_map, numbers, nodes.nodes, tokens * experts)
-    between = Exchange(nodes.between, splits.rows_between)
-    wanted = between.send(level.wanted.to(torch.uint8)).bool()
+    wanted = exchanges.rows_between.run(level.wanted.to(torch.uint8)).bool()
 
-    inner = _level(wanted, _numbers(wanted), nodes.ranks, sum(splits.pairs_between.received))
-    within = Exchange(nodes.within, splits.rows_within)
-    wanted = within.send(inner.wanted.to(torch.uint8)).bool()
+    inner = _level(wanted, _numbers(wanted), nodes.ranks, sum(exchanges.pairs_between.received or ()))
+    wanted = exchanges.rows_within.run(inner.wanted.to(torch.uint8)).bool()
 
     expert, row = wanted.t().nonzero(as_tuple=True)
-    source = torch.tensor([source for source, _ in splits.sources], device=wanted.device)
-    rows = torch.tensor([count for _, count in splits.sources], device=wanted.device)
+    source = torch.tensor([source for source, _ in exchanges.sources], device=wanted.device)
+    rows = torch.tensor([count for _, count in exchanges.sources], device=wanted.device)
     order = source.repeat_interleave(rows)[row].argsort(stable=True)
     pairs = _numbers(wanted)[row[order], expert[order]]
     return Route(
-        Path(level.rows, between, inner.rows, within, RowCopies(row[order].int(), len(wanted))),
+        Path(
+            level.rows,
+            exchanges.rows_between,
+            inner.rows,
+            exchanges.rows_within,
+            RowCopies(row[order].int(), len(wanted)),
+        ),
         Path(
             level.pairs,
-            Exchange(nodes.between, splits.pairs_between),
+            exchanges.pairs_between,
             inner.pairs,
-            Exchange(nodes.within, splits.pairs_within),
-            RowCopies(pairs, sum(splits.pairs_within.received)),
+            exchanges.pairs_within,
+            RowCopies(pairs, sum(exchanges.pairs_within.received or ())),
         ),
     )
 

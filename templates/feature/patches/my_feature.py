@@ -1,6 +1,6 @@
-"""`--my-feature`: what it does to a training, in one clause.
+"""`--my-feature`: EDIT: what it does to a training, in one clause.
 
-Reaches `divide`: which calls pass through it. Why this symbol: it changes least between releases.
+EDIT: Reaches `divide`: which calls pass through it. Why this symbol: it changes least between releases.
 Leaves alone what it does not touch. Falls back, with a reason, for calls that it cannot serve.
 """
 
@@ -27,7 +27,7 @@ def _divide(wrapped: Function, session: Session) -> Function:
 
 FEATURE = Feature(
     name="my_feature",
-    summary="what it does, in one line",
+    summary="EDIT: what it does, in one line",
     numerics="bitwise",
     theme="operators",
     memory="none: it keeps what Megatron keeps",

@@ -1,14 +1,13 @@
-/* The device that torch_npu finds: none, one that refuses memory, or one whose memory is the host's.
+/* The device that torch_npu finds: one that refuses memory, or one whose memory is the host's.
  *
- * CANN_STUB_MODE     no_device | fake | host
- * CANN_STUB_DEVICES  how many devices there are in the last two (1)
+ * CANN_STUB_MODE     fake | host
+ * CANN_STUB_DEVICES  how many devices there are (1)
  * CANN_STUB_SOC      the chip's name (Ascend910B3)
  * CANN_STUB_CANN     the version of CANN reported (9.0.0)
- * CANN_STUB_LOG      if set, every noted or refused call on stderr
+ * CANN_STUB_LOG      if set, every refused call, and every launch, on stderr
  *
  * Only functions that torch_npu insists on are here; everything else refuses (see stubs.py).
  */
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,13 +20,13 @@ static const char *setting(const char *name, const char *otherwise) {
     return value && *value ? value : otherwise;
 }
 
-static int in_mode(const char *mode) { return strcmp(setting("CANN_STUB_MODE", "no_device"), mode) == 0; }
+static int in_mode(const char *mode) { return strcmp(setting("CANN_STUB_MODE", "fake"), mode) == 0; }
 
 static uint32_t devices(void) {
-    return in_mode("no_device") ? 0 : (uint32_t)atoi(setting("CANN_STUB_DEVICES", "1"));
+    return (uint32_t)atoi(setting("CANN_STUB_DEVICES", "1"));
 }
 
-/* Behind torch_npu's queue an operator that fails is silent, and what it left would pass for a result. */
+/* Through torch_npu's queue an operator that fails is silent, and what it left would pass for a result. */
 static int is_host(void) { return in_mode("host") && strcmp(setting("TASK_QUEUE_ENABLE", "1"), "0") == 0; }
 
 long cann_stub_if_host(void) { return is_host() ? CANN_OK : CANN_REFUSED; }
@@ -35,31 +34,6 @@ long cann_stub_if_host(void) { return is_host() ? CANN_OK : CANN_REFUSED; }
 void cann_stub_said(const char *name) {
     if (getenv("CANN_STUB_LOG")) fprintf(stderr, "[cann stub] %s\n", name);
 }
-
-/* ---- the trace ---- */
-
-static char *trace;
-static size_t trace_length, trace_room;
-static pthread_mutex_t trace_lock = PTHREAD_MUTEX_INITIALIZER;
-
-void cann_stub_note(const char *line) {
-    size_t length = strlen(line);
-    cann_stub_said(line);
-    pthread_mutex_lock(&trace_lock);
-    if (trace_length + length + 2 > trace_room) {
-        trace_room = 2 * (trace_length + length + 2) + 4096;
-        trace = realloc(trace, trace_room);
-        if (!trace) abort();
-    }
-    memcpy(trace + trace_length, line, length);
-    trace_length += length;
-    trace[trace_length++] = '\n';
-    trace[trace_length] = 0;
-    pthread_mutex_unlock(&trace_lock);
-}
-
-const char *cann_stub_trace(void) { return trace_length ? trace : ""; }
-void cann_stub_trace_reset(void) { trace_length = 0; }
 
 /* ---- small forms of answers ---- */
 
@@ -180,38 +154,21 @@ IF_HOST(aclrtCmoAsync)
 
 /* ---- operators of the older interface, compiled one by one ---- */
 
-MAKE_AND_RETURN(aclCreateDataBuffer) MAKE_AND_RETURN(aclopCreateAttr)
-/* What a description was made with, as the trace shows it. */
-void *aclCreateTensorDesc(int type, int dimensions, const int64_t *sizes, int format) {
-    char *line = malloc(400);
-    int used = snprintf(line, 400, "tensor %d", type);
-    for (int i = 0; i < dimensions && used < 360; i++)
-        used += snprintf(line + used, 400 - used, "%s%ld", i ? "," : " ", (long)sizes[i]);
-    return line;
-}
+MAKE_AND_RETURN(aclCreateDataBuffer) MAKE_AND_RETURN(aclopCreateAttr) MAKE_AND_RETURN(aclCreateTensorDesc)
 /* To clean up after a refusal must not fail again: that would end the process. */
 ACCEPT(aclDestroyDataBuffer) ACCEPT(aclDestroyTensorDesc) ACCEPT(aclopDestroyAttr)
 IF_HOST(aclSetTensorDescName) IF_HOST(aclSetTensorFormat) IF_HOST(aclSetTensorShape) IF_HOST(aclSetTensorPlaceMent)
 IF_HOST(aclopSetAttrBool) IF_HOST(aclopSetAttrDataType) IF_HOST(aclopSetAttrFloat) IF_HOST(aclopSetAttrInt)
 IF_HOST(aclopSetAttrString) IF_HOST(aclopSetAttrListBool) IF_HOST(aclopSetAttrListFloat)
 IF_HOST(aclopSetAttrListInt) IF_HOST(aclopSetAttrListListInt)
-long aclopCompileAndExecute(const char *operation, int inputs, char **input, void **input_data, int outputs,
-                            char **output) {
-    char line[200];
-    /* From the last to the first, as the newer interface comes to note them. */
-    while (outputs-- > 0) cann_stub_note(output[outputs]);
-    while (inputs-- > 0) cann_stub_note(input[inputs]);
-    snprintf(line, sizeof line, "call aclop:%s", operation);
-    cann_stub_note(line);
-    return cann_stub_if_host();
-}
+IF_HOST(aclopCompileAndExecute)
 
 /* ---- profiler ---- */
 
 ACCEPT(MsprofRegisterCallback) ACCEPT(MsprofGetHashId) ACCEPT(MsprofSysCycleTime) ACCEPT(MsprofReportApi)
 ACCEPT(MsprofReportCompactInfo) ACCEPT(MsprofReportAdditionalInfo)
 
-/* ---- HCCL: groups exist, collectives are noted and move nothing ---- */
+/* ---- HCCL: groups exist, collectives move nothing ---- */
 
 #define COLLECTIVE(name) CANN_CALL(Hccl##name)
 COLLECTIVE(AllReduce) COLLECTIVE(AllGather) COLLECTIVE(AllGatherV) COLLECTIVE(ReduceScatter)

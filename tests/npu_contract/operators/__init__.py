@@ -5,7 +5,6 @@ Each module may define
     CONTRACTS    operator of torch_npu -> check(call), which yields every documented sentence that the call breaks
     MUTATIONS    name -> the call site in ops/<module>/npu.py broken on purpose
     UNFUSED      operators of torch by which one sees in a whole model that ours did not take a call over
-    in_model     options of a model -> calls of the forward in each layer, and outside the layers
 Adding an operator is adding a file. Here they are collected; cases and mutations as "<module>/<name>".
 """
 
@@ -33,10 +32,9 @@ def _named(attribute: str) -> dict[str, Any]:
     }
 
 
-ALL: tuple[tuple[str, ContractCase], ...] = tuple(
-    (f"{module}/{case.name}", case) for module, content in MODULES.items() for case in getattr(content, "CASES", ())
-)
-CASES: Mapping[str, ContractCase] = dict(ALL)
+CASES: Mapping[str, ContractCase] = {
+    f"{module}/{case.name}": case for module, content in MODULES.items() for case in getattr(content, "CASES", ())
+}
 MUTATIONS: Mapping[str, Mutation] = _named("MUTATIONS")
 CONTRACTS: Mapping[str, Callable[[Call], Iterator[str]]] = {
     operator: check for content in MODULES.values() for operator, check in getattr(content, "CONTRACTS", {}).items()
@@ -44,11 +42,6 @@ CONTRACTS: Mapping[str, Callable[[Call], Iterator[str]]] = {
 UNFUSED: Mapping[str, tuple[str, ...]] = {
     module: content.UNFUSED for module, content in MODULES.items() if hasattr(content, "UNFUSED")
 }
-IN_MODEL: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int]]] = {
-    module: content.in_model for module, content in MODULES.items() if hasattr(content, "in_model")
-}
-
-
 # What torch_npu does for `Tensor.type_as` and its like: no operator of ours, and nothing to get wrong.
 CASTS = ("_npu_dtype_cast", "_npu_dtype_cast_backward")
 

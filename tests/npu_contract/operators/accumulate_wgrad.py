@@ -28,7 +28,6 @@ class AccumulateWgrad(ContractCase):
 
     operator = "accumulate_wgrad"
     forward = "npu_grouped_matmul_add_"
-    kernel = "aclnnGroupedMatmulAdd"
 
     def leaves(self, device: str) -> Tensors:
         dtype = getattr(torch, self.dtype)

@@ -22,11 +22,6 @@ from tests.npu_contract.recorder import Call, Tensor
 UNFUSED = ("aten::silu",)
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """One per layer."""
-    return 1, 0
-
-
 @dataclass(frozen=True)
 class _Activation(ContractCase):
     """`mindspeed_lite.ops.activation.activation`."""
@@ -81,7 +76,6 @@ class _Activation(ContractCase):
 class SwiGLU(_Activation):
     forward = "npu_swiglu"
     backward = "npu_swiglu_backward"
-    kernel = "aclnnSwiGlu"
     kind = "swiglu"
 
     def options(self) -> Mapping[str, Any]:
@@ -92,8 +86,6 @@ class SwiGLU(_Activation):
 class GELU(_Activation):
     forward = "npu_gelu"
     backward = "npu_gelu_backward"
-    kernel = "aclnnGelu"
-    backward_kernel = "aclnnGeluBackward"
     kind = "gelu"
     gated = False
 

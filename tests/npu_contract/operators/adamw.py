@@ -31,7 +31,6 @@ class AdamW(ContractCase):
 
     operator = "adamw"
     forward = "_fused_adamw_"
-    kernel = "aclnnApplyAdamWV2"
 
     @property
     def calls(self) -> int:  # type: ignore[override]
@@ -56,7 +55,7 @@ class AdamW(ContractCase):
         adamw(*lists, **rule, grad_scale=self.scale, **self._given(last))
 
     def arguments(self) -> Mapping[str, Any]:
-        # Other forms become flat numbers in fp32, for the length of a step.
+        # Other forms become flat fp32 tensors for the length of a step.
         flat = self.halves or self.moments != "float32"
         tensor = Tensor("float32", (math.prod(self.shape),) if flat else self.shape, "")
         lists = {name: [tensor] for name in LISTS[:4]} | {"state_steps": [Tensor("float32", (), "")]}

@@ -39,11 +39,6 @@ LANES = 8
 UNFUSED = ("aten::_softmax", "aten::baddbmm", "aten::bmm")
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """One per layer."""
-    return 0 if "use_flash_attn" in options.get("without", ()) else 1, 0
-
-
 @dataclass(frozen=True)
 class Attention(ContractCase):
     """`mindspeed_lite.ops.attention.attention`; mask: the leading sizes of one over [sq, sk], or all its sizes."""
@@ -68,7 +63,6 @@ class Attention(ContractCase):
     operator = "attention"
     forward = "npu_fusion_attention"
     backward = "npu_fusion_attention_grad"
-    kernel = "aclnnFlashAttentionScore"
     saved = {  # noqa: RUF012
         "attention_in": 0, "softmax_max": 1, "softmax_sum": 2, "softmax_in": 3, "seed": 4, "offset": 5, "numels": 6,
     }  # fmt: skip
@@ -264,9 +258,6 @@ class Pack(Attention):
     queries: tuple[int, ...] = (10, 3, 11)
     keys: tuple[int, ...] = (10, 3, 11)
     b: int = 1
-
-    kernel = "aclnnFlashAttentionVarLenScore"
-    backward_kernel = "aclnnFlashAttentionUnpaddingScoreGrad"
 
     def leaves(self, device: str) -> Tensors:
         return {name: t.detach().squeeze(1).requires_grad_() for name, t in super().leaves(device).items()}
@@ -528,11 +519,13 @@ MUTATIONS = {
         "batches = b if hidden.shape[0] != 1 or hidden.shape[1] != 1 else 1", "batches = hidden.shape[0]",
         "atten_mask is [1, 4, 24, 24]",
     ),
-    "band beside a mask lost": Mutation(
-        "hidden = hidden | band.hidden(sq, sk, positions, q.device)", "pass",
+    "band with a mask lost": Mutation(
+        "spec.hidden(sq", "spec._replace(causal=False, window=None).hidden(sq",
         "hide other keys than the caller asked for",
     ),
-    "rows without keys": Mutation("hidden = hidden & ~empty", "pass", "a row without visible keys"),
+    "rows without keys": Mutation(
+        "batches = b if", "hidden = hidden | empty\n        batches = b if", "a row without visible keys"
+    ),
     # modes
     "compressed mode with a full mask": Mutation(
         "_FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 1, 2", "_FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 2, 2",

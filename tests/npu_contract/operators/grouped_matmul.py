@@ -35,7 +35,6 @@ class _Experts(ContractCase):
 
     operator = "grouped_matmul"
     forward = "npu_grouped_matmul"
-    kernel = "aclnnGroupedMatmulV5"
 
     @property
     def rows(self) -> int:
@@ -117,7 +116,6 @@ class Backward(Product):
     of: str = "x"
 
     backward = "npu_grouped_matmul"
-    backward_kernel = "aclnnGroupedMatmulV5"
     # The products differ in everything but the groups.
     renamed = dict.fromkeys(("x", "weight", "split_item", "group_type"), "of the forward")
 
@@ -264,7 +262,7 @@ def _of_rows(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None
     if bias is not None:
         wanted = "float16" if x.dtype == "float16" else "float32"
         if first.dim == 3 or len(bias) != len(weights):
-            yield f"{len(bias)} biases beside {len(weights)} weights {first}: want one for each of a list"
+            yield f"{len(bias)} biases for {len(weights)} weights {first}: want one for each of a list"
         for each in bias:
             yield from is_tensor("a bias", each, wanted, (first.shape[-1],))
 

@@ -21,11 +21,6 @@ from tests.npu_contract.recorder import Call, Tensor
 UNFUSED = ("aten::_softmax",)
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """One per layer of attention that is not one operator."""
-    return 1 if "use_flash_attn" in options.get("without", ()) else 0, 0
-
-
 @dataclass(frozen=True)
 class MaskedSoftmax(ContractCase):
     """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is torch_npu's own default in float16 alone.
@@ -43,7 +38,6 @@ class MaskedSoftmax(ContractCase):
     operator = "masked_softmax"
     forward = "npu_scaled_masked_softmax"
     backward = "npu_scaled_masked_softmax_backward"
-    kernel = "aclop:ScaledMaskedSoftmax"
     saved = {"y": 0}  # noqa: RUF012
 
     def leaves(self, device: str) -> Tensors:
@@ -154,7 +148,7 @@ MUTATIONS = {
         ".expand(-1, -1, queries, keys)", "", "mask is bool[2, 1, 1, 32]: want [2 or 1, 3 or 1, 32, 32]"
     ),
     "a row without keys": Mutation("(hidden & ~empty)", "hidden", "mask hides"),
-    "mask as numbers": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
+    "mask of another dtype": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
     "true sees": Mutation("npu_scaled_masked_softmax(scores, hidden", "npu_scaled_masked_softmax(scores, ~hidden",
                           "mask hides"),
     "a mask for the causal one": Mutation("hidden | _own_mask(", "_own_mask(", "mask is bool[1, 1, 32, 32]: want"),

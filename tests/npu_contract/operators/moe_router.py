@@ -67,7 +67,6 @@ class Sigmoid(_Routing):
     biased: bool = False
 
     forward = "npu_moe_gating_top_k"
-    kernel = "aclnnMoeGatingTopK"
 
     def leaves(self, device: str) -> Tensors:
         bias = {"expert_bias": torch.zeros(self.experts, device=device)} if self.biased else {}
@@ -99,7 +98,6 @@ class Sigmoid(_Routing):
 @dataclass(frozen=True)
 class PreSoftmax(_Routing):
     forward = "npu_moe_gating_top_k_softmax"
-    kernel = "aclnnMoeGatingTopKSoftmax"
 
     def options(self, leaves: Tensors) -> dict[str, Any]:
         return {"use_pre_softmax": True}

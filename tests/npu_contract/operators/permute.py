@@ -16,7 +16,7 @@ T, E, H = 6, 4, 32
 
 @dataclass(frozen=True)
 class _Permutation(ContractCase):
-    """T tokens of H numbers and E experts: topk of them for each token, or `capacity` tokens for each of them."""
+    """T tokens of H values and E experts: topk of them for each token, or `capacity` tokens for each of them."""
 
     name: str
     dtype: str = "bfloat16"
@@ -57,7 +57,6 @@ class _Permutation(ContractCase):
 class Permute(_Permutation):
     forward = "npu_moe_token_permute_with_routing_map"
     backward = "npu_moe_token_permute_with_routing_map_grad"
-    kernel = "aclnnMoeTokenPermuteWithRoutingMap"
     saved = {"sorted_indices": 2}  # noqa: RUF012
 
     def run(self, leaves: Tensors) -> Any:
@@ -90,7 +89,6 @@ class Permute(_Permutation):
 class Unpermute(_Permutation):
     forward = "_npu_moe_token_unpermute_with_routing_map"
     backward = "npu_moe_token_unpermute_with_routing_map_grad"
-    kernel = "aclnnMoeTokenUnpermuteWithRoutingMap"
     saved = {"out_index": 1, "permuted_token_id": 2}  # noqa: RUF012
 
     def leaves(self, device: str) -> Tensors:

@@ -22,11 +22,6 @@ from tests.npu_contract.recorder import Call, Tensor
 UNFUSED = ("aten::_fused_rms_norm", "aten::rsqrt")
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """Two per layer, two more over queries and keys, and one at the end."""
-    return 4 if options.get("qk_layernorm") else 2, 1
-
-
 @dataclass(frozen=True)
 class RmsNorm(ContractCase):
     """`mindspeed_lite.ops.rms_norm.rms_norm`; eps is never torch_npu's own default."""
@@ -41,7 +36,6 @@ class RmsNorm(ContractCase):
     operator = "rms_norm"
     forward = "npu_rms_norm"
     backward = "npu_rms_norm_backward"
-    kernel = "aclnnRmsNorm"
     saved = {"rstd": 1}  # noqa: RUF012
 
     def leaves(self, device: str) -> Tensors:
@@ -139,21 +133,19 @@ CONTRACTS = {
     "npu_rms_norm_backward": rms_norm_backward,
 }
 
-_CALL = "torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, epsilon=eps)[0]"
+_CALL = "torch_npu.npu_rms_norm(rows, scale, epsilon=eps)[0]"
 
 MUTATIONS = {
-    "epsilon left out": Mutation("else weight, epsilon=eps", "else weight", "epsilon is 1e-06: want 1e-05"),
-    "epsilon by position": Mutation("else weight, epsilon=eps", "else weight, eps", "epsilon not passed by name"),
+    "epsilon left out": Mutation("scale, epsilon=eps", "scale", "epsilon is 1e-06: want 1e-05"),
+    "epsilon by position": Mutation("scale, epsilon=eps", "scale, eps", "epsilon not passed by name"),
     "weight widened": Mutation(
-        "weight + 1 if zero_centered else weight, epsilon",
-        "(weight + 1 if zero_centered else weight).float(), epsilon",
+        "scale, epsilon", "scale.float(), epsilon",
         "gamma is float32 and input bfloat16",
     ),
     "any rank": Mutation("x if 2 <= x.dim() <= 8 else x.reshape(-1, x.shape[-1])", "x", "want 2 to 8"),
     "rstd for the output": Mutation("epsilon=eps)[0]", "epsilon=eps)[1]", "is invalid for input of size"),
     "weight without gradient": Mutation(
-        "weight + 1 if zero_centered else weight, epsilon",
-        "(weight + 1 if zero_centered else weight).detach(), epsilon",
+        "scale, epsilon", "scale.detach(), epsilon",
         "the gradient of weight is None",
     ),
 }  # fmt: skip

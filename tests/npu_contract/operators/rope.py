@@ -22,11 +22,6 @@ from tests.npu_contract.recorder import Call, Tensor
 UNFUSED = ("aten::neg",)
 
 
-def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
-    """Queries and keys of each layer."""
-    return 2, 0
-
-
 @dataclass(frozen=True)
 class Rope(ContractCase):
     """`mindspeed_lite.ops.rope.rope` of x [s, b, n, d] or, packed, [t, n, d]."""
@@ -44,8 +39,6 @@ class Rope(ContractCase):
     operator = "rope"
     forward = "npu_rotary_mul"
     backward = "npu_rotary_mul"
-    kernel = "aclnnRotaryPositionEmbedding"
-    backward_kernel = "aclnnRotaryPositionEmbedding"
 
     def leaves(self, device: str) -> Tensors:
         return {"x": torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=device).requires_grad_()}

@@ -61,7 +61,7 @@ class Placed(Placer):
         self.end_step()
 
 
-# Both hot experts are of rank 0; then 0 and 3 are beside each other, and 2 and 1.
+# Both hot experts are of rank 0; then 0 and 3 share a rank, and 2 and 1.
 HOT, MOVED = [9, 7, 1, 1], {0: [2, 1], 1: [0, 3]}
 
 

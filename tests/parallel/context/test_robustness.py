@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import tempfile
 import time
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite import error_exit
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import UnequalLengthsError
 from mindspeed_lite.parallel.context.ring import Ring
@@ -56,34 +54,6 @@ def test_ranks_that_are_late_by_chance_neither_hang_nor_err(steps):
                 assert error(ours, truth) < 1e-12, f"step {step}, {name}, {part}"
 
     on_ranks(ranks, body)
-
-
-# All algorithms that have messages of a kind of their own.
-KINDS = ("ring", "ulysses", "gathered", "double ring of 2", "hybrid of 2")
-
-
-@pytest.mark.parametrize("kind", matrix.only(KINDS[:3], KINDS))
-@forked("features")
-def test_a_rank_that_dies_ends_the_others(kind):
-    """Rank 1 is gone at a message in the middle of a step, in forward and backward passes."""
-    ranks, problem, folder = 4, Problem(heads=4, batch=1, chunk=2), Path(tempfile.mkdtemp())
-
-    def body(rank):
-        algorithm = algorithms(joined(rank, ranks, folder))[kind]
-        split(problem, ranks, rank, algorithm)
-        if rank == 1:
-            left = iter(range(4))
-            before_messages(lambda: next(left, None) is None and os._exit(9))
-        with pytest.raises(RuntimeError) as found:
-            for _ in range(10):
-                split(problem, ranks, rank, algorithm)
-        text = error_exit.describe_lost_rank(found.value)
-        assert text is not None and "another rank has ended" in text and " in mindspeed_lite.parallel.context" in text
-        assert "timed out" not in text.lower(), "long before the timeout"
-
-    with pytest.raises(AssertionError) as ended:
-        on_ranks(ranks, body)
-    assert str(ended.value) == "rank 1: the process ended without an answer: 9"
 
 
 @forked("features")

@@ -1,11 +1,11 @@
-"""Messages issued and waited for apart: what arrives, what gradients do, and what runs between."""
+"""Messages issued and waited for separately: what arrives, what gradients do, and what overlaps."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.expert.exchange import AllGather, AllToAll, Messages, ReduceScatter, issue
+from mindspeed_lite.parallel.expert.exchange import AllGather, AllToAll, Messages, issue
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 
@@ -28,7 +28,7 @@ class _Noted(torch.autograd.Function):
 
 
 @forked("features")
-def test_a_layer_of_experts_with_something_beside(tmp_path):
+def test_a_layer_of_experts_with_work_that_overlaps(tmp_path):
     def body(rank):
         group = joined(rank, 2, tmp_path)
         sent = SENT[rank]
@@ -50,9 +50,9 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
 
             messages.begin()
             tokens = exchange(x, received, sent, True)
-            beside = _Noted.apply(other, "beside the dispatch", log, messages)
-            # As Megatron's shared expert: behind the message, and the message as soon as it can.
-            beside.grad_fn._set_sequence_nr(tokens.grad_fn._sequence_nr() - 1)
+            other_work = _Noted.apply(other, "overlaps with the dispatch", log, messages)
+            # As Megatron's shared expert: after the message, and the message as soon as it can.
+            other_work.grad_fn._set_sequence_nr(tokens.grad_fn._sequence_nr() - 1)
             ps = exchange(probs, received, sent, True)
             messages.wait()
             y = _Noted.apply(tokens * weight * ps.unsqueeze(-1), "experts", log, messages)
@@ -61,9 +61,9 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
             messages.begin(is_dispatch=False)
             y = exchange(y, sent, received, False)
             y.grad_fn._set_sequence_nr(torch.iinfo(torch.int).max)
-            beside = _Noted.apply(beside, "beside the combine", log, messages)
+            other_work = _Noted.apply(other_work, "overlaps with the combine", log, messages)
             messages.wait()
-            ((y**2).sum() + beside.sum()).backward()
+            ((y**2).sum() + other_work.sum()).backward()
             assert not len(messages)
             return [x.grad, probs.grad, other.grad, weight.grad, y.detach()], log
 
@@ -78,20 +78,20 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
         torch.testing.assert_close(on[-1], x * 3 * probs.unsqueeze(-1))
         torch.testing.assert_close(on[0], 2 * (x * 3 * probs.unsqueeze(-1)) * 3 * probs.unsqueeze(-1))
         under_way = dict(log)
-        assert [name for name, _ in log] == ["beside the combine", "experts", "beside the dispatch"], log
-        assert under_way["beside the combine"] == 1 and under_way["experts"] == 0, log
-        assert under_way["beside the dispatch"] == 2, log
+        assert [name for name, _ in log] == ["overlaps with the combine", "experts", "overlaps with the dispatch"], log
+        assert under_way["overlaps with the combine"] == 1 and under_way["experts"] == 0, log
+        assert under_way["overlaps with the dispatch"] == 2, log
         again, log = run(True, has_jobs=True)
         for a, b in zip(again, off, strict=True):
             assert torch.equal(a, b)
-        # The gradients that leave experts have weight gradients beside them, and those that come to them all the rest.
-        assert log == [("beside the combine", 1), ("beside the dispatch", 1), ("experts", 0)], log
+        # Weight gradients overlap with gradients that leave experts, all the rest with those that come to them.
+        assert log == [("overlaps with the combine", 1), ("overlaps with the dispatch", 1), ("experts", 0)], log
 
     on_ranks(2, body)
 
 
 @forked("features")
-def test_jobs_run_beside_the_next_message_and_not_without_one(tmp_path):
+def test_jobs_overlap_with_the_next_message_and_not_without_one(tmp_path):
     def body(rank):
         group = joined(rank, 2, tmp_path)
         messages, ran = Messages(), []
@@ -116,36 +116,6 @@ def test_jobs_run_beside_the_next_message_and_not_without_one(tmp_path):
         assert ran == [1], "its message was under way"
         assert not messages.put(lambda: None) and torch.equal(x.grad, torch.ones(4, 2))
         dist.barrier()
-
-    on_ranks(2, body)
-
-
-@forked("features")
-def test_rows_of_all_and_sums_of_all(tmp_path):
-    """Against one process that holds the rows of both: y = sum over ranks of w_r * x, of which each has its part."""
-
-    def body(rank):
-        group = joined(rank, 2, tmp_path)
-        torch.manual_seed(0)
-        rows = torch.randn(4, 3, dtype=torch.float64)
-        weights = torch.randn(2, 3, dtype=torch.float64)
-        whole, both = rows.clone().requires_grad_(), weights.clone().requires_grad_()
-        y = sum(whole * each for each in both)
-        (y**2).sum().backward()
-
-        x, w = rows[2 * rank :][:2].clone().requires_grad_(), weights[rank].clone().requires_grad_()
-        messages = Messages()
-        messages.begin()
-        everything = issue(x, AllGather(group), messages, True)
-        messages.wait()
-        assert torch.equal(everything.detach(), rows)
-        messages.begin()
-        part = issue(everything * w, ReduceScatter(group), messages, False)
-        messages.wait()
-        torch.testing.assert_close(part, y[2 * rank :][:2])
-        (part**2).sum().backward()
-        torch.testing.assert_close(x.grad, whole.grad[2 * rank :][:2])
-        torch.testing.assert_close(w.grad, both.grad[rank])
 
     on_ranks(2, body)
 

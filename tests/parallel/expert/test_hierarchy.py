@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel.expert import hierarchy
+from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, padded_map, ranks_per_node
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
@@ -64,8 +65,8 @@ def test_sums_within_a_node_are_in_fp32(tmp_path):
         size = hierarchy.collect(hierarchy.collect(y.double().abs(), route.tokens), route.tokens.to_nodes)
         # A node's partial sum is rounded once, and the sum over nodes once.
         assert bool(((out.double() - exact).abs() <= 2 * 2.0**-8 * 1.01 * size).all())
-        own, sent = hierarchy._all_to_all, []
-        hierarchy._all_to_all = lambda x, *rest: sent.append(x.dtype) or own(x, *rest)
+        own, sent = AllToAll.run, []
+        AllToAll.run = lambda exchange, x: sent.append(x.dtype) or own(exchange, x)
         hierarchy.collect(y, route.tokens)
         hierarchy.spread(x, route.tokens.to_nodes)
         assert sent == [torch.float32, torch.bfloat16], "within the node, then between nodes"

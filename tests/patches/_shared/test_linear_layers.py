@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite.patches._shared import linear_layers
 from tests.harness.process_groups import start
-from tests.harness.processes import forked, on_ranks
-from tests.patches.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
+from tests.harness.processes import forked
+from tests.patches.linear_layers import HIDDEN, ON, config_of, layer_of, messages, on_tensor_ranks, passes, same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,10 +50,7 @@ def test_experts_and_single_ranks_are_left_alone():
 
 @forked("megatron")
 def test_an_experts_layer_is_left_to_its_dispatcher():
-    folder = Path(tempfile.mkdtemp())
-
     def body(rank):
-        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
         config = config_of(
             False,
             tensor_model_parallel_size=2,
@@ -73,4 +66,4 @@ def test_an_experts_layer_is_left_to_its_dispatcher():
                 _, sent = messages(lambda layer=layer, width=width: layer(x[..., :width]))
                 assert sent == []
 
-    on_ranks(2, body)
+    on_tensor_ranks(2, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from mindspeed_lite.engine import OptionError
 from mindspeed_lite.patches._shared import megatron_arguments
 from mindspeed_lite.patches._shared.megatron_arguments import check_arguments as check
+from tests.harness.processes import forked
 
 DEMANDING = {default.dest: default.demanding for default in megatron_arguments.DEFAULTS}
 MODULES = ("transformer_engine", "fused_weight_gradient_mlp_cuda", "apex", "scaled_masked_softmax_cuda")
@@ -124,6 +126,57 @@ def test_asking_for_what_is_absent_is_an_error_that_says_what_to_do(machine):
     assert vars(args) == DEMANDING, "nothing has been switched"
 
 
+@pytest.mark.parametrize("default", [each for each in megatron_arguments.DEFAULTS if each.stand_in], ids=str)
+def test_a_feature_that_is_on_keeps_the_default_that_it_serves(machine, default):
+    for on in (False, True):
+        args = SimpleNamespace(**{default.dest: True, default.stand_in: on})
+        notices = megatron_arguments.switch(args, "cpu", ())
+        assert getattr(args, default.dest) is on and len(notices) == (not on)
+
+
+ARGV = (
+    "train --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 1 --bf16 --normalization RMSNorm --position-embedding-type rope"
+)
+EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--overlap-moe-expert-parallel-comm --transformer-impl local"
+)
+WGRAD, NO_WGRAD, AUTO = "--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion", "--mindspeed-lite-auto"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fusion", "status", "rope"),
+    [
+        ("", False, "off", False),
+        (WGRAD, True, "applied", False),
+        (NO_WGRAD, False, "off", False),
+        (f"{WGRAD} {NO_WGRAD}", False, "skipped", False),
+        (AUTO, True, "applied", True),
+        (f"{AUTO} {NO_WGRAD}", False, "off", True),
+        ("--use-fused-rotary-pos-emb", False, "off", True),
+        (f"{AUTO} {EXPERTS}", True, "applied", True),
+    ],
+)
+@forked("megatron")
+def test_flags_meet_those_of_megatron(flags, fusion, status, rope):
+    from megatron.training import arguments
+
+    import mindspeed_lite.megatron_adaptor
+
+    sys.argv = f"{ARGV} {flags}".split()
+    args = arguments.parse_args()
+    args.rank, args.world_size = 0, 1 + (EXPERTS in flags)
+    arguments.validate_args(args)
+    report = mindspeed_lite.report()
+    assert (args.gradient_accumulation_fusion, args.apply_rope_fusion) == (fusion, rope)
+    assert args.delay_wgrad_compute is (EXPERTS in flags), "where a schedule asks"
+    entry = next(each for each in report.entries if each.feature == "gradient_accumulation_fusion")
+    assert entry.status == status, entry.reasons
+    switched = [any(f"{flag} set" in each for each in report.notices) for flag in (NO_WGRAD, "--no-rope-fusion")]
+    assert switched == [not fusion and NO_WGRAD not in flags, not rope]
+
+
 @pytest.fixture
 def data(tmp_path):
     for name in ("text.idx", "text.bin", "half.idx"):
@@ -144,6 +197,8 @@ def data(tmp_path):
         {"data_path": ["none"], "mock_data": True},
         {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8},
         {"pipeline_model_parallel_size": 2},
+        {"num_layers": None, "hybrid_layer_pattern": "M*"},
+        {"seq_length": None, "encoder_seq_length": 64},
     ],
 )
 def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
@@ -164,6 +219,10 @@ def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
         ),
         ({"context_parallel_size": 0, "world_size": 2}, r"--context-parallel-size 0: must be at least 1\."),
         ({"tensor_model_parallel_size": -1}, r"--tensor-model-parallel-size -1: must be at least 1\."),
+        (
+            {"num_layers": None, "hidden_size": None, "micro_batch_size": 1, "data_path": ["none"]},
+            r"^--num-layers, --hidden-size: not given, and Megatron needs them\. --data-path none: ",
+        ),
     ],
 )
 def test_what_it_would_end_in_a_traceback_with(data, monkeypatch, arguments, text):

@@ -5,21 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_lite.engine import Context, Report, Session, Settings
-from mindspeed_lite.patches import moe_grouped_gemm, moe_permute_fusion, moe_router_fusion
 from mindspeed_lite.patches._shared import moe as shared
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
-
-
-@pytest.mark.parametrize("patch", [moe_grouped_gemm, moe_permute_fusion, moe_router_fusion])
-def test_a_feature_wants_experts_of_the_local_implementation(patch):
-    def reasons(args):
-        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
-
-    assert reasons({"num_experts": 4, "transformer_impl": "local"}) == []
-    assert "--num-experts" in reasons({"num_experts": None})[0]
-    assert "transformer_engine" in reasons({"num_experts": 4, "transformer_impl": "transformer_engine"})[0]
-    assert reasons(None) == [], "in Python the model's configuration decides"
 
 
 @forked("megatron")

@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers with numbers in other forms, on a stand-in: plain, and what is applied twice is once."""
+"""Optimizers of Megatron with state in other forms: the same training, bytes, checkpoints, and what is compared."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.optim.fused_adam import FusedAdamW, StepData
+import mindspeed_lite
+from mindspeed_lite.engine import EngineError
+from mindspeed_lite.memory import host_mapped_moments
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepData
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from mindspeed_lite.patches._shared import optimizer_state as forms
-from tests.harness import optimizers
+from tests.harness import matrix, optimizers, simulated
 from tests.harness.processes import forked
 
 
@@ -47,18 +50,6 @@ def test_the_copy_of_main_parameters_is_made_once() -> None:
     assert plain == [True, True], "of another optimizer it is Megatron's own"
 
 
-def test_the_end_makes_all_plain_and_holds_nothing_alive() -> None:
-    ends: list[Any] = []
-    session, optimizer = SimpleNamespace(on_end=ends.append), optimizer_of(True, True)
-    forms.end_with(session, optimizer.optimizer)  # type: ignore[arg-type]
-    main = optimizer.fp32_from_float16_groups[0][0]
-    (end,) = ends
-    end()
-    assert main.isfinite().all() and optimizer.optimizer.state[main]["exp_avg"].dtype == torch.float32
-    forms.end_with(session, optimizer_of(True, False).optimizer)  # type: ignore[arg-type]
-    ends[1]()
-
-
 FORMS = {
     "plain": {},
     "quantized": {"use_fused_adamw": True, "quant_states": "fp8"},
@@ -70,7 +61,6 @@ FORMS = {
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
 @forked("megatron")
 def test_every_tensor_of_a_parameter_is_there_once_and_may_be_written(tmp_path, kind, form):
-    import mindspeed_lite
     from mindspeed_lite.patches._shared.optimizer_state import leaves, main_params, training_state
 
     flags = {name: value for name, value in FORMS[form].items() if kind != "fp32" or name != "reuse_fp32_param"}
@@ -99,3 +89,129 @@ def test_every_tensor_of_a_parameter_is_there_once_and_may_be_written(tmp_path, 
             with training_state([parameter], mains) as found:
                 assert all(torch.equal(each, -other) for each, other in zip(found[:-1], before[:-1], strict=True))
                 assert torch.equal(found[-1], 2 * before[-1])
+
+
+FUSED = {"use_fused_adamw": True, "strict": True}
+SPLIT = {"reuse_fp32_param": True}
+SWAP = {"swap_optimizer": True, "swap_optimizer_times": 3}
+HOST = {"virtual_optimizer": ("all",)}
+BOTH = {"quant_states": "fp8", **SPLIT}
+# Feature: its flags, kinds of optimizers, and flags of both trainings.
+TRAININGS = [
+    *((FUSED, kind, {}) for kind in optimizers.KINDS),
+    *((SPLIT, kind, {}) for kind in optimizers.KINDS if kind not in ("fp32", "fp16", "fp16, distributed")),
+    *((SWAP, kind, more) for kind, more in (
+        ("bf16", {}), ("bf16, distributed", {"quant_states": "bf16", **SPLIT}), ("fp16", {}),
+        ("fp32", {"quant_states": "fp8"}),
+    )),
+    *((HOST, kind, {}) for kind in ("bf16", "bf16, distributed", "fp32", "fp16")),
+    *((HOST, kind, BOTH) for kind in ("bf16", "bf16, distributed")),
+]  # fmt: skip
+MORE = [(SWAP, kind, more) for kind in optimizers.KINDS for more in ({"quant_states": "fp8"}, BOTH)
+        if kind.startswith("bf16") or more is not BOTH]  # fmt: skip
+
+
+def begin(folder: Any) -> None:
+    simulated.swap_optimizer(bandwidth=1e8)
+    # The models of these tests are small.
+    host_mapped_moments._SMALLEST = 64
+    optimizers.start(folder / "store")
+
+
+@pytest.mark.parametrize(("flags", "kind", "more"), matrix.only(TRAININGS, [*TRAININGS, *MORE]))
+@forked("megatron")
+def test_training_has_the_same_bits(tmp_path, flags, kind, more):
+    """As Megatron's own, and where they start from the fused step as that; a step that overflows is skipped."""
+    begin(tmp_path)
+    overflow = 2 if kind.startswith(("fp16", "constant")) else None
+    references = [{}] if flags == FUSED else [{}, FUSED] if flags == SPLIT else [FUSED]
+    with mindspeed_lite.enabled(**{**flags, **more, "strict": True}):
+        on = optimizers.train(optimizers.KINDS[kind], overflow=overflow)
+    assert on["kind"] is (FusedAdam if kind == "L2" else FusedAdamW)
+    assert [done for done, _, _ in on["history"]] == [step != overflow for step in range(6)]
+    for reference in references:
+        with mindspeed_lite.enabled(**reference, **more):
+            off = optimizers.train(optimizers.KINDS[kind], overflow=overflow)
+        # The second moment's sign is part of a split parameter.
+        for name in ("history", "model", "scale", *(() if flags == SPLIT else ("main", "state"))):
+            optimizers.assert_equal(on[name], off[name], name)
+
+
+@pytest.mark.parametrize("flags", [SPLIT, SWAP], ids=str)
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
+@forked("megatron")
+def test_weights_that_are_loaded_become_the_main_parameters(tmp_path, kind, flags):
+    begin(tmp_path)
+    ended = []
+    for each in (FUSED, {**flags, "strict": True}):
+        with mindspeed_lite.enabled(**each):
+            model, optimizer = optimizers.optimizer_of(**optimizers.KINDS[kind])
+            optimizers.gradients(model, 0)
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter * 0.5 + 0.1)
+            optimizer.reload_model_params()
+            optimizers.gradients(model, 1)
+            optimizer.step()
+            # A step that is torch's own, and the copy that it leaves to Megatron.
+            own = optimizers.inner(optimizer)
+            for group in own.param_groups:
+                group["maximize"] = True
+            optimizers.gradients(model, 2)
+            with pytest.raises(EngineError, match="maximize is set"):
+                optimizer.step()
+            own.on_fallback = None
+            optimizer.step()
+            ended.append(optimizers.saved(model, optimizer))
+    optimizers.assert_equal(*ended)
+
+
+@pytest.mark.parametrize("flags", [FUSED, {}], ids=["on to off", "off to on"])
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
+@forked("megatron")
+def test_checkpoints_go_on_with_and_without(tmp_path, kind, flags):
+    optimizers.start(tmp_path / "store")
+    if "distributed" in kind:
+        optimizers.Model = optimizers.Narrow  # in this fork: Megatron mixes up groups with fp32 and bf16
+    options, ended = optimizers.KINDS[kind], []
+    for first, second in (({}, {}), (flags, {} if flags else FUSED)):
+        with mindspeed_lite.enabled(**first):
+            written = optimizers.steps(options, 0, None)
+        with mindspeed_lite.enabled(**second):
+            ended.append(optimizers.steps(options, 3, written))
+    optimizers.assert_equal(*ended)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("form", "moments"), [(None, 8), ("bf16", 4), ("fp8", 2)])
+@forked("megatron")
+def test_a_parameter_takes_as_many_bytes_as_is_said(tmp_path, form, moments, shares):
+    """Of 18: moments in 2 or 1 bytes for 4, and a bf16 weight that is half of its main parameter."""
+    optimizers.start(tmp_path / "store")
+    with mindspeed_lite.enabled(use_fused_adamw=True, quant_states=form, reuse_fp32_param=shares, strict=True):
+        model, optimizer = optimizers.optimizer_of(**optimizers.KINDS["bf16"])
+        optimizers.gradients(model, 0)
+        optimizer.step()
+        own = optimizers.inner(optimizer)
+        sizes = [each.numel() for each in optimizer.get_parameters()]
+        narrow = sum(each.numel() for each in model.parameters() if each.dtype == torch.bfloat16)
+        # Gradient buffers are padded.
+        expected = sum(buffer.grad_data.nbytes for buffer in model.buffers) + moments * sum(sizes)
+        placeholders = 4 * len(own.split_params.halves()) if shares else 0
+        expected += (4 * narrow + placeholders if shares else 6 * narrow) + 4 * (sum(sizes) - narrow)
+        if form == "fp8":
+            pairs = [own.quantized_moments.blocks(main) for main in optimizer.get_parameters()]
+            exponents = sum(each.nbytes for pair in pairs for each in pair)
+            assert exponents == sum(2 * -(-size // 128) for size in sizes)
+        assert optimizers.live_bytes(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("flags", [SPLIT, {"quant_states": "bf16"}, {"quant_states": "fp8"}], ids=str)
+@forked("megatron")
+def test_verify_compares_what_the_stored_form_stands_for(tmp_path, flags):
+    optimizers.start(tmp_path / "store")
+    mindspeed_lite.enable(**flags, strict=True, verify=2)
+    optimizers.train(optimizers.KINDS["bf16"], 3)
+    verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
+    assert verdicts["adamw"] == "ok"

@@ -2,64 +2,10 @@
 
 from __future__ import annotations
 
-import enum
-from types import SimpleNamespace
-
-import pytest
 import torch
 
-from mindspeed_lite.patches._shared import pipeline_passes
 from mindspeed_lite.patches._shared.pipeline_passes import QUEUE, DelayedWgrads
 from mindspeed_lite.pipeline.wgrad import WgradQueue
-from tests.harness.processes import forked
-
-
-@pytest.mark.parametrize(("ahead", "back"), [(0, 1), (0, None), (None, 1)])
-@forked("megatron")
-def test_each_pass_is_given_its_own_model_and_micro_batch(ahead, back):
-    import inspect
-
-    import torch
-    from megatron.core.pipeline_parallel import combined_1f1b, schedules
-
-    from mindspeed_lite import platform
-    from mindspeed_lite.patches._shared.pipeline_passes import CombinedPasses, TrainingStep
-    from mindspeed_lite.pipeline import orders
-    from mindspeed_lite.pipeline.data_parallel_sync import sync_plan
-    from mindspeed_lite.pipeline.orders import PipelineShape
-
-    platform.activate()
-    schedule = orders.build("dualpipev-whole", PipelineShape(2, 3, 2))
-    config = SimpleNamespace(deallocate_pipeline_outputs=False, calculate_per_token_loss=True, timers=None)
-    models = [SimpleNamespace(), SimpleNamespace()]
-    total = torch.zeros([], dtype=torch.int)
-    this = TrainingStep(None, ["a", "b"], models, config, 3, 1, False, False, None, num_tokens=total)
-    schedules.get_model_type = lambda model: None
-    passes = CombinedPasses(schedules, this, schedule, 0, sync_plan(list(schedule.steps(0)), 2, 0))
-    signature = inspect.signature(combined_1f1b.combined_forward_backward_step)
-    calls = []
-
-    def step(*args, **kwargs):
-        calls.append(signature.bind(*args, **kwargs).arguments)
-        return "output", torch.tensor(5), "gradient"
-
-    passes._step = step
-    if back is None:
-        assert passes.forward(ahead)(2, "received") == "output"
-    elif ahead is None:
-        assert passes.backward(back)(1, "input", "made", "given") == "gradient"
-    else:
-        assert passes.pair(ahead, back)(2, "received", 1, "input", "made", "given") == ("output", "gradient")
-    (call,) = calls
-    assert call["f_model"] is (None if ahead is None else models[ahead])
-    assert call["b_model"] is (None if back is None else models[back])
-    assert call["data_iterator"] == (None if ahead is None else "a")
-    assert (call["current_microbatch"], call["input_tensor"]) == ((None, None) if ahead is None else (2, "received"))
-    if back is not None:
-        assert [call[f"b_{name}"] for name in ("input_tensor", "output_tensor", "output_tensor_grad")] == [
-            "input", "made", "given"
-        ]  # fmt: skip
-    assert total.item() == (0 if ahead is None else 5)
 
 
 def test_each_backward_pass_is_one_batch_and_reduction_is_told_once():
@@ -96,26 +42,3 @@ def test_a_schedule_keeps_gradients_that_megatron_asks_for():
         assert log == []
     backward_dw(model[0])
     assert log == ["computed"] and len(getattr(model[0], QUEUE)) == 0
-
-
-class ModelType(enum.Enum):
-    encoder_or_decoder = 1
-    encoder_and_decoder = 2
-
-
-def test_an_encoder_with_a_decoder_is_left_to_megatron():
-    schedules = SimpleNamespace(
-        ModelType=ModelType,
-        get_model_type=lambda model: model,
-        get_tensor_shapes=lambda *, model_type: None,
-        parallel_state=SimpleNamespace(get_pipeline_model_parallel_group=lambda: schedules.group),
-        group="group",
-    )
-    assert pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_or_decoder) == []
-    (reason,) = pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_and_decoder)
-    assert "two tensors" in reason
-    schedules.group = ["one", "another"]
-    (reason,) = pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_or_decoder)
-    assert "several pipelines" in reason
-    schedules.get_tensor_shapes = lambda *, tp_group: None
-    assert pipeline_passes.unsupported_reasons(schedules, ModelType.encoder_and_decoder) == []

@@ -23,7 +23,8 @@ def test_a_call_is_seen_once_and_leaves_no_hook() -> None:
     # As Megatron's, it returns its bias apart.
     layer.forward = lambda x: (torch.nn.functional.linear(x, layer.weight), None)  # type: ignore[method-assign]
     x = torch.ones(4, 3)
-    with seen(layer) as call:
+    call = LinearCall()
+    with seen(layer, call):
         y, _ = layer(x)
     assert call.input is x and call.output is y
     layer(torch.zeros(4, 3))

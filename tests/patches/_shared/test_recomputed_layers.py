@@ -32,7 +32,7 @@ def layers_of(model):
 
 def alive(model):
     """Bytes that a forward pass has left for the backward pass; what is freed within it is not among them."""
-    with Tracker({each.untyped_storage().data_ptr() for each in model.parameters()}.__contains__) as tracker:
+    with Tracker({each.untyped_storage()._cdata for each in model.parameters()}.__contains__) as tracker:
         x = torch.randn(24, 2, 32).bfloat16().requires_grad_()
         out = model(x, attention_mask=None)
         size = tracker.bytes()
@@ -42,7 +42,7 @@ def alive(model):
 
 def recorded(model):
     """A step of a model whose layers run again, and its recorder."""
-    addresses = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    addresses = {each.untyped_storage()._cdata for each in model.parameters()}
     recorder = LayerRecorder(LAYERS, addresses.__contains__, lambda: None)
     x = torch.randn(24, 2, 32).bfloat16().requires_grad_()
     with contextlib.ExitStack() as stack:
@@ -150,7 +150,7 @@ def test_what_is_moved_gives_the_same_bits_and_leaves_the_bytes_of_its_record(fi
 
 def counted(model, offload):
     """Bytes on the device behind a forward pass."""
-    with Tracker({each.untyped_storage().data_ptr() for each in model.parameters()}.__contains__) as tracker:
+    with Tracker({each.untyped_storage()._cdata for each in model.parameters()}.__contains__) as tracker:
         offload.counter = tracker
         x = torch.randn(24, 2, 32).bfloat16().requires_grad_()
         out = model(x, attention_mask=None)

@@ -9,8 +9,9 @@ import torch
 from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import force, selected
-from mindspeed_lite.ops.my_op import my_op, reference, why_not
+from mindspeed_lite.ops.my_op import my_op, reference
 from tests.harness.compare import error, forward_backward
+from tests.harness.reasons import why_not_of
 
 from . import twin
 from .twin.my_op import npu_fast_gelu
@@ -50,4 +51,4 @@ def test_errors_and_reasons() -> None:
     with pytest.raises(ValueError, match="floating point"):
         my_op(torch.zeros(2, dtype=torch.int32))
     with force("my_op", "npu"):
-        assert "float64" in why_not(torch.zeros(2, dtype=torch.float64))[0]
+        assert "float64" in why_not_of(my_op)(torch.zeros(2, dtype=torch.float64))[0]

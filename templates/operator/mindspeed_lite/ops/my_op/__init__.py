@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.my_op import reference
 
-__all__ = ["OPERATOR", "Case", "my_op", "why_not"]
+__all__ = ["OPERATOR", "Case", "my_op"]
 
 
 class Case(NamedTuple):
@@ -32,8 +32,3 @@ def my_op(x: torch.Tensor) -> torch.Tensor:
     if not x.is_floating_point():
         raise ValueError(f"my_op: want x in floating point, not {x.dtype}")
     return OPERATOR.choose(Case(x.device.type, x.dtype))(x)
-
-
-def why_not(x: torch.Tensor) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(x.device.type, x.dtype))

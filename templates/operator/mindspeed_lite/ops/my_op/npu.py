@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-if TYPE_CHECKING:
-    from mindspeed_lite.ops.my_op import Case
-
-
-def supported(case: Case) -> list[str]:
-    if case.dtype in (torch.float16, torch.bfloat16, torch.float32):
-        return []
-    return [f"dtype {case.dtype}: npu_fast_gelu takes float16, bfloat16 and float32"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def my_op(x: torch.Tensor) -> torch.Tensor:

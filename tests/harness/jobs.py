@@ -1,7 +1,6 @@
-"""Runs many short training jobs on one imported Megatron: import once, fork every rank.
+"""Short training jobs on one imported Megatron: `run(job)` forks every rank and waits (`tests.harness.processes`).
 
-Started as `python -m tests.harness.training_server` with the Megatron release first on PYTHONPATH. Reads one JSON job a
-line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
+A job is a dictionary:
 
     {"nproc": 2, "entry": "core" | "script", "options": {...} | "argv": [...], "arm": "device" | "adaptor" |
      "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}, "kill_when": {...}, "compile": BOOL,
@@ -12,7 +11,7 @@ line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
 `mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
 losses and gradient norms. `compile`: let Megatron's fused functions compile, which every process does anew and which
 takes most of a short job's time; without it they run as they are written. `before`: called before features are turned
-on; those without a module are in `tests.harness.simulated`. `grace`: what the others have once a rank has failed, 3
+on; those without a module are in `tests.harness.simulated`. `grace`: what the others have once a rank has failed, 10
 unless given. `kill_when` {"path": P} or {"log": TEXT} sends SIGKILL to every rank as soon as the path exists or the log
 of the last rank, which logs the iterations, holds the text.
 """
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import inspect
 import json
@@ -36,19 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import ranks
-
-PREPARED = (
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.transformer.moe.token_dispatcher",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.datasets.gpt_dataset",
-    "torch._dynamo",
-)
-PLANNED = "tests.harness.planned"
-PREPARED_TRAINING = ("megatron.training", "megatron.training.training", "megatron.training.yaml_arguments")
 
 
 @contextlib.contextmanager
@@ -131,8 +116,14 @@ def _is_time_to_kill(condition: dict[str, str], log: Path) -> bool:
     return "log" in condition and log.exists() and condition["log"] in log.read_text(errors="replace")
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Fork the ranks of `job` and wait; the first failure or the timeout ends them all."""
+def megatron_version() -> str:
+    from megatron.core.package_info import __version__
+
+    return str(__version__)
+
+
+def run(job: dict[str, Any]) -> tuple[list[int], float]:
+    """Fork the ranks of `job` and wait; exit codes and seconds. The first failure or the timeout ends them all."""
     out, count = Path(job["out"]), job["nproc"]
     out.mkdir(parents=True, exist_ok=True)
     started, logs = time.monotonic(), [out / f"rank{rank}.log" for rank in range(count)]
@@ -145,29 +136,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         ]
         try:
             is_time = functools.partial(_is_time_to_kill, job.get("kill_when", {}), logs[-1])
-            codes = ranks.wait(pids, job.get("timeout", 600), is_time, grace=job.get("grace", 10))
+            codes = ranks.wait(pids, job["timeout"], is_time, grace=job.get("grace", 10))
         finally:
             # Megatron writes checkpoints in processes that outlive a rank which is killed, or ends without a farewell.
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-    return {"codes": codes, "seconds": round(time.monotonic() - started, 2)}
-
-
-def main() -> None:
-    # Standard output carries the answers; whatever Megatron prints while it is imported must not.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for name in (*PREPARED, *(PREPARED_TRAINING if "--training" in sys.argv else ()), PLANNED):
-        importlib.import_module(name)
-    from megatron.core.package_info import __version__
-
-    # What is loaded now lives as long as the process: collecting garbage in the forks need not look at it.
-    gc.freeze()
-    answers.write(json.dumps({"ready": __version__}) + "\n")
-    for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line))) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return codes, round(time.monotonic() - started, 2)

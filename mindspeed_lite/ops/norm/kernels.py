@@ -14,18 +14,17 @@ Registers are too few for rows above 8192 (backward in 32 bits, or if width or s
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.row_kernels import add_up, on, programs
 from mindspeed_lite.ops.rows import as_rows
-
-WIDEST = 16384
 
 # Bytes in flight per multiprocessor (B200).
 _UNDER_WAY = 43 * 1024
@@ -212,55 +211,51 @@ def backward_kernel(
         tl.store(part + width, tl.sum(plain, axis=0), mask=lanes < width - begin)
 
 
-class Norm(torch.autograd.Function):
-    """layer_norm, or rms_norm where bias is None."""
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    """Differentiable layer_norm, or rms_norm where bias is None."""
+    y: Tensor = autograd.apply(_NORM, (x, weight, bias), (eps, zero_centered))
+    return y
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-        width = weight.shape[0]
-        count = x.numel() // width
-        rows, stride = as_rows(x)
-        weight = weight.contiguous()
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
-        mean = None if bias is None else torch.empty_like(rstd)
-        shape = plan_forward(width)
-        with on(x):
-            forward_kernel[(triton.cdiv(count, shape.rows), shape.splits)](
-                rows, weight, None if bias is None else bias.contiguous(), y, mean, rstd, count, width, stride, eps,
-                bias is not None, zero_centered, shape.rows, shape.block, shape.splits, **shape.options,
-            )  # fmt: skip
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.zero_centered = zero_centered
-        return y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, mean, rstd = ctx.saved_tensors
-        width, count = weight.shape[0], rstd.shape[0]
-        rows, stride = as_rows(x)
-        grads, grad_stride = as_rows(dy)
-        shape = plan_backward(width, x.element_size(), _is_aligned(width, stride, grad_stride))
-        size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        sums = width if mean is None else 2 * width
-        parts = torch.empty(size, sums, dtype=torch.float32, device=x.device)
-        both = weight.new_empty(sums)
-        with on(x):
-            backward_kernel[(size, shape.splits)](
-                grads, rows, weight, mean, rstd, dx, parts, count, width, grad_stride, stride, mean is not None,
-                ctx.zero_centered, shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
-            )  # fmt: skip
-            add_up(parts, both)
-        wants = ctx.needs_input_grad
-        return (
-            dx if wants[0] else None,
-            both[:width] if wants[1] else None,
-            both[width:] if wants[2] else None,
-            None,
-            None,
-        )
+def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[Tensor, autograd.Inputs]:
+    (x, weight, bias), (eps, zero_centered) = inputs, options
+    width = weight.shape[0]
+    count = x.numel() // width
+    rows, stride = as_rows(x)
+    weight = weight.contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+    mean = None if bias is None else torch.empty_like(rstd)
+    shape = plan_forward(width)
+    with on(x):
+        forward_kernel[(triton.cdiv(count, shape.rows), shape.splits)](
+            rows, weight, None if bias is None else bias.contiguous(), y, mean, rstd, count, width, stride, eps,
+            bias is not None, zero_centered, shape.rows, shape.block, shape.splits, **shape.options,
+        )  # fmt: skip
+    return y, (x, weight, mean, rstd)
+
+
+def _backward(dy: Tensor, saved: Any, options: tuple[float, bool], wanted: Sequence[bool]) -> autograd.Inputs:
+    x, weight, mean, rstd = saved
+    width, count = weight.shape[0], rstd.shape[0]
+    rows, stride = as_rows(x)
+    grads, grad_stride = as_rows(dy)
+    shape = plan_backward(width, x.element_size(), _is_aligned(width, stride, grad_stride))
+    size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = width if mean is None else 2 * width
+    parts = torch.empty(size, sums, dtype=torch.float32, device=x.device)
+    both = weight.new_empty(sums)
+    with on(x):
+        backward_kernel[(size, shape.splits)](
+            grads, rows, weight, mean, rstd, dx, parts, count, width, grad_stride, stride, mean is not None,
+            options[1], shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
+        )  # fmt: skip
+        add_up(parts, both)
+    return dx, both[:width], both[width:]
+
+
+_NORM = autograd.Kernel(_forward, _backward)
 
 
 def _is_aligned(*numbers: int) -> bool:

@@ -10,7 +10,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "guard.h"
+#include "export.h"
 #include "numbers.h"
 
 namespace {
@@ -54,17 +54,11 @@ void run_of_gradients(const T* dy, const T* x, float mean, const float* scale, i
     *product = b;
 }
 
-template <typename T>
-double sum_of_values(const T* x, int64_t width) {
+// Sum of run(start, length) over a row.
+template <typename Run>
+double sum_of(int64_t width, const Run& run) {
     double sum = 0;
-    for (int64_t h = 0; h < width; h += kRun) sum += run_of_values(x + h, std::min(kRun, width - h));
-    return sum;
-}
-
-template <bool centred, typename T>
-double sum_of_squares(const T* x, float mean, int64_t width) {
-    double sum = 0;
-    for (int64_t h = 0; h < width; h += kRun) sum += run_of_squares<centred>(x + h, mean, std::min(kRun, width - h));
+    for (int64_t h = 0; h < width; h += kRun) sum += run(h, std::min(kRun, width - h));
     return sum;
 }
 
@@ -83,7 +77,7 @@ std::unique_ptr<float[]> widened(const W* parameter, int64_t width, float plus) 
 }
 
 template <bool centred, typename T, typename W>
-void forward(const T* x, const W* weight, const W* bias, T* y, float* mean, float* rstd, int64_t rows, int64_t width,
+void forward(Guard&, const T* x, const W* weight, const W* bias, T* y, float* mean, float* rstd, int64_t rows, int64_t width,
              int64_t x_stride, float eps, int zero_centered, int threads) {
     const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
     const auto shifts = centred ? widened(bias, width, 0.0f) : nullptr;
@@ -96,8 +90,10 @@ void forward(const T* x, const W* weight, const W* bias, T* y, float* mean, floa
         float middle[kMostRows] = {}, inverse[kMostRows];
         for (int64_t k = 0; k < count; ++k) {
             const T* row = x + (first + k) * x_stride;
-            if (centred) middle[k] = static_cast<float>(sum_of_values(row, width) / width);
-            squares[k] = sum_of_squares<centred>(row, middle[k], width);
+            const auto values = [&](int64_t h, int64_t n) { return run_of_values(row + h, n); };
+            if (centred) middle[k] = static_cast<float>(sum_of(width, values) / width);
+            const auto deviations = [&](int64_t h, int64_t n) { return run_of_squares<centred>(row + h, middle[k], n); };
+            squares[k] = sum_of(width, deviations);
         }
         for (int64_t k = 0; k < kMostRows; ++k)
             inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));
@@ -155,7 +151,7 @@ void total(const double* parts, W* sum, int64_t width, int threads) {
 }
 
 template <bool centred, typename T, typename W>
-void backward(const T* dy, const T* x, const W* weight, const float* mean, const float* rstd, T* dx, W* dw, W* db,
+void backward(Guard&, const T* dy, const T* x, const W* weight, const float* mean, const float* rstd, T* dx, W* dw, W* db,
               int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {
     const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
     const float* scale = scales.get();
@@ -190,25 +186,13 @@ void backward(const T* dy, const T* x, const W* weight, const float* mean, const
 
 }  // namespace
 
-#define EXPORT(suffix, T, W)                                                                                           \
-    extern "C" int32_t norm_forward_##suffix(const T* x, const W* weight, const W* bias, T* y, float* mean,            \
-                                             float* rstd, int64_t rows, int64_t width, int64_t x_stride, float eps,    \
-                                             int zero_centered, int threads) {                                         \
-        const auto run = bias ? forward<true, T, W> : forward<false, T, W>;                                            \
-        return guarded([&](Guard&) {                                                                                   \
-            run(x, weight, bias, y, mean, rstd, rows, width, x_stride, eps, zero_centered, threads);                   \
-        });                                                                                                            \
-    }                                                                                                                  \
-    extern "C" int32_t norm_backward_##suffix(const T* dy, const T* x, const W* weight, const float* mean,             \
-                                              const float* rstd, T* dx, W* dw, W* db, int64_t rows, int64_t width,     \
-                                              int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {   \
-        const auto run = mean ? backward<true, T, W> : backward<false, T, W>;                                          \
-        return guarded([&](Guard&) {                                                                                   \
-            run(dy, x, weight, mean, rstd, dx, dw, db, rows, width, dy_stride, x_stride, zero_centered, threads);      \
-        });                                                                                                            \
-    }
+#define EXPORT_PAIR(NAME, T, W)                               \
+    EXPORT(rms_norm_forward_##NAME, forward<false, T, W>);    \
+    EXPORT(layer_norm_forward_##NAME, forward<true, T, W>);   \
+    EXPORT(rms_norm_backward_##NAME, backward<false, T, W>);  \
+    EXPORT(layer_norm_backward_##NAME, backward<true, T, W>)
 
-EXPORT(bf16_bf16, bf16, bf16)
-EXPORT(bf16_fp32, bf16, float)
-EXPORT(fp32_bf16, float, bf16)
-EXPORT(fp32_fp32, float, float)
+EXPORT_PAIR(bf16_bf16, bf16, bf16);
+EXPORT_PAIR(bf16_fp32, bf16, float);
+EXPORT_PAIR(fp32_bf16, float, bf16);
+EXPORT_PAIR(fp32_fp32, float, float);

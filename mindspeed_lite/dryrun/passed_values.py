@@ -1,0 +1,88 @@
+"""Values that ranks read from each other's messages, such as flags, shapes and objects, passed in files."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_POLL = 0.005
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors without storage by their shape."""
+
+    def reducer_override(self, given: Any) -> Any:
+        return (_empty, (tuple(given.shape), given.dtype)) if isinstance(given, FakeTensor) else NotImplemented
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class PassedValues:
+    """One rank's side. `running`: ranks that run; `folder`: shared by all of them."""
+
+    def __init__(self, folder: Path, rank: int, running: set[int]) -> None:
+        self.folder, self.rank, self.running = folder, rank, running
+        self._count: Counter[tuple[int, ...]] = Counter()
+
+    def put(self, between: tuple[int, ...], value: Any) -> None:
+        """Pass on the next value of `between`: a group, or a sender and its receiver."""
+        self._write(self.next(between), value)
+
+    def get(self, path: Path, sender: int) -> Any:
+        """What `sender` puts at `path`; None if it does not run, has ended, or waits for this rank."""
+        waits = self._waits(self.rank)
+        self._write(waits, (sender, path.name))
+        while not path.exists():
+            is_in_vain = sender not in self.running or self._has_ended(sender) or self._is_circle(sender)
+            if is_in_vain and not path.exists():
+                waits.unlink()
+                return None
+            time.sleep(_POLL)
+        waits.unlink()
+        return pickle.loads(path.read_bytes())
+
+    def end(self) -> None:
+        self._write(self.folder / f"ended-{self.rank}", None)
+
+    def next(self, between: tuple[int, ...]) -> Path:
+        """Where the next value of `between` is put."""
+        self._count[between] += 1
+        name = hashlib.sha256(repr(between).encode()).hexdigest()[:16]
+        return self.folder / f"{name}-{self._count[between]}"
+
+    def _waits(self, rank: int) -> Path:
+        return self.folder / f"waits-{rank}"
+
+    def _has_ended(self, rank: int) -> bool:
+        return (self.folder / f"ended-{rank}").exists()
+
+    def _is_circle(self, rank: int) -> bool:
+        """True if `rank` waits, perhaps through others, for this rank."""
+        for _ in self.running:
+            if rank == self.rank:
+                return True
+            try:
+                rank, awaited = pickle.loads(self._waits(rank).read_bytes())
+            except FileNotFoundError:
+                return False
+            if (self.folder / awaited).exists():
+                return False
+        return True
+
+    def _write(self, path: Path, value: Any) -> None:
+        part = self.folder / f"part-{self.rank}"
+        with part.open("wb") as file:
+            _Pickler(file).dump(value)
+        part.rename(path)
+
+
+__all__ = ["PassedValues"]
