@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
+
+from mindspeed_lite.ops import traced
+
+from .fake_tensors import StoragelessMode
 
 # Operators that start nothing on a device although they return a tensor of its own.
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "resize_", "set_"}
@@ -23,7 +28,7 @@ class WorkRecorder:
     def __init__(self) -> None:
         # Launches, operations and bytes by module and pass.
         self._counts: dict[tuple[str, str], list[int]] = {}
-        self._is_on = self._is_in_optimizer = False
+        self._is_in_optimizer = False
         # Kernels around what runs, and operations within kernels until now.
         self._within = self._operations = 0
         self._names: dict[int, str] = {}
@@ -33,7 +38,7 @@ class WorkRecorder:
         self._modules: list[str] = []
 
     @contextmanager
-    def recording(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    def recording(self, mode: StoragelessMode, model: Sequence[torch.nn.Module]) -> Iterator[None]:
         for chunk in model:
             for name, module in chunk.named_modules():
                 path = _kind(name)
@@ -44,13 +49,20 @@ class WorkRecorder:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         self._mark()
-        self._is_on = True
+        mode.observe, traced.observer = self._operator, self._kernel
         try:
             yield
         finally:
-            self._is_on = False
+            mode.observe = traced.observer = None
             for each in hooks:
                 each.remove()
+
+    @contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """What runs within is the pass of the optimizer."""
+        self._is_in_optimizer = True
+        yield
+        self._is_in_optimizer = False
 
     def counted(self) -> list[dict[str, Any]]:
         """By module and pass, most operations first, then most bytes."""
@@ -67,17 +79,15 @@ class WorkRecorder:
         node = torch._C._current_autograd_node()
         if node is None:
             return self._stack[-1], "forward"
-        # Hooks of a parameter's gradient run with gradients enabled.
-        if len(self._stack) > 1 or (torch.is_grad_enabled() and not hasattr(node, "variable")):
+        if len(self._stack) > 1 or torch.is_grad_enabled():
             return self._stack[-1] or self._module_of(node), "recompute"
         return self._module_of(node), "backward"
 
     def module(self) -> str:
         return self.place()[0]
 
-    def observe(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
-        """Called for each of torch's operators."""
-        if not self._is_on or _moves_nothing(func):
+    def _operator(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
+        if _moves_nothing(func):
             return
         count = _counter(func)
         operations = 0 if count is None else int(count(*args, **options, out_val=result))
@@ -86,8 +96,8 @@ class WorkRecorder:
         else:
             self._add(operations, _bytes(args) + _bytes(result))
 
-    def kernel(self, run: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Called in place of this package's kernels: each is one launch, with the operations of those within."""
+    def _kernel(self, run: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Runs a kernel of this package: one launch, with the operations of those within."""
         before = self._operations
         self._within += 1
         try:
@@ -96,7 +106,7 @@ class WorkRecorder:
             self._within -= 1
         if run.__module__ == "mindspeed_lite.ops.attention.cpu":
             self._operations = before + _attention(run.__name__, given)
-        if self._is_on and not self._within:
+        if not self._within:
             # A kernel saves some of its inputs.
             self._add(self._operations - before, _bytes((given, result)))
         return result
@@ -106,18 +116,6 @@ class WorkRecorder:
         count[0] += 1
         count[1] += operations
         count[2] += size
-
-    def as_optimizer(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step`, counted as the pass of the optimizer."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_optimizer = True
-            try:
-                return step(*args, **kwargs)
-            finally:
-                self._is_in_optimizer = False
-
-        return call
 
     def _enter(self, module: torch.nn.Module, *_: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1]))
@@ -158,15 +156,8 @@ def _counter(func: Any) -> Callable[..., Any] | None:
 
 
 def _bytes(given: Any) -> int:
-    return sum({id(each): each.numel() * each.itemsize for each in _tensors(given)}.values())
-
-
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _tensors(each)
+    tensors = {id(each): each for each in tree_iter(given) if isinstance(each, torch.Tensor)}
+    return sum(each.numel() * each.itemsize for each in tensors.values())
 
 
 def _attention(function: str, given: Sequence[Any]) -> int:

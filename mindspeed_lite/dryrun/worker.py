@@ -106,8 +106,7 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
 
     fake_tensors.install()
     recorder, mode = WorkRecorder(), fake_tensors.StoragelessMode()
-    mode.observe = recorder.observe
-    traced.dry, traced.observer = True, recorder.kernel
+    traced.dry = True
     probe = memory.MemoryProbe(counts_fake=True, module=recorder.module)
     if announce is not None:
         world.on_pipeline = functools.partial(_announce, announce, world.values.running)
@@ -124,8 +123,8 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
             found["error"], found["is_alike"] = "", True
             sys.exit()
         train_step.stop_after(1)
-        optimizer.step = recorder.as_optimizer(optimizer.step)
-        with recorder.recording(model):
+        optimizer.step = recorder.in_optimizer()(optimizer.step)
+        with recorder.recording(mode, model):
             result = probe.around(model, optimizer, run)
         found["error"], found["in_step"] = "", len(world.messages)
         return result

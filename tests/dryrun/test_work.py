@@ -40,13 +40,9 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    found = WorkRecorder()
+def mode(monkeypatch):
     monkeypatch.setattr(traced, "dry", True)
-    monkeypatch.setattr(traced, "observer", found.kernel)
-    mode = StoragelessMode()
-    mode.observe = found.observe
-    with mode:
+    with StoragelessMode() as found:
         yield found
 
 
@@ -55,17 +51,18 @@ def counted(recorder, name):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_passes_of_a_layer_belong_to_its_modules(recorder, recomputes):
+def test_passes_of_a_layer_belong_to_its_modules(mode, recomputes):
+    recorder = WorkRecorder()
     model = nn.Module()
     model.decoder = Block(recomputes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
     x = torch.ones(ROWS, WIDTH, requires_grad=True)
     weights = {each.untyped_storage()._cdata for each in model.parameters()}
     saved = Tracker(weights.__contains__, counts_fake=True, module=recorder.module)
-    with recorder.recording([model]), saved:
+    with recorder.recording(mode, [model]), saved:
         for _ in range(STEPS):
             model.decoder(x).sum().backward()
-        recorder.as_optimizer(optimizer.step)()
+        recorder.in_optimizer()(optimizer.step)()
     passes = {"forward": 1, "backward": 2, **({"recompute": 1} if recomputes else {})}
     modules = [f"decoder.layers.*.{name}" for name in ("first", "second")]
     assert counted(recorder, "flops") == {
@@ -74,6 +71,7 @@ def test_passes_of_a_layer_belong_to_its_modules(recorder, recomputes):
     launches, sizes = (counted(recorder, name) for name in ("launches", "bytes"))
     assert launches["decoder.layers.*.first", "forward"] == LAYERS * STEPS
     assert sizes["decoder.layers.*.first", "forward"] == LAYERS * STEPS * 4 * (2 * ROWS * WIDTH + WIDTH * WIDTH)
+    assert {during for _, during in launches} == {*passes, "optimizer"}
     # Of a layer itself: its activation.
     assert launches["decoder.layers.*", "forward"] == LAYERS * STEPS
     assert launches["", "optimizer"] == 2 * LAYERS
@@ -83,21 +81,17 @@ def test_passes_of_a_layer_belong_to_its_modules(recorder, recomputes):
     assert kept["decoder" if recomputes else "decoder.layers.*"] == LAYERS
 
 
-def test_a_kernel_of_the_package_is_one_launch(recorder):
+def test_a_kernel_of_the_package_is_one_launch(mode):
+    recorder = WorkRecorder()
     q = torch.ones(64, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     x, weights = torch.ones(10, 8, requires_grad=True), [torch.ones(6, 8, requires_grad=True) for _ in range(2)]
-    with recorder.recording([]):
+    with recorder.recording(mode, []):
         with torch.no_grad():
             grouped_matmul(x, weights, [4, 6])
         assert counted(recorder, "launches") == {("", "forward"): 1}
         assert counted(recorder, "flops") == {("", "forward"): 2 * 10 * 8 * 6}
         attention(q, q, q, window=(15, 0)).sum().backward()
+    assert traced.observer is None
     # Sixteen keys for a query, fewer for the first fifteen.
     forward = 2 * 2 * 4 * (16 * 64 - 120) * (8 + 8)
     assert counted(recorder, "flops") == {("", "forward"): 2 * 10 * 8 * 6 + forward, ("", "backward"): 5 * forward // 2}
-
-
-def test_without_a_dry_run_nothing_is_told():
-    assert traced.observer is None
-    found = attention(*[torch.ones(2, 1, 1, 4)] * 3, causal=True)
-    assert torch.equal(found, torch.ones(2, 1, 1, 4))
