@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_lite.engine import (
-    Around,
     Context,
     Feature,
     Function,
@@ -35,16 +34,15 @@ from mindspeed_lite.platform.megatron import CONFIG
 from ._shared.attention_core import (
     CORE,
     HEAD_SIZES,
-    LATENT_NORMS,
     READS,
     RELIES_ON,
+    WITHOUT_QUERY_NORM,
     dropout_generator,
     pack_reasons,
     packing_of,
     read_call,
     without_head_sizes,
     without_mask,
-    without_query_norm,
 )
 from ._shared.conditions import local
 from ._shared.context_parallel import (
@@ -330,7 +328,7 @@ FEATURE = Feature(
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", _init, order=1),
-        Around(LATENT_NORMS, without_query_norm, versions=">=0.19"),
+        WITHOUT_QUERY_NORM,
         Override(
             f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG), relies_on=RELIES_ON
         ),

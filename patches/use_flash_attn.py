@@ -13,15 +13,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.attention_core import (
     CORE,
-    LATENT_NORMS,
     READS,
     RELIES_ON,
+    WITHOUT_QUERY_NORM,
     check,
     dropout_generator,
     pack_reasons,
@@ -29,7 +29,6 @@ from ._shared.attention_core import (
     read_call,
     without_head_sizes,
     without_mask,
-    without_query_norm,
 )
 from ._shared.conditions import every, local
 
@@ -141,7 +140,7 @@ FEATURE = Feature(
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", without_head_sizes),
-        Around(LATENT_NORMS, without_query_norm, versions=">=0.19"),
+        WITHOUT_QUERY_NORM,
         Override(f"{CORE}.forward", _forward, reads=(*READS, f"{CONFIG}.window_size"), relies_on=RELIES_ON),
     ),
 )

@@ -161,8 +161,6 @@ def examine_command(command: Sequence[str], npu_seconds: float) -> list[Row]:
 
     found = launch.find(command)
     script = "" if found.words[0] == "-m" else os.path.realpath(os.path.join(found.folder, found.words[0]))
-    if script and not os.path.isfile(script):
-        raise launch.LaunchError(f"there is no script {found.words[0]} in {found.folder}")
     path = [os.path.dirname(script) or found.folder, *filter(None, [found.environment.get("PYTHONPATH")])]
     given = json.dumps([npu_seconds, script, found.is_run])
     ran = subprocess.run(

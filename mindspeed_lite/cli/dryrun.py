@@ -61,7 +61,9 @@ def main(options: argparse.Namespace) -> int:
         raise CommandError(error) from None
     with terminal.progress(f"running ranks of {found.world_size}: {' '.join(found.words[:2])} ..."):
         ranks = rank.run(found, options.timeout, options.vocabulary)
-    if failed := next((each for each in ranks if each.error), None):
+    if errors := [each for each in ranks if each.error]:
+        first = min(errors, key=lambda each: each.ended_at)
+        failed = next(each for each in errors if each.error == first.error)
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
     alike = [str(each.number) for each in ranks if each.is_alike]

@@ -46,7 +46,11 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         if func is aten.masked_select.default:
             return args[0].new_empty(_selected(args[1]))
         if func is aten.nonzero.default:
-            return args[0].new_empty((_selected(args[0]), args[0].dim()), dtype=torch.int64)
+            places = args[0].new_empty((_selected(args[0]), args[0].dim()), dtype=torch.int64)
+            if (mask := known(args[0])) is not None:
+                with with_storage():
+                    know(places, mask.nonzero())
+            return places
         result: Any = super().dispatch(func, types, args, kwargs)
         is_small = isinstance(result, FakeTensor) and result.numel() <= _KNOWN
         if func in _FACTORIES and is_small and not result.dtype.is_floating_point:
@@ -85,6 +89,9 @@ def keep_share(tensor: Any, share: float) -> None:
 
 def _selected(mask: torch.Tensor) -> int:
     """How many elements are true; all of an unknown mask."""
+    if (values := known(mask)) is not None:
+        with with_storage():
+            return int(values.count_nonzero())
     share = share_of(mask)
     return mask.numel() if share is None else round(mask.numel() * share)
 

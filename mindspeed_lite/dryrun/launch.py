@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,9 +58,11 @@ def find(command: Sequence[str]) -> TrainingLaunch:
         record = Path(folder, "record")
         site = _SITE.format(record=str(record), modules=(*_MODULES, "mindspeed_lite"))
         Path(folder, "sitecustomize.py").write_text(site)
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+        _write_launchers(Path(folder), path)
         environment = {
             **os.environ,
-            "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)]),
+            "PATH": os.pathsep.join([folder, path]),
             "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
         }
         try:
@@ -75,9 +78,20 @@ def find(command: Sequence[str]) -> TrainingLaunch:
             last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
             raise LaunchError(f"{shlex.join(command)[:80]} starts no torchrun and no python script: {last[0]}")
         found = json.loads(record.read_text().splitlines()[-1])
-        given = found["environment"]["PYTHONPATH"].split(os.pathsep)
-        found["environment"]["PYTHONPATH"] = os.pathsep.join(each for each in given if each and each != folder)
+        for name in ("PATH", "PYTHONPATH"):
+            given = found["environment"][name].split(os.pathsep)
+            found["environment"][name] = os.pathsep.join(each for each in given if each and each != folder)
     return _read(found["python"], found["arguments"], found["folder"], found["environment"])
+
+
+def _write_launchers(folder: Path, path: str) -> None:
+    """Programs that come first in PATH: a script may set a PYTHONPATH of its own, without `folder`."""
+    for name in ("python", "python3", "torchrun", os.path.basename(sys.executable)):
+        if program := shutil.which(name, path=path):
+            launcher = folder / name
+            text = f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(folder))}:"$PYTHONPATH" exec {shlex.quote(program)} "$@"\n'
+            launcher.write_text(text)
+            launcher.chmod(0o755)
 
 
 def _read(interpreter: str, words: list[str], folder: str, environment: dict[str, str]) -> TrainingLaunch:
@@ -96,6 +110,8 @@ def _read(interpreter: str, words: list[str], folder: str, environment: dict[str
     # `mindspeed-lite run` imports what a dry run imports as well.
     before = words.index("run") + 1 if words[words[0] == "-m"].endswith(("mindspeed-lite", "mindspeed_lite")) else 0
     words = words[before:]
+    if words[0] != "-m" and not os.path.isfile(os.path.join(folder, words[0])):
+        raise LaunchError(f"there is no script {words[0]} in {folder}")
     if not (per_node.isdecimal() and nodes.isdecimal() and int(per_node) * int(nodes)):
         raise LaunchError(
             f"--nproc-per-node {per_node} and --nnodes {nodes} do not say how many ranks there will be: give numbers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ class RankResult:
         groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
         is_alike: it did not run, since the stages before and after have the same parameters.
-        error: one line, or empty.
+        error: one line, or empty. ended_at: what fails first may fail others.
     """
 
     number: int
@@ -45,6 +46,7 @@ class RankResult:
     micro_batches: tuple[int, int]
     features: Sequence[tuple[str, str, str]]
     error: str
+    ended_at: float = math.inf
     is_alike: bool = False
     log_tail: Sequence[str] = ()
 
@@ -77,7 +79,7 @@ def run(launch: TrainingLaunch, timeout: float, vocabulary: int | None = None) -
 
 
 def _read(folder: Path, number: int, ending: str) -> RankResult:
-    result, log = folder / f"result-{number}", folder / f"log-{number}"
+    result, log, ended = (folder / f"{name}-{number}" for name in ("result", "log", "ended"))
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": ending}
     lines = (log if log.exists() else folder / "log").read_text(errors="replace").splitlines()[-_TAIL:]
     return RankResult(
@@ -90,6 +92,7 @@ def _read(folder: Path, number: int, ending: str) -> RankResult:
         micro_batches=(found.get("micro_batches", 0), found.get("all_micro_batches", 0)),
         features=[tuple(each) for each in found.get("features", ())],
         error=found["error"],
+        ended_at=ended.stat().st_mtime if ended.exists() else math.inf,
         is_alike=found.get("is_alike", False),
         log_tail=lines if found["error"] else (),
     )

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 import zlib
@@ -49,14 +50,28 @@ def main() -> None:
     read_end, write_end = os.pipe()
     ranks = request["ranks"] or [0]
     announce = write_end if request["ranks"] is None else None
-    children = [_fork(request, world, each, ranks, announce) for each in ranks]
+    children = {_fork(request, world, each, ranks, announce): each for each in ranks}
     os.close(write_end)
     if request["ranks"] is None:
         with open(read_end) as announced:
-            others = json.loads(announced.read() or "[]")
-        children += [_fork(request, world, each, [0, *others], None) for each in others]
-    for child in children:
-        os.waitpid(child, 0)
+            others = json.loads(announced.readline() or "[]")
+        children |= {_fork(request, world, each, [0, *others], None): each for each in others}
+    while children:
+        child, status = os.wait()
+        if (ended := children.pop(child, None)) is not None:
+            _end(Path(request["folder"]), ended, os.waitstatus_to_exitcode(status))
+
+
+def _end(folder: Path, rank: int, code: int) -> None:
+    """Let no rank wait for one that has ended, and say how it ended if it could not."""
+    from mindspeed_lite.dryrun.passed_values import PassedValues
+
+    result = folder / f"result-{rank}"
+    if not result.exists():
+        cause = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        memory = "; this machine's memory may not suffice" if code == -signal.SIGKILL else ""
+        result.write_text(json.dumps({"error": f"its process ended {cause} before the step did{memory}"}))
+    PassedValues(folder, rank, set()).end()
 
 
 def _import_ahead(words: Sequence[str]) -> None:
@@ -84,16 +99,21 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    own, code = os.getpid(), 1
     try:
         found = _run(request["words"], world, announce, request["vocabulary"])
-        (folder / f"result-{rank}").write_text(json.dumps(found))
+        # The script may have forked.
+        if os.getpid() == own:
+            part = folder / f"part-{rank}"
+            part.write_text(json.dumps(found))
+            part.rename(folder / f"result-{rank}")
+        code = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        values.end()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int | None) -> dict[str, Any]:
@@ -155,7 +175,7 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
 
 def _announce(pipe: int, running: set[int], stages: tuple[int, ...]) -> None:
     running.update(stages)
-    os.write(pipe, json.dumps(stages[1:]).encode())
+    os.write(pipe, f"{json.dumps(stages[1:])}\n".encode())
     os.close(pipe)
 
 
@@ -185,7 +205,9 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
 
 def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
-    args.load = args.save = None
+    if getattr(args, "use_checkpoint_args", False):
+        raise ValueError("--use-checkpoint-args: a dry run reads no checkpoint: give the model's arguments in its place")
+    args.load = args.save = args.pretrained_checkpoint = None
     args.data_path, args.mock_data = None, True
     # The learning rate's schedule stays valid; data sets hold samples for one step.
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Context, Feature, Function, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Session
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
+from mindspeed_lite.platform.megatron import CONFIG
 
 from .wrappers import leave_out, verify
 
 CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
-LATENT_NORMS = "megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver.resolve"
 _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _PACK = "megatron.core.packed_seq_params:PackedSeqParams"
 _UTILS = "megatron.core.transformer.utils"
@@ -158,7 +158,7 @@ def without_mask(context: Context) -> dict[str, Any]:
     return {} if is_needed else {"create_attention_mask_in_dataloader": False}
 
 
-def without_query_norm(wrapped: Function, session: Session) -> Function:
+def _without_query_norm(wrapped: Function, session: Session) -> Function:
     """Norm the compressed keys and values alone where queries are not compressed, as before Megatron 0.19.
 
     Reaches `QKNormConfigResolver.resolve`, which refuses such a local specification (DeepSeek-V2-Lite, PLM). Leaves
@@ -179,6 +179,14 @@ def without_query_norm(wrapped: Function, session: Session) -> Function:
         return found | {"linear_q_proj": self.submodules.linear_q_proj or self.linear_impl, "q_layernorm": IdentityOp}
 
     return resolve
+
+
+WITHOUT_QUERY_NORM = Around(
+    "megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver.resolve",
+    _without_query_norm,
+    versions=">=0.19",
+    reads=("config", "fused_norm_linear_impl", "has_q_lora", "linear_impl", "submodules", f"{CONFIG}.qk_layernorm"),
+)
 
 
 # Maximum bytes of scores for verification in a wider type.

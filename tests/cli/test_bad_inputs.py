@@ -54,6 +54,7 @@ COMMANDS: list[tuple[str, ...]] = [
     (f"memory --expert-imbalance 2 -- {TRAIN}", "no --num-experts"),
     ("doctor now", "unrecognized arguments: now"),
     ("doctor -- python none.py", "there is no script none.py"),
+    ("dryrun -- python none.py", "there is no script none.py"),
     ("doctor -- echo hello", "starts no torchrun", "hello"),
     ("doctor --selftest -- python none.py", "takes no command"),
     ("doctor --quick", "--quick belongs to --selftest"),

@@ -19,6 +19,13 @@ torchrun --nproc_per_node 8 --nnodes $NNODES --node_rank 0 pretrain_gpt.py \\
 """
 
 
+@pytest.fixture(autouse=True)
+def scripts(tmp_path, monkeypatch):
+    for name in ("a.py", "pretrain_gpt.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+
 def test_torchrun_gives_the_size_of_the_world():
     found = launch.find("torchrun --nproc-per-node 4 --nnodes 2 pretrain_gpt.py --num-layers 2".split())
     assert (found.world_size, found.local_size) == (8, 4)
@@ -37,6 +44,7 @@ def test_torchrun_gives_the_size_of_the_world():
         (f"bash -c '{sys.executable} -m torch.distributed.run --nproc-per-node 2 a.py'", ("a.py",), 2),
         ("torchrun --nproc-per-node 2 mindspeed-lite run a.py", ("a.py",), 2),
         ("mindspeed-lite run a.py --x", ("a.py", "--x"), 1),
+        ("env PYTHONPATH=/nowhere torchrun --nproc-per-node 2 a.py", ("a.py",), 2),
     ],
 )
 def test_other_launchers(command, words, size, monkeypatch):
@@ -48,6 +56,7 @@ def test_other_launchers(command, words, size, monkeypatch):
 
 def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
     (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/pretrain_gpt.py").touch()
     path = tmp_path / "launch.sh"
     path.write_text(SCRIPT)
     found = launch.find(["bash", str(path)])
@@ -63,6 +72,7 @@ def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
         ("no_such_program x", "no_such_program does not run"),
         ("torchrun --nproc-per-node gpu a.py", "do not say how many ranks"),
         ("torchrun --no-such-option a.py", "torchrun does not take these arguments"),
+        ("torchrun --nproc-per-node 2 none.py", "there is no script none.py in "),
     ],
 )
 def test_what_starts_no_training_is_one_line(command, text, capfd):

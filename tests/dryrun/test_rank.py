@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite.dryrun import match, rank
+from mindspeed_lite.dryrun import match, rank, worker
 from mindspeed_lite.dryrun.launch import TrainingLaunch
 from tests.harness import matrix, recorded_script
 from tests.harness.counted_trainings import TRAININGS
@@ -57,3 +58,32 @@ def test_memory_and_messages_are_those_of_the_real_rank(tmp_path, name):
         own = json.loads(json.dumps([asdict(each) for each in dry.messages[: dry.in_step]]))
         even = "--num-experts" not in argv
         assert of_group(own, even) == of_group(real["messages"], even)
+
+
+DIES = """
+import os, signal
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    if not os.fork():
+        raise SystemExit(7)
+    os.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+found = [None, None]
+dist.all_gather_object(found, dist.get_rank())
+raise ValueError(found)
+"""
+
+
+def test_a_rank_that_dies_is_said_and_not_waited_for(tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    launch = TrainingLaunch(sys.executable, False, ("dies.py",), str(tmp_path), clean_environment(), 2, 8)
+    waits, dies = rank.run(launch, 60)
+    assert "ended by SIGKILL before the step did" in dies.error
+    assert waits.error.startswith("ValueError: [0, 0]") and dies.ended_at < waits.ended_at
+
+
+def test_no_checkpoint_is_read():
+    args = argparse.Namespace(use_checkpoint_args=True)
+    with pytest.raises(ValueError, match="--use-checkpoint-args: a dry run reads no checkpoint"):
+        worker.shorten(args, 2)

@@ -130,7 +130,7 @@ def test_flags_are_in_megatrons_parser() -> None:
     ours = {option.flag: option for option in runtime.catalogue().options()}
     for option in ours.values():
         if option.flag not in known:
-            switch = {"action": "store_true"} if option.type is None or option.type is bool else {}
+            switch = {} if option.type or option.choices else {"action": "store_true"}
             parser.add_argument(option.flag, **switch)
     # What a search may write is read without a word left over.
     base = made(EXPERTS).base(2)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops import autograd, native
+from mindspeed_lite.ops import autograd, native, traced
 from mindspeed_lite.ops.moe_router import Case, reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
 from mindspeed_lite.ops.rows import as_rows
@@ -56,6 +56,9 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
         kind, rows, stride, bias, probs, chosen, indices, kept, tokens, experts, topk, *(form.groups or (0, 0, 0)),
         form.scale, native.threads(_WORK * scores.numel()),
     )  # fmt: skip
+    if traced.dry:
+        # A dry run knows from it how many are chosen.
+        chosen = chosen.scatter(1, indices, True)
     return (probs, chosen), (indices, logits if kept is None else kept)
 
 

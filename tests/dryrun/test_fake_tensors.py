@@ -1,0 +1,25 @@
+"""Values that a training without storage reads."""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_lite.dryrun import fake_tensors
+from mindspeed_lite.ops import traced
+from mindspeed_lite.ops.moe_router import cpu
+from mindspeed_lite.ops.moe_router.reference import SIGMOID, Form
+
+
+def test_the_fused_router_spreads_tokens_evenly(monkeypatch):
+    monkeypatch.setattr(traced, "dry", True)
+    with fake_tensors.StoragelessMode():
+        _, chosen = cpu.moe_router(torch.empty(6, 4), None, Form(SIGMOID, 2))
+        tokens = fake_tensors.known(chosen.sum(dim=0))
+    assert tokens is not None and tokens.tolist() == [3, 3, 3, 3]
+
+
+def test_places_of_known_values_are_known():
+    with fake_tensors.StoragelessMode():
+        places = (torch.arange(4) == 2).nonzero()
+        assert places.shape == (1, 1) and int(places[0]) == 2
+        assert torch.arange(4)[torch.arange(4) > 1].shape == (2,)
