@@ -51,6 +51,11 @@ def size(value: float | None) -> str:
     return _scaled(value, _PREFIXES[1:], 3, "B")
 
 
+def flops(value: float | None) -> str:
+    """`812 TFLOP`."""
+    return _scaled(value, _PREFIXES, 3, "FLOP")
+
+
 def rate(value: float | None, unit: str) -> str:
     """`812 TFLOP/s`, `3.35 TB/s`."""
     return _scaled(value, _PREFIXES, 3, f"{unit}/s")

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite import planner
-from mindspeed_lite.bench.wording import size
+from mindspeed_lite.bench.wording import flops, size
 from mindspeed_lite.planner import devices
 
 from . import terminal, training_command
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from mindspeed_lite.dryrun import rank
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
-# Places with the most activations that are shown.
+_OUTSIDE = "outside the model"
+# Places with the most activations, and modules with the most work, that are shown.
 _PLACES = 8
 
 
@@ -71,6 +72,7 @@ def main(options: argparse.Namespace) -> int:
     _show_memory(ranks, found.world_size)
     if alike:
         say(f"stages of ranks {', '.join(alike)} are like those before and after and were not run")
+    _show_work(max(ranks, key=_total))
     _show_messages(ranks[0])
     _show_features(ranks[0])
     fits = memory is None or _show_fit(ranks, memory, memory / 10 if options.reserve is None else options.reserve)
@@ -101,11 +103,28 @@ def _show_memory(ranks: Sequence[rank.RankResult], world_size: int) -> None:
             size(each["bytes"]),
             str(each["count"]),
             f"{each['dtype']} {each['shape']}",
-            each["where"][0].rpartition(":")[2],
+            each["module"] or each["where"][0].rpartition(":")[2],
         )
         for each in fullest.memory["kept"][:_PLACES]
     ]
     table(("bytes", "number", "each", "saved in"), kept, f"activations of rank {fullest.number} at their peak")
+
+
+def _show_work(one: rank.RankResult) -> None:
+    heads = ("operations", "bytes", "launches")
+    title = f"work of rank {one.number} on {one.micro_batches[0]} micro-batches"
+    table(("pass", *heads), _sums(one, "pass"), title)
+    table(("module", *heads), _sums(one, "module")[:_PLACES], "modules with the most of it")
+
+
+def _sums(one: rank.RankResult, by: str) -> list[tuple[str, str, str, str]]:
+    """Rows of a table, the most operations first, then the most bytes."""
+    found: dict[str, Counter[str]] = {}
+    for each in one.work:
+        sums = found.setdefault(each[by] or _OUTSIDE, Counter())
+        sums.update({name: each[name] for name in ("flops", "bytes", "launches")})
+    largest = sorted(found.items(), key=lambda each: (each[1]["flops"], each[1]["bytes"]), reverse=True)
+    return [(name, flops(each["flops"]), size(each["bytes"]), f"{each['launches']:,}") for name, each in largest]
 
 
 # What holds less, by category; what is on is not said again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +22,24 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # Called with each operator, its arguments and result.
+        self.observe: Callable[..., None] | None = None
+        self._is_within = False
         fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.observe is None or self._is_within:
+            return self._shaped(func, types, args, kwargs)
+        # An operator's shape may be found by others.
+        self._is_within = True
+        try:
+            result = self._shaped(func, types, args, kwargs)
+        finally:
+            self._is_within = False
+        self.observe(func, args, kwargs or {}, result)
+        return result
+
+    def _shaped(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         first = args[0] if args and isinstance(args[0], FakeTensor) else None
         if func is aten._local_scalar_dense.default and first is not None:
             return _unknown(first.dtype) if first.constant is None else first.constant.item()

@@ -29,6 +29,7 @@ class RankResult:
 
     Attributes:
         memory: bytes of weights, gradients, optimizer states, and activations at their peak; `kept`: these by place.
+        work: launches, floating-point operations and bytes by module and pass, the largest first.
         messages: since its process began; the first `in_step` until the end of the step.
         groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
@@ -38,6 +39,7 @@ class RankResult:
 
     number: int
     memory: Mapping[str, Any]
+    work: Sequence[Mapping[str, Any]]
     messages: Sequence[GroupCall]
     in_step: int
     groups: Mapping[str, tuple[int, ...]]
@@ -83,6 +85,7 @@ def _read(folder: Path, number: int, ending: str) -> RankResult:
     return RankResult(
         number=number,
         memory=found.get("memory", {}),
+        work=found.get("work", ()),
         messages=[_message(each) for each in found.get("messages", ())],
         in_step=found.get("in_step", 0),
         groups={name: tuple(ranks) for name, ranks in found.get("groups", {}).items()},

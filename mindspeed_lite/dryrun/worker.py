@@ -126,12 +126,14 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors
+    from mindspeed_lite.dryrun.work import WorkRecorder
     from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
 
     fake_tensors.install()
+    recorder, mode = WorkRecorder(), fake_tensors.StoragelessMode()
     traced.dry = True
-    probe = memory.MemoryProbe(counts_fake=True)
+    probe = memory.MemoryProbe(counts_fake=True, module=recorder.module)
     if announce is not None:
         world.on_pipeline = functools.partial(_announce, announce, world.values.running)
     found: dict[str, Any] = {"error": "the script ended without a training step", "micro_batches": 0}
@@ -147,14 +149,16 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
             found["error"], found["is_alike"] = "", True
             sys.exit()
         train_step.stop_after(1)
-        result = probe.around(model, optimizer, run)
+        optimizer.step = recorder.in_optimizer()(optimizer.step)
+        with recorder.recording(mode, model):
+            result = probe.around(model, optimizer, run)
         found["error"], found["in_step"] = "", len(world.messages)
         return result
 
     startup.before_validation(prepare)
     train_step.install(step)
     try:
-        with fake_tensors.StoragelessMode():
+        with mode:
             if words[0] == "-m":
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
             else:
@@ -169,7 +173,7 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
     found["features"] = [] if active is None else [
         [each.feature, each.status, "; ".join(each.reasons)] for each in active.session.report.entries
     ]  # fmt: skip
-    found["memory"] = probe.counted
+    found["memory"], found["work"] = probe.counted, recorder.counted()
     found["messages"] = [asdict(each) for each in world.messages]
     found["groups"] = world.groups
     return found

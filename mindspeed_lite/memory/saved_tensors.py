@@ -21,6 +21,7 @@ class SavedTensorStats:
     """Bytes saved at the peak by one place: calling functions, innermost first, without torch's own."""
 
     where: tuple[str, ...]
+    module: str
     shape: tuple[int, ...]
     dtype: str
     count: int
@@ -31,6 +32,7 @@ class SavedTensorStats:
 class _Storage:
     storage: torch.UntypedStorage
     where: tuple[str, ...]
+    module: str
     shape: tuple[int, ...]
     dtype: str
     references: int = 0
@@ -42,11 +44,13 @@ class Tracker:
 
     is_excluded: True for the `_cdata` of storages not to count, e.g. of parameters and gradient buffers.
     counts_fake: counts tensors without storage.
+    module: path of the module that runs, if known.
     peak: bytes.
     """
 
     is_excluded: Callable[[int], bool]
     counts_fake: bool = False
+    module: Callable[[], str] = str
     peak: int = 0
     at_peak: list[SavedTensorStats] = field(default_factory=list)
     _live: dict[int, _Storage] = field(default_factory=dict)
@@ -91,7 +95,7 @@ class Tracker:
         key: int = storage._cdata
         known = self._live.get(key)
         if known is None:
-            known = self._live[key] = _Storage(storage, _place(), shape, dtype)
+            known = self._live[key] = _Storage(storage, _place(), self.module(), shape, dtype)
             self._has_grown = True
         known.references += 1
         return key
@@ -132,9 +136,9 @@ def _place(depth: int = 4) -> tuple[str, ...]:
 
 
 def _by_place(storages: Iterable[_Storage]) -> list[SavedTensorStats]:
-    sums: dict[tuple[tuple[str, ...], tuple[int, ...], str], tuple[int, int]] = {}
+    sums: dict[tuple[tuple[str, ...], str, tuple[int, ...], str], tuple[int, int]] = {}
     for each in storages:
-        key = (each.where, each.shape, each.dtype)
+        key = (each.where, each.module, each.shape, each.dtype)
         count, size = sums.get(key, (0, 0))
         sums[key] = (count + 1, size + each.storage.nbytes())
     kept = [SavedTensorStats(*key, count, size) for key, (count, size) in sums.items()]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed_lite.ops import traced
+
 Inputs = Sequence[Tensor | None]
 Map = Callable[[Tensor], Tensor]
 
@@ -30,7 +32,7 @@ class KernelFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, options: Any, *inputs: Tensor | None) -> Any:
-        outputs, saved = kernel.forward(inputs, options)
+        outputs, saved = _run(kernel.forward, inputs, options)
         ctx.save_for_backward(*saved)
         ctx.kernel, ctx.options = kernel, options
         ctx.set_materialize_grads(False)
@@ -44,7 +46,7 @@ class KernelFunction(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         if dout is None:
             return (None, None, *(None for _ in wanted))
-        gradients = ctx.kernel.backward(dout, ctx.saved_tensors, ctx.options, wanted)
+        gradients = _run(ctx.kernel.backward, dout, ctx.saved_tensors, ctx.options, wanted)
         return (None, None, *(each if want else None for each, want in zip(gradients, wanted, strict=True)))
 
 
@@ -52,7 +54,11 @@ def apply(kernel: Kernel, inputs: Inputs, options: Any = None, function: type[Ke
     """The outputs of `kernel`, recorded for the backward pass if an input requires a gradient."""
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
         return function.apply(kernel, options, *inputs)  # type: ignore[no-untyped-call]
-    return kernel.forward(inputs, options)[0]
+    return _run(kernel.forward, inputs, options)[0]
+
+
+def _run(function: Callable[..., Any], *given: Any) -> Any:
+    return function(*given) if traced.observer is None else traced.observer(function, *given)
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # Subclasses such as FakeTensor may have no memory.
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 _plain: list[None] = []
 # True in a dry run: kernels allocate what they return and save, and compute nothing.
 dry = False
+# In a dry run: called in place of kernels, as observer(kernel, *given, **options).
+observer: Callable[..., Any] | None = None
+
+
+def observed(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets `observer` see the calls of a kernel."""
+
+    @functools.wraps(kernel)
+    def call(*given: _P.args, **options: _P.kwargs) -> _R:
+        if observer is None:
+            return kernel(*given, **options)
+        found: _R = observer(kernel, *given, **options)
+        return found
+
+    return call
 
 
 def is_traced(x: Tensor) -> bool:

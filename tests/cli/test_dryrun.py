@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -39,8 +40,15 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
     assert "not counted: swap_attention: cpu has one memory" in said
     assert "does not fit: rank 0 takes" in said and "most are activations: --recompute-" in said
     assert "TENSOR_MODEL_PARALLEL_GROUP" in said
+    assert "work of rank 0 on 3 micro-batches" in said and "decoder.layers.*.mlp.linear_fc1" in said
     found = json.loads((tmp_path / "report.json").read_text())
     assert [each["number"] for each in found["ranks"]] == [0, 32] and not found["problems"]
+    # Both products of a backward have the size of the forward's.
+    sums = Counter()
+    for each in found["ranks"][0]["work"]:
+        sums[each["pass"]] += each["flops"] if each["module"].startswith("decoder.layers.*.mlp.") else 0
+    assert sums["backward"] == 2 * sums["forward"] > 0 == sums["optimizer"]
+    assert "decoder.layers.*.mlp" in {each["module"] for each in found["ranks"][0]["memory"]["kept"]}
     assert {*tmp_path.iterdir()} == {tmp_path / "report.json"}
 
 

@@ -12,11 +12,11 @@ from mindspeed_lite.memory.saved_tensors import Tracker
 
 
 class MemoryProbe:
-    """counts_fake: for a dry run, whose tensors have no addresses."""
+    """counts_fake: for a dry run, whose tensors have no addresses. module: path of the module that runs, if known."""
 
-    def __init__(self, counts_fake: bool = False) -> None:
+    def __init__(self, counts_fake: bool = False, module: Callable[[], str] = str) -> None:
         self.counted: dict[str, Any] = {}
-        self._tracker = Tracker(lambda address: False, counts_fake)
+        self._tracker = Tracker(lambda address: False, counts_fake, module)
 
     def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
         others = {tensor.untyped_storage()._cdata for tensor in (*weights(model), *gradients(model))}

@@ -40,6 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
+@traced.observed
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
     """wide: `out` is unrounded fp32."""
     if not _in_kernel(q, spec):
@@ -54,6 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool 
     return out, lse
 
 
+@traced.observed
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Triple:
