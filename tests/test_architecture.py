@@ -300,12 +300,12 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
     "mindspeed_lite/bench": 34_300,
-    "mindspeed_lite/cli": 24_300,
-    "mindspeed_lite/dryrun": 9_900,
+    "mindspeed_lite/cli": 24_700,
+    "mindspeed_lite/dryrun": 12_200,
     "mindspeed_lite/engine": 17_700,
     "mindspeed_lite/memory": 14_900,
     "mindspeed_lite/migration": 7_300,
-    "mindspeed_lite/ops": 78_800,
+    "mindspeed_lite/ops": 79_000,
     "mindspeed_lite/optim": 4_200,
     "mindspeed_lite/parallel": 30_200,
     "mindspeed_lite/pipeline": 15_700,
@@ -313,7 +313,7 @@ BUDGETS = {
     "mindspeed_lite/platform": 12_000,
     "mindspeed_lite/tuning": 1_300,
     "patches": 60_600,
-    "benchmarks": 28_300,
+    "benchmarks": 28_400,
     "lab": 9_100,
     "tools": 16_200,
 }

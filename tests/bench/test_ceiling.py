@@ -44,7 +44,7 @@ def test_a_matmul_counts_two_operations_and_a_copy_both_ways(seconds, expected, 
     [
         ("1 x NVIDIA H100 80GB HBM3", 989.4e12, "H100"),
         ("8 x NVIDIA H200", 989.4e12, "H200"),
-        ("1 x NVIDIA A100-SXM4-80GB", 312e12, "datasheet"),
+        ("1 x NVIDIA A100-SXM4-80GB", 312e12, "data sheet"),
         ("8 x Ascend910B2", 313e12, "Atlas 800T A2"),
     ],
 )

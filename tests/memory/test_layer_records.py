@@ -21,7 +21,7 @@ from mindspeed_lite.memory.layer_records import (
 def test_storages_belong_to_the_parts_that_saved_them_and_moments_to_layers() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
     table = torch.randn(4, 8)
-    recorder = LayerRecorder(2, {weight.untyped_storage().data_ptr()}.__contains__, lambda: None)
+    recorder = LayerRecorder(2, {weight.untyped_storage()._cdata}.__contains__, lambda: None)
 
     def body(x: torch.Tensor) -> torch.Tensor:
         recorder.enter(INPUT_NORM, x)
