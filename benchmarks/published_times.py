@@ -107,10 +107,12 @@ def _page(found: Sequence[Published]) -> str:
         )
     lines += [
         "",
+        "Trainings that are more than 10 % off:",
+        "",
         "| Training | device | devices | published | predicted | error |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for each in found:
+    for each in (each for each in found if abs(each.error) > 0.1):
         row = each.row
         note = f" ({row['note']})" if row.get("note") else ""
         lines.append(

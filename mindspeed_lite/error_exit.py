@@ -156,8 +156,9 @@ def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, 
     where = "" if is_alone or (rank == "0" and not follows) else f" on rank {rank}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream = _stderr() if stream is None else stream
-        lines = wrapped(f"{program}: error{where}: {text}", columns(stream))
-        stream.write("\n".join(lines) + "\n")
+        line = f"{program}: error{where}: {text}"
+        # A log has one line, whatever COLUMNS says.
+        stream.write("\n".join(wrapped(line, columns(stream)) if stream.isatty() else [line]) + "\n")
         stream.flush()
 
 
