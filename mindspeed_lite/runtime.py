@@ -14,7 +14,7 @@ import os
 import platform as python_platform
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,20 +153,25 @@ def _keywords() -> dict[str, str]:
     return {option.dest: option.dest for option in options} | features | short
 
 
-def dest_of(keyword: str) -> str:
-    """Dest of a Python API keyword. Raises OptionError."""
-    if keyword in _keywords():
-        return _keywords()[keyword]
+def _dests(keywords: Iterable[str]) -> dict[str, str]:
+    """Dest of each keyword; raises one OptionError for all that are unknown."""
+    found = {each: _keywords().get(each, "") for each in keywords}
     known = list({dest: name for name, dest in _keywords().items()}.values())
-    close = difflib.get_close_matches(keyword, known, n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}."
-    raise OptionError(f"mindspeed_lite has no option {keyword!r}{hint}")
+    problems = []
+    for keyword in [each for each, dest in found.items() if not dest]:
+        close = difflib.get_close_matches(keyword, known, n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}."
+        problems.append(f"mindspeed_lite has no option {keyword!r}{hint}")
+    if problems:
+        raise OptionError(" ".join(problems))
+    return found
 
 
 def by_keyword(flags: Mapping[str, Any], host_args: Any) -> FeatureRequest:
     from mindspeed_lite.platform import megatron
 
-    values = {dest_of(keyword): value for keyword, value in flags.items()}
+    dests = _dests(flags)
+    values = {dests[keyword]: value for keyword, value in flags.items()}
     return FeatureRequest(values, megatron.arguments_of(host_args))
 
 

@@ -188,6 +188,11 @@ def test_an_unknown_keyword_is_an_error_with_a_hint(keyword, hint):
     assert platform.current() is None and mindspeed_lite.report() is None
 
 
+def test_all_unknown_keywords_are_named_at_once():
+    with pytest.raises(OptionError, match=r"no option 'strikt'.*no option 'flash'"):
+        mindspeed_lite.enable(strikt=True, flash=True)
+
+
 def test_the_name_of_every_feature_turns_it_on():
     for feature in runtime.catalogue():
         for value in (True, False):
@@ -198,7 +203,7 @@ def test_the_name_of_every_feature_turns_it_on():
     values = {option.dest: option.on for option in runtime.catalogue().options() if option.on is not None}
     assert dict(rows) == {name: on if isinstance(on, str) else on[0] for name, on in values.items()}
     for keyword in ("use_bias_dropout_fusion", "use_gradient_accumulation_fusion", "use_masked_softmax_fusion"):
-        assert runtime.dest_of(keyword.removeprefix("use_")) == runtime.dest_of(keyword) == keyword
+        assert {*runtime.by_keyword({keyword: 1, keyword.removeprefix("use_"): 1}, None).flags} == {keyword}
 
 
 @forked("torch")
