@@ -11,7 +11,7 @@ import pytest
 from mindspeed_lite import text_layout
 from mindspeed_lite.text_layout import painted, table, wrapped
 
-LONG = "/work/lib/python3.12/site-packages/megatron/core/optimizer"
+LONG = "/venv/lib/python3.12/site-packages/megatron/core/optimizer"
 SIZES = ("0", "2.11 GB", "4.22 GB", "4.22 GB", "8.45 GB", "13.2 GB (4)", "32.2 GB")
 RANKS = (
     "rank stage weights grads main moments activations total".split(),
@@ -51,7 +51,7 @@ def test_forms_of_a_table():
 
 def test_lines_break_between_words_and_long_words_after_a_separator():
     assert wrapped("  one two three", 9) == ["  one two", "  three"]
-    assert wrapped(f"see {LONG}", 40) == ["see", "/work/lib/python3.12/site-packages/", "megatron/core/optimizer"]
+    assert wrapped(f"see {LONG}", 40) == ["see", "/venv/lib/python3.12/site-packages/", "megatron/core/optimizer"]
     assert wrapped("as  it   is\n\nx", 40) == ["as  it   is", "", "x"]
     assert wrapped("a" * 30, 16, indent=4) == ["    " + "a" * 12, "    " + "a" * 12, "    " + "a" * 6]
 

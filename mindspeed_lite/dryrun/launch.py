@@ -24,7 +24,10 @@ words = sys.orig_argv[1:]
 while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
     words = words[2:] if words[0] in ("-W", "-X") else words[1:]
 name = os.path.basename(words[0]) if words else ""
-if name in ("torchrun", "mindspeed-lite") or name.endswith(".py") or name == "-m" and words[1] in {modules!r}:
+is_ours = name == "mindspeed-lite" or words[:2] == ["-m", "mindspeed_lite"]
+if name == "torchrun" or name.endswith(".py") or words[:1] == ["-m"] and words[1] in {modules!r} or (
+    is_ours and "run" in words[1:3]
+):
     with open({record!r}, "a") as file:
         found = {{"python": sys.executable, "arguments": words, "folder": os.getcwd(), "environment": dict(os.environ)}}
         file.write(json.dumps(found) + "\\n")
@@ -56,7 +59,7 @@ def find(command: Sequence[str]) -> TrainingLaunch:
     """The training that `command` launches: torchrun, python, or a shell script that calls them. Raises LaunchError."""
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as folder:
         record = Path(folder, "record")
-        site = _SITE.format(record=str(record), modules=(*_MODULES, "mindspeed_lite"))
+        site = _SITE.format(record=str(record), modules=_MODULES)
         Path(folder, "sitecustomize.py").write_text(site)
         path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
         _write_launchers(Path(folder), path)

@@ -31,10 +31,10 @@ class PassedValues:
 
     def __init__(self, folder: Path, rank: int, running: set[int]) -> None:
         self.folder, self.rank, self.running = folder, rank, running
-        self._count: Counter[tuple[int, ...]] = Counter()
+        self._count: Counter[tuple[object, ...]] = Counter()
 
-    def put(self, between: tuple[int, ...], value: Any) -> None:
-        """Pass on the next value of `between`: a group, or a sender and its receiver."""
+    def put(self, between: tuple[object, ...], value: Any) -> None:
+        """Pass on the next value of `between`: a group, a sender and its receiver, or a kind of value and ranks."""
         self._write(self.next(between), value)
 
     def get(self, path: Path, sender: int) -> Any:
@@ -53,7 +53,7 @@ class PassedValues:
     def end(self) -> None:
         self._write(self.folder / f"ended-{self.rank}", None)
 
-    def next(self, between: tuple[int, ...]) -> Path:
+    def next(self, between: tuple[object, ...]) -> Path:
         """Where the next value of `between` is put."""
         self._count[between] += 1
         name = hashlib.sha256(repr(between).encode()).hexdigest()[:16]

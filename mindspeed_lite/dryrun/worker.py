@@ -22,8 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# Tokens of GPT-2's vocabulary.
-_GPT2 = 50257
 # Arguments whose schedules hold more micro-batches than a pipeline has stages.
 _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
@@ -189,17 +187,19 @@ def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
     """True if the stages before and after have the same parameters."""
     own = [(name, [*each.shape], str(each.dtype)) for chunk in model for name, each in chunk.named_parameters()]
     mine = [zlib.crc32(repr(own).encode())]
-    values.put((values.rank,), mine)
+    values.put(("model", values.rank), mine)
     place = stages.index(values.rank)
     neighbours = [stages[each] for each in (place - 1, place + 1) if 0 <= each < len(stages)]
-    return len(neighbours) == 2 and all(values.get(values.next((each,)), each) == mine for each in neighbours)
+    return len(neighbours) == 2 and all(values.get(values.next(("model", each)), each) == mine for each in neighbours)
 
 
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
+    from mindspeed_lite.planner.arguments import VOCABULARIES
+
     files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
     missing = next((each for each in files if each and not os.path.exists(each)), None)
-    size = vocabulary or (_GPT2 if args.tokenizer_type == "GPT2BPETokenizer" else getattr(args, "vocab_size", None))
+    size = vocabulary or VOCABULARIES.get(args.tokenizer_type) or getattr(args, "vocab_size", None)
     if missing is None and vocabulary is None:
         return
     if size is None:

@@ -186,8 +186,8 @@ class World:
             pair = (self.rank, peer) if is_sender else (peer, self.rank)
             between = tuple(dist.get_process_group_ranks(group)) if is_broadcast else pair
             if is_sender:
-                self.values.put((*between, -1), given["object_list"])
-            elif (objects := self.values.get(self.values.next((*between, -1)), peer)) is not None:
+                self.values.put(("objects", *between), given["object_list"])
+            elif (objects := self.values.get(self.values.next(("objects", *between)), peer)) is not None:
                 given["object_list"][:] = objects
         elif kind in ("all_gather_into_tensor", "_all_gather_base"):
             output, values = given["output_tensor"], known(given["input_tensor"])
@@ -219,9 +219,9 @@ class World:
         if self.values is None:
             return [own] * len(group)
         values = self.values
-        values.put((*group, -self.rank), own)
+        values.put(("gathered from", self.rank, *group), own)
         others = values.running & {*group} - {self.rank}
-        found = {each: values.get(values.next((*group, -each)), each) for each in others}
+        found = {each: values.get(values.next(("gathered from", each, *group)), each) for each in others}
         return [own if found.get(each) is None else found[each] for each in group]
 
     def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> Callable[[], None]:

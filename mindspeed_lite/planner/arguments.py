@@ -15,7 +15,7 @@ from .training import ArgumentError, TrainingConfig, pattern
 
 _SWITCHES = {**flags.ON, **flags.GATED, **flags.TIMED}
 # Vocabulary size by tokenizer type.
-_VOCABULARIES = {"GPT2BPETokenizer": 50257}
+VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
 def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
@@ -90,7 +90,7 @@ def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabular
     if not vocabulary and given.get("padded_vocab_size"):
         return int(str(given["padded_vocab_size"]))
     words = vocabulary or int(str(given.get("vocab_size") or 0))
-    words = words or _VOCABULARIES.get(str(given.get("tokenizer_type", "GPT2BPETokenizer")), 0)
+    words = words or VOCABULARIES.get(str(given.get("tokenizer_type", "GPT2BPETokenizer")), 0)
     if not words:
         raise ArgumentError(
             f"--tokenizer-type {given['tokenizer_type']} does not say how large the vocabulary is: add --vocabulary N "

@@ -69,6 +69,7 @@ def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
     ("command", "text"),
     [
         ("echo hello", "starts no torchrun and no python script: hello"),
+        ("python -m mindspeed_lite --help", "starts no torchrun and no python script"),
         ("no_such_program x", "no_such_program does not run"),
         ("torchrun --nproc-per-node gpu a.py", "do not say how many ranks"),
         ("torchrun --no-such-option a.py", "torchrun does not take these arguments"),
