@@ -300,7 +300,7 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
     "mindspeed_lite/bench": 34_300,
-    "mindspeed_lite/cli": 24_700,
+    "mindspeed_lite/cli": 24_900,
     "mindspeed_lite/dryrun": 12_200,
     "mindspeed_lite/engine": 17_700,
     "mindspeed_lite/memory": 14_900,
@@ -310,7 +310,7 @@ BUDGETS = {
     "mindspeed_lite/parallel": 30_200,
     "mindspeed_lite/pipeline": 15_700,
     "mindspeed_lite/planner": 41_200,
-    "mindspeed_lite/platform": 12_000,
+    "mindspeed_lite/platform": 14_200,
     "mindspeed_lite/tuning": 1_300,
     "patches": 60_600,
     "benchmarks": 28_400,

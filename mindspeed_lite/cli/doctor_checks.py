@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_lite import error_exit, platform
-from mindspeed_lite.platform import allocator, npu_trouble
+from mindspeed_lite.platform import allocator, binding, npu_trouble
 from mindspeed_lite.platform.npu_trouble import series
 
 from . import npu_probe
@@ -33,7 +33,10 @@ from .features import compared
 from .script_imports import missing_packages
 
 _TORCH = (2, 6)
-_VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
+# The documented ones; modules that define others import torch.
+VARIABLES = tuple(
+    f"MINDSPEED_LITE_{name}" for name in "ALLOCATOR BIND CACHE CPU_MATMUL DEVICE DISABLE SWAP TRACEBACK".split()
+)
 _COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 OWN_PACKAGES = ("numpy", "wrapt", "packaging", "rich")
 _DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
@@ -402,15 +405,29 @@ def _allocator(machine: Machine) -> Findings:
         yield "ok", "keep: `mindspeed-lite run` keeps freed memory for the next tensor"
 
 
+def _binding(machine: Machine) -> Findings:
+    try:
+        choice = binding.wanted()
+    except platform.DeviceError as error:
+        yield "problem", str(error), f"unset it, or set it to {binding.AUTO} or {binding.NONE}"
+        return
+    if reason := binding.why_not():
+        yield "ok", f"none of ours: {reason}"
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or len(binding.near_devices(machine.device)) or 1)
+    done = "binds" if choice == binding.AUTO else f"off; {binding.BIND_VARIABLE}=auto would bind"
+    yield "ok", f"{done} {binding.current(machine.device, ranks).to_text()}"
+
+
 def _environment(machine: Machine) -> Findings:
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MINDSPEED_LITE_")}
     for name, value in found.items():
-        if name in _VARIABLES:
+        if name in VARIABLES:
             is_off = name == "MINDSPEED_LITE_DISABLE" and error_exit.is_set(name)
             yield "note" if is_off else "ok", f"{name}={value}{': off' if is_off else ''}"
         else:
-            close = difflib.get_close_matches(name, _VARIABLES, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(_VARIABLES)}"
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(VARIABLES)}"
             yield "note", f"{name}={value} is not a variable of mindspeed_lite", fix
     if not found:
         yield "ok", "no MINDSPEED_LITE_ variable is set"
@@ -457,6 +474,7 @@ CHECKS: dict[str, Callable[[Machine], Findings]] = {
     "collectives": _collectives,
     "script's packages": _script_packages,
     "allocator": _allocator,
+    "cpu binding": _binding,
     "environment": _environment,
     "features": _features,
 }

@@ -1,5 +1,5 @@
-"""usage: mindspeed-lite run [--allocator keep|system] SCRIPT [ARGS...]
-       mindspeed-lite run [--allocator keep|system] -m MODULE [ARGS...]
+"""usage: mindspeed-lite run [--allocator keep|system] [--bind auto|none] SCRIPT [ARGS...]
+       mindspeed-lite run [--allocator keep|system] [--bind auto|none] -m MODULE [ARGS...]
 
 Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What follows
 SCRIPT is the script's; features are chosen there, by their flags:
@@ -11,10 +11,13 @@ options:
   -m MODULE           run a module instead of a file
   --allocator keep    on the CPU, freed memory stays with the process (default): faster, more resident
   --allocator system  on the CPU, freed memory goes back to the kernel
+  --bind auto         bind each rank's threads to its share of the cores near its device
+  --bind none         leave them to the system (default)
   -h, --help          print this; after SCRIPT it is the script's
 
 environment:
   MINDSPEED_LITE_ALLOCATOR  keep or system, where --allocator is not given
+  MINDSPEED_LITE_BIND       auto or none, where --bind is not given; also without `mindspeed-lite run`
   MINDSPEED_LITE_DEVICE     npu, cuda, cpu or auto
   MINDSPEED_LITE_DISABLE    1: run the script without mindspeed_lite
   MINDSPEED_LITE_TRACEBACK  1: show the traceback of an error of mindspeed_lite, or of a lost rank
@@ -33,12 +36,13 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_lite import error_exit, platform
-from mindspeed_lite.platform import allocator
+from mindspeed_lite.platform import allocator, binding
 
 from . import terminal
 from .terminal import CommandError
 
 PROGRAM = "mindspeed-lite run"
+_CHOICES = {"--allocator": "keep or system", "--bind": "auto or none"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,8 +92,11 @@ def _show_traceback(error: Exception, name: str) -> int:
 
 
 def _options(rest: list[str]) -> tuple[str, bool | None]:
-    """Take options off `rest`: the allocator, and whether a module follows; None for help."""
-    chosen: str | None = None
+    """Take options off `rest`: the allocator, and whether a module follows; None for help.
+
+    `--bind` goes to the environment, where the device layer looks.
+    """
+    chosen: dict[str, str] = {}
     is_module: bool | None = False
     while rest and rest[0].startswith("-") and not is_module:
         word = rest.pop(0)
@@ -99,15 +106,16 @@ def _options(rest: list[str]) -> tuple[str, bool | None]:
             break
         flag, has_value, value = word.partition("=")
         is_module = word == "-m"
-        if flag == "--allocator":
+        if flag in _CHOICES:
             if not has_value and not rest:
-                raise CommandError("--allocator needs a value: keep or system")
-            chosen = value if has_value else rest.pop(0)
+                raise CommandError(f"{flag} needs a value: {_CHOICES[flag]}")
+            chosen[flag] = value if has_value else rest.pop(0)
         elif not is_module:
             raise CommandError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
     try:
-        return allocator.wanted(chosen), is_module
-    except ValueError as error:
+        os.environ[binding.BIND_VARIABLE] = binding.wanted(chosen.get("--bind"))
+        return allocator.wanted(chosen.get("--allocator")), is_module
+    except (ValueError, platform.DeviceError) as error:
         raise CommandError(error) from error
 
 

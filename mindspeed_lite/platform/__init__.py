@@ -76,7 +76,7 @@ def choose(requested: str | None = None) -> Device:
 def activate(requested: str | None = None) -> Device:
     """Choose and install a device; repeated calls return the active one.
 
-    Raises DeviceError as `choose`, if another is active, or if a launcher variable is no integer.
+    Raises DeviceError as `choose`, if another is active, or if a variable has a wrong value.
     """
     global _active
     _check_launcher()
@@ -87,13 +87,15 @@ def activate(requested: str | None = None) -> Device:
             )
         return _active[0]
     chosen = choose(requested)
-    from . import megatron
+    from . import binding, megatron
     from .redirect import Redirects
 
     redirects = Redirects()
     try:
         chosen.install(redirects)
         megatron.attach(chosen.name)
+        if line := binding.bind(chosen.name):
+            print(f"mindspeed_lite: {line}", flush=True)
     except BaseException:
         megatron.detach()
         redirects.close()
@@ -119,8 +121,9 @@ def deactivate() -> None:
     global _active
     if _active is None:
         return
-    from . import megatron
+    from . import binding, megatron
 
+    binding.unbind()
     megatron.detach()
     _active[1].close()
     _active = None
