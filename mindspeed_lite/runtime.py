@@ -67,7 +67,11 @@ VERIFY = Option(
     least=0,
     metavar="N",
 )
-GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED, VERIFY)
+HOST_REPORT = Option(
+    "--mindspeed-lite-host-report",
+    help="Print the synchronisations and launches of step 3, and the host's time in step 4, by place and module.",
+)
+GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED, VERIFY, HOST_REPORT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,7 @@ class ActiveFeatures:
 _LOCK = threading.RLock()
 _active: ActiveFeatures | None = None
 _stop_listening: Callable[[], None] | None = None
+_host_report: Any = None
 
 
 @functools.cache
@@ -303,6 +308,7 @@ def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> A
     _active = after
     if _stop_listening is None:
         _stop_listening = dispatch.on_fallback(_operator_fallback)
+    _renew_host_report(session)
     for text in left + _end(end):
         session.notice(text)
     return after
@@ -327,7 +333,7 @@ def disable_all() -> list[str]:
 
     Raises EngineError if a symbol could not be restored; everything is still active.
     """
-    global _active, _stop_listening
+    global _active, _host_report, _stop_listening
     with _LOCK:
         if _active is None:
             return []
@@ -337,6 +343,9 @@ def disable_all() -> list[str]:
         if _stop_listening is not None:
             _stop_listening()
             _stop_listening = None
+        if _host_report is not None:
+            _host_report.end()
+            _host_report = None
         left += _end(swaps)
         atexit.unregister(_rewrite_report)
         if any(each.arguments is not None for each in ending.requests):
@@ -356,6 +365,19 @@ def _renew_verifier(session: Session) -> None:
     session.update(verifier=Verifier(calls, session) if calls else None)
     if calls and _is_first_rank():
         session.verifier.listeners.append(lambda done: print(f"mindspeed_lite: {done.to_text()}", flush=True))
+
+
+def _renew_host_report(session: Session) -> None:
+    global _host_report
+    if bool(session.settings[HOST_REPORT.dest]) == (_host_report is not None):
+        return
+    if _host_report is not None:
+        _host_report.end()
+        _host_report = None
+    else:
+        from mindspeed_lite.host_report import HostReport
+
+        _host_report = HostReport(session.context.device == "cpu", _is_first_rank())
 
 
 def _complete_report(after: ActiveFeatures) -> None:

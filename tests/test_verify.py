@@ -339,15 +339,16 @@ def test_training_keeps_every_bit(trainer, tmp_path: Path):
     features = "--use-fused-rmsnorm --use-flash-attn --attention-dropout 0 --mindspeed-lite-strict"
 
     def train(*more):
-        return trainer(checkouts.installed()).script(2, [*features.split(), *flags.split(), *more], 3).check()
+        return trainer(checkouts.installed()).script(2, [*features.split(), *flags.split(), *more], 4).check()
 
     def figures(result):
         norms = re.findall(r"grad norm: ([\d.]+)", result.log(-1))
-        assert len(norms) == 3
+        assert len(norms) == 4
         return result.history(), norms
 
     path = tmp_path / "report.json"
-    off, on = train(), train("--mindspeed-lite-verify", "3", "--mindspeed-lite-report", str(path))
+    more = ("--mindspeed-lite-verify", "3", "--mindspeed-lite-report", str(path), "--mindspeed-lite-host-report")
+    off, on = train(), train(*more)
     assert figures(on) == figures(off)
     # The server ends its ranks without exit handlers: this was written when the last kind of call was done.
     found = json.loads(path.read_text())["verifications"]
@@ -359,3 +360,7 @@ def test_training_keeps_every_bit(trainer, tmp_path: Path):
     lines = [line for line in on.log(0).splitlines() if line.startswith("mindspeed_lite: use_")]
     assert len(lines) == len(found)
     assert "mindspeed_lite" not in on.log(1), "only rank 0 shows figures"
+    shown = on.log(0).partition("mindspeed_lite: the host in steps 3 and 4\n")[2]
+    assert re.search(r"^ +1 +item +megatron\.core\.optimizer\.clip_grads:\d+ get_grad_norm_fp32$", shown, re.MULTILINE)
+    # The recomputed layer and the other, in one micro-batch.
+    assert re.search(r"^decoder\.layers\.\* +8 +\d+ +\d", shown, re.MULTILINE), shown

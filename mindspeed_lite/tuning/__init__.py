@@ -1,5 +1,7 @@
-"""Measures alternatives during training and chooses the faster one.
+"""Measures a training while it runs; chooses the faster of alternatives.
 
 ab_test            a feature off and on in alternate steps
 chunk_autotuner    chunk count of each pass of a layer
+host               synchronisations, launches and host time of a step
+work               launches, operations and bytes by module and pass
 """

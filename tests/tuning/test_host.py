@@ -1,0 +1,110 @@
+"""What a step costs the host: each synchronisation, and nothing else; launches and time of modules."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_lite.tuning.host import StepWatch, SynchronizationRecorder
+
+
+def calls(run, host_is_device=True):
+    x, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
+    with SynchronizationRecorder(host_is_device) as recorder:
+        run(x, mask)
+    assert all(re.fullmatch(rf"{__name__}:\d+ (<lambda>|through_torch)", place) for _, place in recorder.counts)
+    return {call: count for (call, _), count in recorder.counts.items()}
+
+
+def through_torch(x, mask):
+    assert torch.nn.functional.one_hot(x.long()).shape == (4, 4)
+    return torch.stack([x, x]).norm()
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x, mask: x[0].item(), {"item": 1}),
+        (lambda x, mask: [float(x[0]), int(x[1]), bool(x[2])], {"__float__": 1, "__int__": 1, "__bool__": 1}),
+        (lambda x, mask: f"{x[0]:.3f}", {"__format__": 1}),
+        (lambda x, mask: (x.tolist(), x.numpy()), {"tolist": 1, "numpy": 1}),
+        (lambda x, mask: x[mask], {"__getitem__": 1}),
+        (lambda x, mask: x.__setitem__(mask, torch.ones(2)), {"__setitem__": 1}),
+        (lambda x, mask: x.__setitem__(mask, 0.0), {}),
+        (lambda x, mask: x.__getitem__(slice(2)), {}),
+        (lambda x, mask: (mask.nonzero(), torch.where(mask), torch.unique(x)), {"nonzero": 1, "where": 1, "unique": 1}),
+        (lambda x, mask: torch.where(mask, x, -x), {}),
+        (lambda x, mask: torch.repeat_interleave(x, mask.long()), {"repeat_interleave": 1}),
+        (lambda x, mask: torch.repeat_interleave(x, mask.long(), output_size=2), {}),
+        # A copy is on the host, and so is what is made of it.
+        (lambda x, mask: [each.item() for each in x.cpu().long() + 1], {"cpu": 1}),
+        (lambda x, mask: [x[0].item() for _ in range(3)], {"item": 3}),
+        (through_torch, {}),
+    ],
+)
+def test_every_call_that_waits_is_counted_and_no_other(run, expected):
+    assert calls(run) == expected
+
+
+def test_tensors_of_the_host_do_not_count_beside_a_device():
+    assert calls(lambda x, mask: (x.tolist(), x[mask], x.cpu(), mask.nonzero()), host_is_device=False) == {}
+    on_device = torch.ones(4, device="meta")
+    assert calls(lambda x, mask: on_device.copy_(x), False) == {"copy_": 1}
+    assert calls(lambda x, mask: x.to("meta"), False) == {"to": 1}
+    assert calls(lambda x, mask: (x.to("meta", non_blocking=True), on_device.copy_(x, True)), False) == {}
+
+
+def test_waits_for_a_device_are_counted_and_given_back(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", original := lambda: None)
+    assert calls(lambda x, mask: torch.cuda.synchronize()) == {"torch.cuda.synchronize": 1}
+    assert torch.cuda.synchronize is original
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.activation = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.linear(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.layers:
+            x = each(x)
+        return x
+
+
+def test_launches_and_times_are_those_of_the_modules():
+    model, watch = Block(), StepWatch(host_is_device=True)
+
+    def step() -> None:
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+
+    hooks = lambda: sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())  # noqa: E731
+    with watch.counting([model]):
+        step()
+    assert "forward ms" not in watch.to_text(80), "nothing was timed"
+    with watch.timing([model]):
+        step()
+    assert hooks() == 0
+    assert {key: len(each) for key, each in watch.times.seconds.items()} == {
+        (kind, during): count
+        for kind, count in (("", 1), ("layers.*", 3), ("layers.*.linear", 3), ("layers.*.activation", 3))
+        for during in ("forward", "backward")
+    }
+    times = {key: sum(each) for key, each in watch.times.seconds.items()}
+    assert times["", "forward"] > times["layers.*", "forward"] > times["layers.*.linear", "forward"] > 0
+    text = watch.to_text(100)
+    # A linear layer: addmm; backward two products, one sum; the accumulated gradients have no kernel the first time.
+    row = next(line.split() for line in text.splitlines() if line.startswith("layers.*.linear "))
+    assert row[1:3] == ["3", "1"] and 3 <= float(row[3]) <= 5
+    assert text.startswith("0 synchronisations in a step\n")
