@@ -31,12 +31,14 @@ THEMES = {
     "experts": "Mixture of experts",
     "memory": "Memory",
     "communication": "Communication",
+    "host": "Host",
 }
 # What a reader of README wants each group for.
 PURPOSE = {
     "Fused operators": "The same mathematics in fewer passes over memory",
     "Mixture of experts": "Grouped GEMMs, fused routing and permutation, overlapped exchange, balanced load",
     "Memory": "Smaller, recomputed or offloaded optimizer states and activations",
+    "Host": "Fewer waits for the device",
     "Communication": "Collectives overlapped with GEMMs, context parallelism, pipeline schedules",
 }
 

@@ -72,11 +72,16 @@ def _clip(wrapped: Function, session: Session) -> Function:
         parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
     ) -> Any:
         owners = _owners(session.find(FEATURE.name) or (), parameters)
-        if use_decoupled_grad or owners is None or not isinstance(total_norm, (int, float)):
+        if use_decoupled_grad or owners is None or not isinstance(total_norm, (int, float, Tensor)):
             return wrapped(parameters, max_norm, total_norm, use_decoupled_grad)
         coefficient = max_norm / (total_norm + 1.0e-6)
-        if coefficient < 1.0:
-            scales: dict[Any, dict[Tensor, float]] = {owner: dict(owner.step_data.grad_scales) for _, owner in owners}
+        if isinstance(coefficient, Tensor):
+            # Not read, so 1 scales too; a kernel takes it in fp32.
+            coefficient = coefficient.clamp(max=1.0).float()
+        if isinstance(coefficient, Tensor) or coefficient < 1.0:
+            scales: dict[Any, dict[Tensor, float | Tensor]] = {
+                owner: dict(owner.step_data.grad_scales) for _, owner in owners
+            }
             for parameter, owner in owners:
                 scales[owner][parameter] = coefficient
             for owner, its in scales.items():

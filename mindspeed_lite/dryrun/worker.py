@@ -124,9 +124,9 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors
+    from mindspeed_lite.dryrun.work import WorkRecorder
     from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
-    from mindspeed_lite.tuning.work import WorkRecorder
 
     fake_tensors.install()
     recorder, mode = WorkRecorder(), fake_tensors.StoragelessMode()

@@ -63,7 +63,7 @@ class StepData:
     casts_done: the last step wrote the model's weights.
     """
 
-    grad_scales: Mapping[torch.Tensor, float] = field(default_factory=lambda: _NOTHING)
+    grad_scales: Mapping[torch.Tensor, float | torch.Tensor] = field(default_factory=lambda: _NOTHING)
     cast_targets: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=lambda: _NOTHING)
     casts_done: bool = False
 
@@ -292,8 +292,8 @@ def release(optimizer: torch.optim.Optimizer | None) -> None:
     optimizer._patch_step_function()  # type: ignore[attr-defined]
 
 
-def scale_gradients(scales: Mapping[torch.Tensor, float]) -> None:
-    by_factor: dict[float, list[torch.Tensor]] = {}
+def scale_gradients(scales: Mapping[torch.Tensor, float | torch.Tensor]) -> None:
+    by_factor: dict[float | torch.Tensor, list[torch.Tensor]] = {}
     for parameter, factor in scales.items():
         if parameter.grad is not None:
             by_factor.setdefault(factor, []).append(parameter.grad)

@@ -18,3 +18,8 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     dtype = torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)))
     return norm
+
+
+def clip_coefficient_dtype(device: torch.device) -> torch.dtype:
+    """float64, in which Python divides, where the device computes it."""
+    return torch.float32 if device.type == "npu" else torch.float64

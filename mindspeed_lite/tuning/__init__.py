@@ -3,5 +3,4 @@
 ab_test            a feature off and on in alternate steps
 chunk_autotuner    chunk count of each pass of a layer
 host               synchronisations, launches and host time of a step
-work               launches, operations and bytes by module and pass
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mindspeed_lite.ops import traced
 from mindspeed_lite.text_layout import table, wrapped
-
-from .work import WorkRecorder, module_kinds
 
 PASSES = ("forward", "recompute", "backward")
 
@@ -30,7 +30,8 @@ _READS = {
 }
 # Make tensors whose size depends on values.
 _SIZED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "is_nonzero"}
-_SIZED |= {"allclose", "histogram"}
+_SIZED |= {"allclose"}
+_MOVES = {"cpu", "to", "cuda", "copy_", "tensor", "as_tensor", "repeat_interleave"}
 # Stop the host until a device is done.
 _WAITS = (
     ("torch.cuda", "synchronize"),
@@ -40,60 +41,70 @@ _WAITS = (
 )
 
 
-class SynchronizationRecorder(TorchFunctionMode):
-    """Counts the calls that wait for a device, by call and place.
+class SynchronizationRecorder:
+    """Counts the calls that wait for a device, by call and place, within a `with` block.
 
-    host_is_device: there is no other device, so that every tensor counts.
+    It replaces methods and functions of torch, since under a mode of torch's dispatcher compiled functions run
+    uncompiled, with other rounding and random numbers. host_is_device: there is no other device, so that every tensor
+    counts, but for copies by `cpu`.
     """
 
     def __init__(self, host_is_device: bool) -> None:
-        super().__init__()
         self.counts: Counter[tuple[str, str]] = Counter()
         self._host_is_device = host_is_device
-        # Tensors that a device's run has on the host: copies, and what is made of them.
         self._copies = WeakTensorKeyDictionary()
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._undo = contextlib.ExitStack()
+        # A call made by another.
+        self._is_within = threading.local()
 
     def __enter__(self) -> SynchronizationRecorder:
+        for name in sorted(_READS | _SIZED | _MOVES):
+            for owner in (Tensor, torch):
+                if hasattr(owner, name) and not (owner is torch and name.startswith("__")):
+                    self._replace(owner, name, functools.partial(self._call, name))
         for owner_name, name in _WAITS:
             owner = functools.reduce(getattr, owner_name.split(".")[1:], torch)
-            original = getattr(owner, name)
-            self._replaced.append((owner, name, original))
-            setattr(owner, name, self._counted(f"{owner_name}.{name}", original))
-        super().__enter__()  # type: ignore[no-untyped-call]
+            self._replace(owner, name, functools.partial(self._wait, f"{owner_name}.{name}"))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        while self._replaced:
-            owner, name, original = self._replaced.pop()
-            setattr(owner, name, original)
+        self._undo.close()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        name = getattr(func, "__name__", "")
-        result = func(*args, **options)
-        tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
-        is_on_host = bool(tensors) and all(each in self._copies for each in tensors)
-        if is_on_host or (name == "cpu" and self._host_is_device):
-            for each in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(each, Tensor):
-                    self._copies[each] = True
-        if not is_on_host and self._waits(name, args, options, result):
+    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        original, is_own = getattr(owner, name), name in vars(owner)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **options: Any) -> Any:
+            if getattr(self._is_within, "now", False):
+                return original(*args, **options)
+            self._is_within.now = True
+            try:
+                return call(original, *args, **options)
+            finally:
+                self._is_within.now = False
+
+        self._undo.callback(*((setattr, owner, name, original) if is_own else (delattr, owner, name)))
+        setattr(owner, name, replaced)
+
+    def _call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if args and isinstance(args[0], Tensor) and args[0] in self._copies:
+            self._keep(result)
+        elif self._waits(name, args, options, result):
             self.counts[name, _place()] += 1
+            if name == "cpu":
+                self._keep(result)
         return result
 
-    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **options: Any) -> Any:
-            self.counts[name, _place()] += 1
-            # The device layer would take this caller for one that means the machine's GPUs.
-            is_done = self._host_is_device and name.startswith("torch.cuda")
-            return None if is_done else original(*args, **options)
+    def _keep(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._copies[result] = True
 
-        return call
+    def _wait(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.counts[name, _place()] += 1
+        # The device layer would take this caller for one that means the machine's GPUs.
+        is_done = self._host_is_device and name.startswith("torch.cuda")
+        return None if is_done else original(*args, **options)
 
     def _waits(self, name: str, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> bool:
         first = args[0] if args else None
@@ -108,30 +119,108 @@ class SynchronizationRecorder(TorchFunctionMode):
             is_moved = isinstance(other, Tensor) and other.device.type != first.device.type
             given = [each for each in (*args[1:], options.get("non_blocking")) if isinstance(each, bool)]
             return (is_moved and not any(given)) or (name == "cpu" and self._host_is_device)
-        if name == "where":
-            return is_on_device and len(args) == 1
         if name == "repeat_interleave":
             is_given = options.get("output_size") is not None
             return is_on_device and len(args) > 1 and isinstance(args[1], Tensor) and not is_given
-        if name in ("__getitem__", "__setitem__"):
-            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            is_masked = any(isinstance(each, Tensor) and each.dtype is torch.bool for each in indices)
-            # One value is filled in without counting.
-            is_filled = name == "__setitem__" and not (isinstance(args[2], Tensor) and args[2].numel() != 1)
-            return is_on_device and is_masked and not is_filled
-        return is_on_device and name in _READS | _SIZED
+        return is_on_device
 
 
-class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows operators to `observe`."""
+class LaunchRecorder:
+    """Counts operators that compute or copy, compiled functions, and kernels of this package, by module and pass.
 
-    observe: Callable[..., None] | None = None
+    A backward belongs to the module whose forward made its autograd node.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.observe is not None:
-            self.observe(func, args, kwargs or {}, result)
-        return result
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        # Indexing by a mask, which counts its elements on the host, by module.
+        self.masks: Counter[str] = Counter()
+        self._stack: list[tuple[str, Any]] = []
+        # Autograd nodes from `_firsts[i]` to the next belong to `_modules[i]`.
+        self._firsts: list[int] = []
+        self._modules: list[str] = []
+
+    @contextlib.contextmanager
+    def recording(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+        hooks: list[Any] = []
+        for module, kind in module_kinds(model):
+            if not hasattr(module, "module"):  # a wrapper
+                hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, kind)))
+                hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        self._mark()
+        traced.observer = _as_kernel
+        try:
+            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+                yield
+        finally:
+            traced.observer = None
+            for each in hooks:
+                each.remove()
+        for event in profiled.events():
+            if event.cpu_parent is None:
+                self._count(event, "", "forward")
+
+    def _enter(self, kind: str, module: torch.nn.Module, args: Any) -> None:
+        within = record_function(_MODULE + kind)
+        within.__enter__()  # type: ignore[no-untyped-call]
+        self._stack.append((kind, within))
+        self._mark()
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        _, within = self._stack.pop()
+        within.__exit__(None, None, None)
+        self._mark()
+
+    def _mark(self) -> None:
+        self._firsts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._modules.append(self._stack[-1][0] if self._stack else "")
+
+    def _count(self, event: Any, module: str, during: str) -> None:
+        name = event.name
+        if name.startswith(_MODULE):
+            module, during = name.removeprefix(_MODULE), "forward" if during == "forward" else "recompute"
+        elif name.startswith(_NODE):
+            place = bisect.bisect_right(self._firsts, event.sequence_nr) - 1
+            module, during = self._modules[max(0, place)] if event.sequence_nr >= 0 else module, "backward"
+        elif name.startswith(_KERNELS) or (name.startswith("aten::") and _launches(name)):
+            self.counts[module, during] += 1
+            if name.startswith("aten::index") and any(each.name == "aten::nonzero" for each in event.cpu_children):
+                self.masks[module or "outside of the model"] += 1
+            return
+        elif name.startswith("aten::") and not _is_composite(name):
+            return
+        for each in event.cpu_children:
+            self._count(each, module, during)
+
+
+_MODULE, _KERNEL, _NODE = "module of the model: ", "kernel of mindspeed_lite: ", "autograd::engine::evaluate_function"
+_KERNELS = (_KERNEL, "## Call CompiledFxGraph")
+# Operators that start nothing on a device although they return a tensor of its own.
+_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "resize_", "set_", "resolve_conj"}
+
+
+def _as_kernel(run: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    with record_function(f"{_KERNEL}{run.__name__}"):
+        return run(*given, **options)
+
+
+@functools.cache
+def _launches(name: str) -> bool:
+    """Whether an operator, `aten::name`, computes or copies."""
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    if packet is None or packet.__name__ in _FREE or _is_composite(name):
+        return False
+    returned = getattr(packet, packet.overloads()[0])._schema.returns
+    return bool(returned) and not any(each.alias_info and not each.alias_info.is_write for each in returned)
+
+
+@functools.cache
+def _is_composite(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    key = "CompositeImplicitAutograd"
+    return packet is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
+        getattr(packet, packet.overloads()[0])._name, key
+    )
 
 
 class TimeRecorder:
@@ -173,6 +262,14 @@ class TimeRecorder:
         self.seconds.setdefault((kind, during), []).append(seconds)
 
 
+def module_kinds(model: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Modules with their paths, as `decoder.layers.*.mlp`, without wrappers."""
+    for chunk in model:
+        for name, module in chunk.named_modules():
+            path = ".".join(word for word in name.split(".") if word != "module")
+            yield module, re.sub(r"\b\d+\b", "*", path)
+
+
 def _first_with_gradient(given: Any) -> Tensor | None:
     values = given if isinstance(given, (tuple, list)) else (given,)
     return next((each for each in values if isinstance(each, Tensor) and each.requires_grad), None)
@@ -196,14 +293,13 @@ class StepWatch:
     def __init__(self, host_is_device: bool) -> None:
         self._host_is_device = host_is_device
         self.synchronizations = SynchronizationRecorder(host_is_device)
-        self.work = WorkRecorder()
+        self.launches = LaunchRecorder()
         self.times = TimeRecorder()
         self.seconds = 0.0
 
     @contextlib.contextmanager
     def counting(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
-        mode = _Launches()  # type: ignore[no-untyped-call]
-        with self.synchronizations, mode, self.work.recording(mode, model):
+        with self.synchronizations, self.launches.recording(model):
             yield
 
     @contextlib.contextmanager
@@ -215,16 +311,18 @@ class StepWatch:
 
     def to_text(self, columns: int) -> str:
         """Tables of synchronisations, most frequent first, and of modules, each by call."""
-        total = sum(self.synchronizations.counts.values())
-        lines = [f"{total} synchronisations in a step" + (":" if total else "")]
+        counts = Counter(self.synchronizations.counts)
+        counts.update({("[mask]", module): count for module, count in self.launches.masks.items()})
+        total = sum(counts.values())
+        lines = [f"{total} synchronisation{'s' * (total != 1)} in a step" + (":" if total else "")]
         if self._host_is_device and total:
             lines += wrapped(
                 "The device is the host: reads of tensors that a GPU's run has on the host count too.", columns
             )
-        found = sorted(self.synchronizations.counts.items(), key=lambda each: (-each[1], each[0]))
+        found = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
         lines += table(("calls", "call", "where"), [(str(n), call, place) for (call, place), n in found], columns)
-        counted = self.work.counted()
-        launches = sum(each["launches"] for each in counted)
+        counted = self.launches.counts
+        launches = sum(counted.values())
         spent = f", {1000 * self.seconds:.1f} ms of host time" if self.seconds else ""
         lines += ["", f"{launches} launches in a step{spent}"]
         if not self.times.seconds:
@@ -234,10 +332,10 @@ class StepWatch:
         rows = []
         for kind in sorted({kind for kind, _ in self.times.seconds if _is_shown(kind)}):
             calls = len(self.times.seconds.get((kind, "forward"), ()))
-            within = [each for each in counted if f"{each['module']}.".startswith(f"{kind}." if kind else "")]
+            within = {each: n for each, n in counted.items() if f"{each[0]}.".startswith(f"{kind}." if kind else "")}
             if not within:
                 continue
-            by_pass = {each: sum(one["launches"] for one in within if one["pass"] == each) for each in passes}
+            by_pass = {each: sum(n for (_, during), n in within.items() if during == each) for each in passes}
             times = {each: self.times.seconds.get((kind, each), []) for each in passes}
             rows.append((
                 kind or "model", str(calls), *(_figure(by_pass[each] / max(1, calls)) for each in passes),

@@ -31,16 +31,13 @@ def through_torch(x, mask):
         (lambda x, mask: [float(x[0]), int(x[1]), bool(x[2])], {"__float__": 1, "__int__": 1, "__bool__": 1}),
         (lambda x, mask: f"{x[0]:.3f}", {"__format__": 1}),
         (lambda x, mask: (x.tolist(), x.numpy()), {"tolist": 1, "numpy": 1}),
-        (lambda x, mask: x[mask], {"__getitem__": 1}),
-        (lambda x, mask: x.__setitem__(mask, torch.ones(2)), {"__setitem__": 1}),
-        (lambda x, mask: x.__setitem__(mask, 0.0), {}),
-        (lambda x, mask: x.__getitem__(slice(2)), {}),
-        (lambda x, mask: (mask.nonzero(), torch.where(mask), torch.unique(x)), {"nonzero": 1, "where": 1, "unique": 1}),
+        (lambda x, mask: x[:2] + 1, {}),
+        (lambda x, mask: (mask.nonzero(), torch.unique(x), x.equal(x)), {"nonzero": 1, "unique": 1, "equal": 1}),
         (lambda x, mask: torch.where(mask, x, -x), {}),
         (lambda x, mask: torch.repeat_interleave(x, mask.long()), {"repeat_interleave": 1}),
         (lambda x, mask: torch.repeat_interleave(x, mask.long(), output_size=2), {}),
-        # A copy is on the host, and so is what is made of it.
-        (lambda x, mask: [each.item() for each in x.cpu().long() + 1], {"cpu": 1}),
+        # A copy is on the host.
+        (lambda x, mask: x.cpu().tolist(), {"cpu": 1}),
         (lambda x, mask: [x[0].item() for _ in range(3)], {"item": 3}),
         (through_torch, {}),
     ],
@@ -50,7 +47,7 @@ def test_every_call_that_waits_is_counted_and_no_other(run, expected):
 
 
 def test_tensors_of_the_host_do_not_count_beside_a_device():
-    assert calls(lambda x, mask: (x.tolist(), x[mask], x.cpu(), mask.nonzero()), host_is_device=False) == {}
+    assert calls(lambda x, mask: (x.tolist(), x.cpu(), mask.nonzero()), host_is_device=False) == {}
     on_device = torch.ones(4, device="meta")
     assert calls(lambda x, mask: on_device.copy_(x), False) == {"copy_": 1}
     assert calls(lambda x, mask: x.to("meta"), False) == {"to": 1}
@@ -87,7 +84,8 @@ def test_launches_and_times_are_those_of_the_modules():
     model, watch = Block(), StepWatch(host_is_device=True)
 
     def step() -> None:
-        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        made = model(torch.ones(2, 8, requires_grad=True))
+        made[made > 0].sum().backward()
 
     hooks = lambda: sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())  # noqa: E731
     with watch.counting([model]):
@@ -104,7 +102,26 @@ def test_launches_and_times_are_those_of_the_modules():
     times = {key: sum(each) for key, each in watch.times.seconds.items()}
     assert times["", "forward"] > times["layers.*", "forward"] > times["layers.*.linear", "forward"] > 0
     text = watch.to_text(100)
-    # A linear layer: addmm; backward two products, one sum; the accumulated gradients have no kernel the first time.
-    row = next(line.split() for line in text.splitlines() if line.startswith("layers.*.linear "))
-    assert row[1:3] == ["3", "1"] and 3 <= float(row[3]) <= 5
-    assert text.startswith("0 synchronisations in a step\n")
+    # A linear layer: addmm; backward two products and a sum. The activation: one kernel each.
+    rows = {line.split()[0]: line.split()[1:4] for line in text.splitlines() if line.startswith("layers.*")}
+    assert rows == {
+        "layers.*": ["3", "2", "4"],
+        "layers.*.linear": ["3", "1", "3"],
+        "layers.*.activation": ["3", "1", "1"],
+    }
+    assert re.search(r"^1 synchronisation in a step:\n.*\n.*\n +1 +\[mask\] +outside of the model\n", text), text
+
+
+def test_counting_changes_no_bit():
+    # Under a mode of the dispatcher a compiled function would run uncompiled, with other random numbers.
+    dropped = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5, True))
+    x, watch = torch.ones(64), StepWatch(host_is_device=True)
+
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(0)
+        return dropped(x)
+
+    expected = drawn()
+    with watch.counting([Block()]):
+        assert torch.equal(drawn(), expected)
+    assert watch.launches.counts["", "forward"] >= 1

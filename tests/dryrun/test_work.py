@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_lite.dryrun.fake_tensors import StoragelessMode
+from mindspeed_lite.dryrun.work import WorkRecorder
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
-from mindspeed_lite.tuning.work import WorkRecorder
 
 ROWS, WIDTH, LAYERS, STEPS = 8, 16, 3, 2
 PRODUCT = 2 * ROWS * WIDTH * WIDTH

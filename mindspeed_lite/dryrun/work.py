@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -16,14 +16,10 @@ from torch.utils.flop_counter import flop_registry
 
 from mindspeed_lite.ops import traced
 
+from .fake_tensors import StoragelessMode
+
 # Operators that start nothing on a device although they return a tensor of its own.
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "resize_", "set_"}
-
-
-class ObservedMode(Protocol):
-    """A mode that calls `observe` with each operator, its arguments and result."""
-
-    observe: Callable[..., None] | None
 
 
 class WorkRecorder:
@@ -42,10 +38,12 @@ class WorkRecorder:
         self._modules: list[str] = []
 
     @contextmanager
-    def recording(self, mode: ObservedMode, model: Sequence[torch.nn.Module]) -> Iterator[None]:
-        for module, kind in module_kinds(model):
-            self._names[id(module)] = kind
-            self._names |= {id(each): kind for each in module.parameters(recurse=False)}
+    def recording(self, mode: StoragelessMode, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+        for chunk in model:
+            for name, module in chunk.named_modules():
+                path = _kind(name)
+                self._names[id(module)] = path
+                self._names |= {id(each): path for each in module.parameters(recurse=False)}
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -137,12 +135,10 @@ class WorkRecorder:
         return self._modules[max(0, bisect.bisect_right(self._firsts, node._sequence_nr()) - 1)]
 
 
-def module_kinds(model: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Modules with their paths, as `decoder.layers.*.mlp`, without wrappers."""
-    for chunk in model:
-        for name, module in chunk.named_modules():
-            path = ".".join(word for word in name.split(".") if word != "module")
-            yield module, re.sub(r"\b\d+\b", "*", path)
+def _kind(name: str) -> str:
+    """`decoder.layers.*.mlp`, without wrappers."""
+    path = ".".join(word for word in name.split(".") if word != "module")
+    return re.sub(r"\b\d+\b", "*", path)
 
 
 @functools.cache
