@@ -6,6 +6,7 @@ as exact hexadecimal floats.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import runtime
+from mindspeed_lite.tuning.host import SynchronizationRecorder
 from tests.harness import frozen
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
@@ -397,12 +399,17 @@ class Training:
         return [(float(loss).hex(), float(grad_norm).hex()), *digest]
 
 
+# Of the last step of a training.
+SYNCHRONIZATIONS = SynchronizationRecorder(host_is_device=True)
+
+
 def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     """Train `options["steps"]` steps, and two more without features if `undone`; needs torchrun's variables."""
     training = Training(options)
     found = []
-    for _ in range(options.get("steps", 5)):
-        found += training.step()
+    for number in range(steps := options.get("steps", 5)):
+        with SYNCHRONIZATIONS if number == steps - 1 else contextlib.nullcontext():
+            found += training.step()
         if options.get("evaluate"):
             found += training.evaluate()
     if options.get("undone"):

@@ -94,6 +94,8 @@ def _rank(job: dict[str, Any]) -> None:
             core_loop = importlib.import_module("tests.harness.core_loop")
             history = core_loop.train(job["options"])
             core_loop.destroy()
+            places = sorted({place for _, place in core_loop.SYNCHRONIZATIONS.counts})
+            (out / f"rank{rank}.synchronizations").write_text("\n".join(places))
         else:
             _record_training_log(history)
             sys.argv = list(job["argv"])

@@ -47,6 +47,7 @@ class Outcome:
     off: Steps = field(default_factory=list)
     on: Steps = field(default_factory=list)
     idle: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     error: str = ""
 
     def drift(self) -> float:
@@ -60,6 +61,8 @@ class Outcome:
             return self.error
         if not self.on or len(self.on) != len(self.off):
             return f"{len(self.on)} steps with it, {len(self.off)} without"
+        if self.reads:
+            return f"reads from the device, which no graph can capture: {', '.join(self.reads)}"
         if self.idle:
             return f"never called: {', '.join(self.idle)}"
         if numerics == "bitwise":
@@ -111,7 +114,9 @@ def train(
     called = set.union(*(result.operators(rank) for rank in range(ranks)))
     # A model that is frozen may leave it nothing to do.
     idle = () if kind or called & set(feature.operators) else tuple(feature.operators)
-    return Outcome(off, result.steps(_with_losses(ranks, layout)), idle)
+    reads = {place for rank in range(ranks) for place in result.synchronizations(rank)}
+    is_captured = not any("cuda_graph_impl" in each.conflicting_args for each in company(name))
+    return Outcome(off, result.steps(_with_losses(ranks, layout)), idle, tuple(sorted(reads)) if is_captured else ())
 
 
 def reference(trainer: Trainer, layout: str, options: dict[str, Any]) -> Steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,15 @@ DRIFT = 2.0**-8
 FIRST_NORM, NORM_DRIFT = 2.0**-10, 2.0**-5
 
 
+# Reads of tensors that are on the host beside a device too, or for gloo alone.
+READ_ON_THE_HOST = {
+    "mindspeed_lite.optim.fused_adam _update",  # the number of steps
+    "mindspeed_lite.ops.permute.chunks <genexpr>",
+    "mindspeed_lite.platform.megatron maybe_move_tensor_to_cpu",
+    "mindspeed_lite.parallel.context _compare_lengths",  # on a device in the first call
+}
+
+
 @dataclass(frozen=True)
 class Result:
     """One finished job: exit codes by rank, logs, and the exact history of each rank."""
@@ -77,6 +87,12 @@ class Result:
     def operators(self, rank: int = 0) -> set[str]:
         """The operators of this library that a rank computed with."""
         return set((self.out / f"rank{rank}.operators").read_text().split())
+
+    def synchronizations(self, rank: int = 0) -> list[str]:
+        """Places of this library that would read from a device in the last step."""
+        places = (self.out / f"rank{rank}.synchronizations").read_text().splitlines()
+        ours = [re.sub(r":\d+ ", " ", each) for each in places if each.startswith("mindspeed_lite.")]
+        return [each for each in ours if ".cpu " not in each and each not in READ_ON_THE_HOST]
 
     def check(self) -> Result:
         """This result, or an AssertionError with the end of the failing rank's log."""
