@@ -103,6 +103,13 @@ def compiled(row: Row) -> Resources:
     return compile_sm90(f"mindspeed_lite.ops.{kernel}", signature, constants, num_warps=warps)
 
 
+def test_a_thread_rescales_once_for_each_vector() -> None:
+    """Statistics of cross_entropy: a thread has 16 elements, in vectors of 16 bytes, and ends with two exponentials."""
+    rows = {row[1].split()[0]: row for row in cross_entropies() if "statistics" in row[0]}
+    for dtype, vectors in (("bf16", 2), ("fp32", 4)):
+        assert compiled(rows[f"logits_ptr=*{dtype}"]).special == 16 + 2 * vectors
+
+
 ROWS = [*activation(), *adamw_steps(), *cross_entropies(), *moe_router(), *permutes(), *rope()]
 
 
