@@ -457,6 +457,20 @@ def test_resumes_are_mended_where_megatron_takes_torchs_adam(monkeypatch, device
     assert found == [] if text is None else text in found[0]
 
 
+@pytest.mark.parametrize(
+    ("device", "tokens", "text"),
+    [("cpu", 4096, None), ("cpu", 65536, "65,536 tokens"), ("cuda", 4096, "in no fixed order")],
+)
+def test_auto_leaves_rows_of_the_embedding_off_where_they_do_not_pay_or_repeat(device, tokens, text):
+    feature = runtime.catalogue()["use_fused_embedding"]
+    sizes = {"micro_batch_size": 4, "seq_length": tokens // 4, "vocab_size": 32000, "tensor_model_parallel_size": 1}
+    asked = context(feature, sizes, device=device)
+    by_auto = replace(asked, settings=Settings({}))
+    assert reasons(feature, asked) == []
+    found = automatic_reasons([feature], by_auto)["use_fused_embedding"]
+    assert found == [] if text is None else text in found[0]
+
+
 @pytest.mark.parametrize("name", BASE)
 def test_every_conflicting_argument_is_a_reason(name):
     feature = runtime.catalogue()[name]
