@@ -66,6 +66,7 @@ def test_over_the_emulation(
     sizes, options, wanted = CALLS[name]
     monkeypatch.setattr(cuda_flash, "_is_newer", lambda: newer)
     monkeypatch.setattr(cuda_flash, "_lengths", set())
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     wanted = CUDNN if newer and name in BY_CUDNN else wanted
     options = dict(options)
     if "mask" in options:
@@ -119,6 +120,15 @@ def test_packs_go_to_the_kernel_in_one_call(
     torch.testing.assert_close(lse.double(), truth, rtol=1e-4, atol=1e-4)
 
 
+def test_deterministic_sums_are_not_cudnns(kernels: Aten, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_flash, "_is_newer", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attention(q, k, v, causal=True, return_lse=True)
+    assert kernels.calls == FLASH[:1]
+
+
 def test_dropout_with_a_sink_has_its_own_path(kernels: Aten) -> None:
     (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8)
     torch.manual_seed(0)
@@ -140,6 +150,7 @@ def test_on_fake_tensors(name: str, newer: bool, monkeypatch: pytest.MonkeyPatch
     """PyTorch's own fake kernels take the calls: names, order and shapes. (Autograd wants a real device.)"""
     monkeypatch.setattr(cuda_kernels, "_flash_missing", lambda: ())
     monkeypatch.setattr(cuda_flash, "_is_newer", lambda: newer)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     sizes, options, _ = CALLS[name]
     sq, sk, b, n, g, d, dv = sizes
     with FakeTensorMode(), torch.no_grad():

@@ -124,6 +124,10 @@ def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
     sq, sk = q.shape[0], k.shape[0]
     if spec.window is not None or (spec.causal and sq != sk) or _width(q.shape[3], v.shape[3]) > 128:
         return False
+    # Called directly, cuDNN asks for neither of these.
+    cudnn: Any = torch.backends.cudnn
+    if torch.are_deterministic_algorithms_enabled() or not cudnn.is_available():
+        return False
     return cuda_flash.takes_cudnn(masked=False, queries=sq, keys=sk)
 
 
