@@ -98,7 +98,8 @@ class PinnedBufferPool:
         except RuntimeError as error:
             raise MemoryError(f"no {nbytes:,} bytes of host memory: {error}") from error
         self.nbytes += sum(missing)
-        self._free = [piece for piece in self._free if piece not in found]
+        for piece in found:  # in place: a collected record may release its buffer at any time
+            self._free.remove(piece)
         return Buffer(found + made)
 
     def _matching(self, nbytes: int) -> tuple[list[PinnedPiece], list[int]]:
