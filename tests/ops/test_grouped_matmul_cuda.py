@@ -89,6 +89,25 @@ def test_cuda_tables_are_made_once_and_say_what_is_aligned() -> None:
     assert not cuda._addresses([torch.zeros(40, device=DEVICE)[1:]])[1]
 
 
+@pytest.mark.skipif(not cuda._COUNTS_MANY, reason="this PyTorch counts writes to one tensor at a time")
+def test_the_host_asks_once_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 143 us for 128 experts 50 were counts of writes, one by one, and 15 addresses."""
+    calls: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: calls.append("kernel")
+
+    monkeypatch.setattr(cuda, "gradient_kernel", Kernel())
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda tensors: calls.append("version"))
+    monkeypatch.setattr("mindspeed_lite.ops.traced.address", lambda tensor: calls.append("address") or 0)
+    main_grads = [torch.zeros(4, 8) for _ in range(16)]
+    cuda.accumulate_weight_gradients(
+        main_grads, torch.ones(16, 4), torch.ones(16, 8), torch.ones(16, dtype=torch.int64)
+    )
+    assert calls == ["kernel", "version"]
+
+
 @pytest.mark.parametrize("cache", ["grouped_matmul", "adamw", "attention", "rope"])
 def test_a_stream_reads_only_what_it_filled(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that another stream filled may not be there yet, and one that it evicts may be overwritten."""
