@@ -37,6 +37,7 @@ from ._shared.attention_core import (
     READS,
     RELIES_ON,
     WITHOUT_QUERY_NORM,
+    choose_flash_kernels,
     dropout_generator,
     pack_reasons,
     packing_of,
@@ -101,6 +102,7 @@ def _forward(wrapped: Function, session: Session) -> Function:
         group = group_of(self, packed_seq_params) if self.config.context_parallel_size > 1 else None
         if group is None:
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        choose_flash_kernels(session, NAME, self, query)
         is_pack = packed_seq_params is not None
         call = read_call(self, query, attention_mask, is_pack)
         reasons = [] if attention_bias is None else ["an attention bias"]

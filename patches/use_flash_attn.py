@@ -10,11 +10,11 @@ what the backend lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Session, Settings
-from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
+from mindspeed_lite.ops.attention import attend, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.attention_core import (
@@ -23,6 +23,7 @@ from ._shared.attention_core import (
     RELIES_ON,
     WITHOUT_QUERY_NORM,
     check,
+    choose_flash_kernels,
     dropout_generator,
     pack_reasons,
     packing_of,
@@ -36,13 +37,6 @@ _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
 def _forward(wrapped: Function, session: Session) -> Function:
-    def choose_kernels(module: Any) -> Callable[[], None]:
-        windowed = module.config.window_size is not None
-        choice, undo = cuda_flash.activate(dropout=module.attention_dropout.p > 0.0, window=windowed)
-        session.on_end(undo)
-        session.log_decision(f"{FEATURE.name}: {choice}")
-        return undo
-
     def forward(
         self: Any,
         query: Any,
@@ -53,8 +47,7 @@ def _forward(wrapped: Function, session: Session) -> Function:
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        if query.device.type == "cuda":  # torch_npu may set `is_cuda` on an NPU tensor
-            session.state("flash_kernels", lambda: choose_kernels(self))
+        choose_flash_kernels(session, FEATURE.name, self, query)
         call = read_call(self, query, attention_mask, packed_seq_params is not None)
         spec = packing = None
         reasons = [] if attention_bias is None else ["an attention bias needs another kernel"]

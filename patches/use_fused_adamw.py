@@ -9,7 +9,6 @@ options, and from deferred clipping where gradients are read later.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Ov
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.optim.fused_adam import StepData, adopt, release
 from mindspeed_lite.optim.grad_norm import l2norm
+from mindspeed_lite.platform.megatron import fused_adam_packages
 
 from ._shared.conditions import fsdp_args
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, copy_main, has_fused_step
@@ -208,9 +208,7 @@ def _why_not(context: Context) -> list[str]:
     if optimizer != "adam":
         reasons.append(f"--optimizer {optimizer} is not Adam")
     if context.device == "cuda":
-        for package, name in (("transformer_engine", "Transformer Engine"), ("apex", "Apex")):
-            if importlib.util.find_spec(package) is not None:
-                reasons.append(f"{name} is installed, and Megatron takes its fused Adam")
+        reasons += [f"{name} is installed, and Megatron takes its fused Adam" for name in fused_adam_packages()]
     return reasons
 
 

@@ -1,8 +1,9 @@
 """`--use-fused-embedding`: embedding without masked assignment, row-sparse gradient.
 
 Reaches `VocabParallelEmbedding.forward`. Megatron assigns zeros to other ranks' tokens, which syncs the device, and
-makes a dense [V, h] gradient per micro-batch. Leaves collectives and gradient hooks alone. Falls back in deterministic
-mode, for sharded weights and inference collectives; the gradient stays dense without a main gradient.
+makes a dense [V, h] gradient per micro-batch. Leaves collectives and gradient hooks alone. Auto leaves it off on CUDA,
+where sums of rows vary from run to run. Falls back in deterministic mode, for sharded weights and inference
+collectives; the gradient stays dense without a main gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from mindspeed_lite.engine import Context, Feature, Function, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
-from ._shared.conditions import conflict_reasons, fsdp_args, holding
+from ._shared.conditions import conflict_reasons, every, fsdp_args, holding
 from ._shared.wrappers import leave_out
 
 # Devices whose PyTorch adds a sparse tensor to a dense one.
@@ -86,13 +87,26 @@ def _why_not(context: Context) -> list[str]:
     return [f"{one}, and {reason}" for reason in reasons]
 
 
+def _auto_leaves_off(context: Context) -> list[str]:
+    """What only the flag turns on: sums whose order varies, and rows as many as the vocabulary's."""
+    if context.settings.get("use_fused_embedding", False):
+        return []
+    if context.device == "cuda":
+        return ["CUDA adds its rows in no fixed order, so that runs differ in the last bits: enable it with its flag"]
+    tokens = (context.arg("micro_batch_size", None) or 1) * (context.arg("seq_length", None) or 0)
+    words = context.arg("padded_vocab_size", None) or context.arg("vocab_size", None) or 0
+    if context.arg("tensor_model_parallel_size", 2) == 1 and 0 < words <= tokens:
+        return [f"a micro-batch of {tokens:,} tokens has no fewer rows than the vocabulary of {words:,}"]
+    return []
+
+
 FEATURE = Feature(
     name="use_fused_embedding",
     summary="the embedding without an assignment to masked positions, its gradient in the rows looked up",
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves one 16-bit gradient of the vocabulary in each micro-batch",
-    condition=_why_not,
+    condition=every(_why_not, _auto_leaves_off),
     conflicting_args={"deterministic_mode": "--deterministic-mode asks for another gradient kernel"},
     operators=("vocab_embedding",),
     patches=(Override("megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward", _forward),),

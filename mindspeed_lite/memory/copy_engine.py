@@ -3,20 +3,55 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from mindspeed_lite.platform.side_stream import DeviceStream, Event
 
-# Similar sizes share buffers up to this ratio.
-_SLACK = 1.25
+# Bytes of the smallest piece.
+_SMALLEST = 4096
 
 
-class Buffer:
+class PinnedPiece:
+    """Pinned memory of a power of two, and the last copy from or to it."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.last: Event | None = None
+
+
+class Buffer:
+    """Pinned memory in pieces: a host allocator rounds each allocation up to a power of two."""
+
+    def __init__(self, pieces: Sequence[PinnedPiece]) -> None:
+        self.pieces = pieces
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.tensor.numel() for piece in self.pieces)
+
+    def write(self, source: torch.Tensor) -> None:
+        for held, part in self._pairs(source):
+            held.copy_(part, non_blocking=True)
+
+    def read(self, target: torch.Tensor) -> None:
+        for held, part in self._pairs(target):
+            part.copy_(held, non_blocking=True)
+
+    def copied_by(self, copy: Callable[[list[Event]], Event]) -> Event:
+        """Issue `copy` after the given copies from or to the pieces."""
+        event = copy([piece.last for piece in self.pieces if piece.last is not None])
+        for piece in self.pieces:
+            piece.last = event
+        return event
+
+    def _pairs(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        start = 0
+        for piece in self.pieces:
+            part = tensor[start : start + piece.tensor.numel()]
+            yield piece.tensor[: part.numel()], part
+            start += piece.tensor.numel()
 
 
 class CopyEngine:
@@ -31,57 +66,71 @@ class CopyEngine:
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
         """Copy a contiguous uint8 device tensor into the first bytes of `buffer`."""
-        return _copy(self._d2h, source, buffer.tensor[: source.numel()], buffer)
+        return buffer.copied_by(lambda after: self._d2h.run(lambda: buffer.write(source), after))
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
         """Copy the first bytes of `buffer` to a contiguous uint8 device tensor."""
-        return _copy(self._h2d, buffer.tensor[: target.numel()], target, buffer)
+        return buffer.copied_by(lambda after: self._h2d.run(lambda: buffer.read(target), after))
 
     def wait(self, event: Event) -> None:
         """Makes later compute wait for the copy."""
         self._d2h.wait(event)
 
 
-def _copy(stream: DeviceStream, source: torch.Tensor, target: torch.Tensor, buffer: Buffer) -> Event:
-    buffer.last = stream.run(lambda: target.copy_(source, non_blocking=True), after=buffer.last)
-    return buffer.last
-
-
 class PinnedBufferPool:
-    """Reuses pinned buffers; budget: total bytes, None for no limit."""
+    """Buffers of reused pieces; budget: bytes that are pinned, None for no limit."""
 
     def __init__(self, engine: CopyEngine, budget: int | None = None) -> None:
         self._engine = engine
         self._budget = budget
-        self._free: list[Buffer] = []
+        self._free: list[PinnedPiece] = []
         self.nbytes = 0
 
     def acquire(self, nbytes: int) -> Buffer:
         """Buffer of at least `nbytes`. Raises MemoryError."""
-        fitting = [each for each in self._free if nbytes <= each.tensor.numel() <= max(nbytes * _SLACK, nbytes + 4096)]
-        if fitting:
-            found = min(fitting, key=lambda each: each.tensor.numel())
-            self._free.remove(found)
-            return found
-        self._make_room(nbytes)
+        found, missing = self._matching(nbytes)
+        if not self._has_room(missing):
+            found, missing = self._any(nbytes)
+        if not self._has_room(missing):
+            raise MemoryError(f"{nbytes:,} bytes more than the budget of {self._budget:,} bytes of host memory allows")
         try:
-            buffer = Buffer(self._engine.allocate(nbytes))
+            made = [PinnedPiece(self._engine.allocate(each)) for each in missing]
         except RuntimeError as error:
             raise MemoryError(f"no {nbytes:,} bytes of host memory: {error}") from error
-        self.nbytes += nbytes
-        return buffer
+        self.nbytes += sum(missing)
+        for piece in found:  # in place: a collected record may release its buffer at any time
+            self._free.remove(piece)
+        return Buffer(found + made)
+
+    def _matching(self, nbytes: int) -> tuple[list[PinnedPiece], list[int]]:
+        """Free pieces of the sizes that `nbytes` takes, and the sizes of others."""
+        missing, found = _sizes(nbytes), []
+        for piece in self._free:
+            if piece.tensor.numel() in missing:
+                missing.remove(piece.tensor.numel())
+                found.append(piece)
+        return found, missing
+
+    def _any(self, nbytes: int) -> tuple[list[PinnedPiece], list[int]]:
+        found, rest = [], nbytes
+        for piece in sorted(self._free, key=lambda each: each.tensor.numel(), reverse=True):
+            if rest > 0:
+                found.append(piece)
+                rest -= piece.tensor.numel()
+        return found, _sizes(rest) if rest > 0 else []
+
+    def _has_room(self, sizes: list[int]) -> bool:
+        return not sizes or self._budget is None or self.nbytes + sum(sizes) <= self._budget
 
     def release(self, buffer: Buffer) -> None:
-        self._free.append(buffer)
+        self._free += buffer.pieces
 
-    def _make_room(self, nbytes: int) -> None:
-        if self._budget is None:
-            return
-        self._free.sort(key=lambda each: each.tensor.numel())
-        while self._free and self.nbytes + nbytes > self._budget:
-            self.nbytes -= self._free.pop().tensor.numel()
-        if self.nbytes + nbytes > self._budget:
-            raise MemoryError(f"{nbytes:,} bytes more than the budget of {self._budget:,} bytes of host memory allows")
+
+def _sizes(nbytes: int) -> list[int]:
+    """At most four powers of two that hold `nbytes` and at most an eighth more."""
+    unit = max(_SMALLEST, (1 << nbytes.bit_length() - 1) // 8)
+    units = -(-nbytes // unit)
+    return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
 
 
 # Per direction; the first allocates.
@@ -92,7 +141,8 @@ def bandwidths(
     engine: CopyEngine, device: torch.device, nbytes: int, synchronize: Callable[[], None]
 ) -> tuple[float, float]:
     """Fastest bytes per second to the host and back. Raises MemoryError or RuntimeError."""
-    source, buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device), Buffer(engine.allocate(nbytes))
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    buffer = Buffer([PinnedPiece(engine.allocate(nbytes))])
 
     def seconds(copy: Callable[[], Event]) -> float:
         synchronize()

@@ -1,7 +1,7 @@
 """Allocates host memory that device kernels read and write directly.
 
 CPU     a mapped file, unlinked at once: unused pages can leave memory.
-CUDA    pinned memory as a device tensor (unified virtual addressing).
+CUDA    registered pages as a device tensor (unified virtual addressing).
 NPU     `torch_npu.empty_with_swapped_memory`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -77,20 +78,34 @@ def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pinned:
-    def __init__(self, host: torch.Tensor) -> None:
-        self._host = host
+    """Pages that CUDA maps; PyTorch's own pinned memory would be rounded up to a power of two."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        page = os.sysconf("SC_PAGE_SIZE")
+        size = -(-max(nbytes, 1) // page) * page
+        self._memory = torch.empty(size + page, dtype=torch.uint8)
+        self._device = device
+        self.address = -(-self._memory.data_ptr() // page) * page
+        if int(torch.cuda.cudart().cudaHostRegister(self.address, size, 0)):  # type: ignore[no-untyped-call]
+            raise RuntimeError(f"CUDA does not map {size:,} bytes")
         self.__cuda_array_interface__ = {
-            "shape": (host.numel(),),
+            "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (host.data_ptr(), False),
+            "data": (self.address, False),
             "version": 3,
         }
 
+    def __del__(self) -> None:
+        # A tensor refers to this until its memory is freed; the process's end unmaps the rest.
+        if hasattr(self, "__cuda_array_interface__") and not sys.is_finalizing():
+            torch.cuda.synchronize(self._device)
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+
 
 def _pinned(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    host = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, pin_memory=True)
-    found = torch.as_tensor(_Pinned(host), device=device)
-    if found.data_ptr() != host.data_ptr():
+    host = _Pinned(shape.numel() * dtype.itemsize, device)
+    found = torch.as_tensor(host, device=device)
+    if found.data_ptr() != host.address:
         raise RuntimeError("the device has another address for pinned memory than the host")
     return found.view(dtype).view(shape)
 

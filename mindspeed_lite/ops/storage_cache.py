@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mindspeed_lite.ops.streams import stream_id
+
 T = TypeVar("T")
 
 # Cached storages, and values per storage.
@@ -30,7 +32,7 @@ class _Entry:
 
 
 class StorageVersionCache:
-    """Cache keyed by storage and version."""
+    """Cache keyed by storage, version and stream."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -41,7 +43,8 @@ class StorageVersionCache:
             # Compiled graphs trace it; inference tensors have no version.
             return make()
         address = source.untyped_storage()._cdata
-        full = (key, source.storage_offset(), source.shape, source.stride(), source.dtype)
+        stream = stream_id(source.device)
+        full = (key, stream, source.storage_offset(), source.shape, source.stride(), source.dtype)
         entry = self._entries.get(address)
         if entry is not None and entry.version == source._version:
             value: T | None = entry.values.get(full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -51,6 +51,16 @@ def plain_torch() -> Iterator[None]:
 
 class NoMemoryError(RuntimeError):
     """A kernel was given a tensor with released storage."""
+
+
+# No memory is mapped below; released storage has an address of 0 and its view's offset.
+_LOWEST = 1 << 24
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """`address` of each."""
+    found = tuple(map(Tensor.data_ptr, tensors))
+    return tuple(map(address, tensors)) if dry or min(found, default=_LOWEST) < _LOWEST else found
 
 
 def address(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -52,15 +53,21 @@ def gather_matmul(
     x = x.contiguous()
     y = x.new_empty(size, rows, w.shape[1])
     kept = x.new_empty(size, rows, x.shape[1]) if keep else None
-    coming = []
-    for part in parts(rows, chunks):
+
+    def send(part: slice) -> tuple[slice, Tensor, dist.Work]:
         buffer = x.new_empty(size, part.stop - part.start, x.shape[1])
-        handle = dist.all_gather_into_tensor(buffer.flatten(0, 1), x[part], group=group, async_op=True)
-        coming.append((part, buffer, handle))
+        return part, buffer, dist.all_gather_into_tensor(buffer.flatten(0, 1), x[part], group=group, async_op=True)
+
+    messages = map(send, parts(rows, chunks))
+    # A product on CPU blocks the host: all messages go first. A device with one hardware queue starts kernels in the
+    # order of issue, and a message waits for the one before it: each goes before the product that it overlaps with.
+    coming = deque(itertools.islice(messages, chunks if x.device.type == "cpu" else 1))
     torch.mm(x, w, out=y[rank])
     if kept is not None:
         kept[rank].copy_(x)
-    for part, buffer, handle in coming:
+    while coming:
+        coming.extend(itertools.islice(messages, 1))
+        part, buffer, handle = coming.popleft()
         handle.wait()
         for other in range(size):
             if other == rank:

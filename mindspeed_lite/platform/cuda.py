@@ -1,4 +1,4 @@
-"""CUDA device: Megatron's native device, so nothing is changed."""
+"""CUDA device: Megatron's native device, so nothing is changed in PyTorch."""
 
 from __future__ import annotations
 

@@ -227,8 +227,10 @@ def _adam_state_before_first_step(wrapped: Callable[..., Any], session: Session)
         if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state:
             for group in inner.param_groups:
                 for parameter in group["params"]:
+                    # A captured step counts on the device.
+                    device = parameter.device if group.get("capturable") else "cpu"
                     inner.state[parameter] = {
-                        "step": torch.tensor(0.0, dtype=torch.float32),
+                        "step": torch.tensor(0.0, dtype=torch.float32, device=device),
                         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                         "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                     }
@@ -252,7 +254,7 @@ def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> 
             step = steps.pop()
             for state in self.optimizer.state.values():
                 if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = torch.tensor(step, dtype=torch.float32)
+                    state["step"] = torch.tensor(step, dtype=torch.float32, device=state["step"].device)
         return result
 
     return load_state_dict
@@ -354,6 +356,17 @@ def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch
     return always(name, summary, *patches, condition=condition)
 
 
+def fused_adam_packages() -> list[str]:
+    """Installed packages whose Adam Megatron takes instead of torch's."""
+    names = {"transformer_engine": "Transformer Engine", "apex": "Apex"}
+    return [name for package, name in names.items() if importlib.util.find_spec(package) is not None]
+
+
+def _has_torch_adam(context: Context) -> Sequence[str]:
+    others = fused_adam_packages() if context.device == "cuda" else []
+    return [f"{name} is installed, and Megatron takes its fused Adam" for name in others]
+
+
 ASSUMPTIONS: tuple[Feature, ...] = (
     _assumption(
         "device_sequence_parallel_norm",
@@ -372,10 +385,9 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ("cpu",),
         Override("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),
     ),
-    _assumption(
+    always(
         "device_adam_state",
         "the distributed optimizer loads checkpoints with torch's Adam",
-        ("cpu", "npu"),
         Around(f"{_DISTRIBUTED}.state_dict", _adam_state_before_first_step, reads=["optimizer"]),
         Around(f"{_DISTRIBUTED}.load_state_dict", _step_count_of_checkpoint, reads=["optimizer"]),
         Override(
@@ -383,6 +395,7 @@ ASSUMPTIONS: tuple[Feature, ...] = (
             _state_without_step_count,
             reads=["optimizer", "model_param_group_index_map"],
         ),
+        condition=_has_torch_adam,
     ),
     _assumption(
         "device_dataset_helpers",

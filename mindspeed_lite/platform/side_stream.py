@@ -6,7 +6,7 @@ Events order the streams; the host never blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,11 +23,10 @@ class DeviceStream:
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
-    def run(self, job: Job, after: Event | None = None) -> Event:
-        """Issue `job` after compute issued so far and the event `after`."""
-        self._stream.wait_event(self._compute().record_event())
-        if after is not None:
-            self._stream.wait_event(after)
+    def run(self, job: Job, after: Iterable[Event] = ()) -> Event:
+        """Issue `job` after compute issued so far and the events `after`."""
+        for event in (self._compute().record_event(), *after):
+            self._stream.wait_event(event)
         with self._module.stream(self._stream):
             job()
         return self._stream.record_event()

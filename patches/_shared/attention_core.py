@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Session
-from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
+from mindspeed_lite.ops.attention import AttentionSpec, cuda_flash, packed, reference
 from mindspeed_lite.platform.megatron import CONFIG
 
 from .wrappers import leave_out, verify
@@ -47,6 +47,20 @@ class CoreCall(NamedTuple):
     scale: float
     dropout_p: float
     sink: Any
+
+
+def choose_flash_kernels(session: Session, name: str, module: Any, query: Tensor) -> None:
+    """Activate the device's flash attention for all callers, at the first call of a training on CUDA."""
+
+    def choose() -> bool:
+        windowed = getattr(module.config, "window_size", None) is not None
+        choice, undo = cuda_flash.activate(dropout=module.attention_dropout.p > 0.0, window=windowed)
+        session.on_end(undo)
+        session.log_decision(f"{name}: {choice}")
+        return True
+
+    if query.device.type == "cuda":  # torch_npu may set `is_cuda` on an NPU tensor
+        session.state("flash_kernels", choose)
 
 
 def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> CoreCall:

@@ -60,14 +60,14 @@ class Lanes:
             if held is None:
                 self.faults += 1
             elif held.nbytes() >= size:
-                buffer.tensor[:size].copy_(as_bytes(held)[:size])
+                buffer.write(as_bytes(held)[:size])
 
         return self._submit("out", size, buffer, copy)
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Done:
         # Whoever reads it before it has come reads this.
         target.fill_(0xCD)
-        return self._submit("back", target.numel(), buffer, lambda: target.copy_(buffer.tensor[: target.numel()]))
+        return self._submit("back", target.numel(), buffer, lambda: buffer.read(target))
 
     def wait(self, mark: Done) -> None:
         before = time.perf_counter()
@@ -75,18 +75,19 @@ class Lanes:
         self.waited += time.perf_counter() - before
 
     def _submit(self, lane: str, nbytes: int, buffer: Buffer, copy: Callable[[], Any]) -> Done:
-        earlier, done = buffer.last, Done()
+        def issue(after: list[Done]) -> Done:
+            def job() -> None:
+                for earlier in after:
+                    earlier.event.wait()
+                time.sleep(nbytes / self.bandwidth)
+                copy()
 
-        def job() -> None:
-            if earlier is not None:
-                earlier.event.wait()
-            time.sleep(nbytes / self.bandwidth)
-            copy()
+            done = Done()
+            self._queues[lane].put((job, done))
+            return done
 
-        buffer.last = done
         self.moved[lane] += nbytes
-        self._queues[lane].put((job, done))
-        return done
+        return buffer.copied_by(issue)
 
     @staticmethod
     def _work(jobs: queue.SimpleQueue[tuple[Callable[[], None], Done]]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +38,33 @@ def test_a_tensor_is_one_like_others_and_has_no_name_on_disk(
     tensor.copy_(expected)
     host.release([tensor])
     assert torch.equal(tensor, expected)
+
+
+def test_cuda_maps_no_more_than_a_tensor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: dict[int, int] = {}
+    owners: list[Any] = []
+
+    def as_tensor(owner: Any, device: torch.device) -> torch.Tensor:
+        owners.append(owner)
+        given = owner.__cuda_array_interface__
+        return torch.frombuffer((ctypes.c_uint8 * given["shape"][0]).from_address(given["data"][0]), dtype=torch.uint8)
+
+    calls = {
+        "cudaHostRegister": lambda address, size, flags: mapped.update({address: size}) or 0,
+        "cudaHostUnregister": mapped.pop,
+    }
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**calls))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    page = os.sysconf("SC_PAGE_SIZE")
+    tensor = host.empty(torch.Size([3 * page]), torch.float32, torch.device("cuda"))
+    tensor.fill_(1.0)
+    assert mapped == {tensor.data_ptr(): 12 * page} and tensor.data_ptr() % page == 0
+    owners.clear()
+    assert not mapped
+    calls["cudaHostRegister"] = lambda *_: 2
+    with pytest.raises(MemoryError, match="does not map"):
+        host.empty(torch.Size([8]), torch.float32, torch.device("cuda"))
 
 
 # Resident memory in MiB before and after what is written is released, and the sum of it all read again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_lite.memory import offload as module
+from mindspeed_lite.memory.copy_engine import Buffer, PinnedBufferPool
 from mindspeed_lite.memory.offload import Offload
 from tests.harness.lanes import Lanes
 
@@ -201,6 +203,40 @@ def test_who_comes_to_the_address_of_an_emptied_storage_is_another() -> None:
         (found,) = torch.autograd.grad(sine.sum(), x)
         assert torch.equal(found, values.cos())
     assert met, "no block was given again: this shows nothing"
+
+
+class Rounding:
+    """A host allocator that rounds up to powers of two and keeps what is freed, as PyTorch's."""
+
+    def __init__(self) -> None:
+        self.pinned = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.pinned += 1 << (nbytes - 1).bit_length()
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_pinned_memory_stays_within_its_budget_and_near_what_is_asked_for() -> None:
+    engine, draws = Rounding(), random.Random(1)
+    pool = PinnedBufferPool(engine, budget=40 << 20)
+    held: list[Buffer] = []
+    asked = [draws.randrange(1 << 16, 6 << 20) for _ in range(200)]
+    for nbytes in asked:
+        while True:
+            try:
+                held.append(pool.acquire(nbytes))
+            except MemoryError:
+                pool.release(held.pop(draws.randrange(len(held))))
+            else:
+                break
+        assert held[-1].nbytes >= nbytes and engine.pinned == pool.nbytes <= 40 << 20
+    single = PinnedBufferPool(Rounding())
+    assert all(nbytes <= single.acquire(nbytes).nbytes <= 1.125 * nbytes + 4096 for nbytes in [*asked, 1, 1 << 20])
+    values, back = torch.randint(0, 255, (70_001,), dtype=torch.uint8), torch.zeros(70_001, dtype=torch.uint8)
+    buffer = single.acquire(70_001)
+    buffer.write(values)
+    buffer.read(back)
+    assert len(buffer.pieces) > 1 and torch.equal(values, back)
 
 
 @pytest.mark.parametrize("lack", ["budget", "allocation"])

@@ -53,13 +53,11 @@ class Late:
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> int:
-        nbytes = source.numel()
-        return self._copy("out", source, buffer, lambda memory: buffer.tensor[:nbytes].copy_(memory))
+        return self._copy("out", source, buffer, buffer.write)
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> int:
         target.fill_(0xCD)
-        nbytes = target.numel()
-        return self._copy("back", target, buffer, lambda memory: memory.copy_(buffer.tensor[:nbytes]))
+        return self._copy("back", target, buffer, buffer.read)
 
     def wait(self, mark: int) -> None:
         self._jobs.pop(mark, lambda: None)()
@@ -72,19 +70,21 @@ class Late:
     def _copy(self, lane: str, memory: torch.Tensor, buffer: Buffer, copy: Callable[[torch.Tensor], Any]) -> int:
         self.order.append(f"{lane} {memory.numel()}")
         storage = memory.untyped_storage()
-        reference, nbytes, earlier = StorageWeakRef(storage), storage.nbytes(), buffer.last
+        reference, nbytes = StorageWeakRef(storage), storage.nbytes()
         self._seen[storage._cdata] = (reference, nbytes)
 
-        def job() -> None:
-            if earlier is not None:
-                self.wait(earlier)
-            alive = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            assert alive is not None, "memory was freed under a copy"
-            copy(torch.empty(0, dtype=torch.uint8).set_(alive))
+        def issue(after: list[int]) -> int:
+            def job() -> None:
+                for earlier in after:
+                    self.wait(earlier)
+                alive = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                assert alive is not None, "memory was freed under a copy"
+                copy(torch.empty(0, dtype=torch.uint8).set_(alive))
 
-        mark = buffer.last = len(self.order)
-        self._jobs[mark] = job
-        return mark
+            self._jobs[len(self.order)] = job
+            return len(self.order)
+
+        return buffer.copied_by(issue)
 
 
 def swapped(link: Any = None, times: int = 3, on_refusal: Any = None) -> SwappedOptimizerState:
@@ -174,7 +174,7 @@ def test_every_form_trains_to_the_same_bits(placement: str, form: str, shares: b
         optimizer.step()
         assert mapped(optimizer) == LARGE
     else:
-        assert optimizer.placement._pool.nbytes == size * NUMBERS, "buffers are used again"
+        assert optimizer.placement._pool.nbytes <= 1.125 * size * NUMBERS, "buffers are used again"
         sizes = [optimizer.state[main]["exp_avg"].untyped_storage().nbytes() for main in mains if main.numel() > 100]
         assert max(sizes) <= 4, "placeholders"
 
@@ -266,7 +266,8 @@ def test_a_budget_is_kept_by_all_that_share_it() -> None:
 def test_no_more_room_is_said_once_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     expected = steps(*optimizer_of(None), 4)
-    for fail_at, left in ((0, []), (3, ["(300, 100)", "(20000,)", "(50, 900)"]), (7, [*map(str, LARGE)])):
+    # The parameters take 4, 2, 3, 2 and 3 pieces, as do their moments.
+    for fail_at, left in ((0, []), (9, ["(300, 100)", "(20000,)", "(50, 900)"]), (22, [*map(str, LARGE)])):
         said.clear()
         optimizer, mains = optimizer_of(swapped(Lanes(fail_at=fail_at), on_refusal=said.append))
         assert same(steps(optimizer, mains, 4), expected)

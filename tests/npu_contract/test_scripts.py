@@ -71,7 +71,8 @@ engine.wait(engine.d2h(as_bytes(there.untyped_storage())[: there.nbytes], buffer
 again = torch.empty(there.nbytes, dtype=torch.uint8, device=device)
 engine.wait(engine.h2d(buffer, again))
 torch.npu.synchronize()
-print(buffer.tensor.is_pinned(), torch.equal(buffer.tensor.view(torch.int32), numbers), end=" ")
+pinned = torch.cat([piece.tensor for piece in buffer.pieces])[: there.nbytes]
+print(all(piece.tensor.is_pinned() for piece in buffer.pieces), torch.equal(pinned.view(torch.int32), numbers), end=" ")
 print(torch.equal(again.cpu().view(torch.int32), numbers), flush=True)
 """
 

@@ -1,4 +1,4 @@
-"""PyTorch's flash CUDA kernels, on CPU tensors, by their schemas and by what is known of them.
+"""PyTorch's flash and cuDNN kernels, on CPU tensors, by their schemas and by what is known of them.
 
 What they are known to refuse raises. A row without keys comes out as NaN.
 """
@@ -141,3 +141,30 @@ def _flash_attention_backward(**args: Any) -> tuple[torch.Tensor, ...]:
         scores = _scores(one[1], one[2], scale, _visible(one[1].shape[1], one[2].shape[1], *limits))
         parts.append(_backward(scores, scale, *one))
     return tuple(torch.cat([part[i].squeeze(0) for part in parts]) for i in range(3))
+
+
+def _cudnn(args: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Inputs as flash has them, and the visible keys: causal order is aligned to the first."""
+    given = [args[name] for name in ("query", "key", "value", "grad_out", "out") if name in args]
+    _check_flash(*given, dims=4)
+    if args["dropout_p"] != 0.0 or args["attn_bias"] is not None or max(t.shape[-1] for t in given) > 128:
+        raise NotImplementedError
+    rows, keys = given[0].shape[2], given[1].shape[2]
+    visible = torch.ones(rows, keys, dtype=torch.bool).tril() if args["is_causal"] else None
+    return [t.transpose(1, 2) for t in given], visible
+
+
+def _scaled_dot_product_cudnn_attention(**args: Any) -> tuple[torch.Tensor | None, ...]:
+    (q, k, v), visible = _cudnn(args)
+    assert args["compute_log_sumexp"] and not args["return_debug_mask"]
+    out, lse = _forward(_scores(q, k, args["scale"], visible), v, q.dtype)
+    return out.transpose(1, 2), lse.unsqueeze(-1), *[None] * 7
+
+
+def _scaled_dot_product_cudnn_attention_backward(**args: Any) -> tuple[torch.Tensor, ...]:
+    (q, k, v, grad, out), visible = _cudnn(args)
+    lse = args["logsumexp"]
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1], 1) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert (args["max_q"], args["max_k"]) == (q.shape[1], k.shape[1])
+    scores = _scores(q, k, args["scale"], visible)
+    return tuple(t.transpose(1, 2) for t in _backward(scores, args["scale"], grad, q, k, v, out, lse.squeeze(-1)))

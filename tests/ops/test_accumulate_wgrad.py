@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -105,6 +107,28 @@ def test_an_older_torch_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "addmm", None)
     (reason,) = cuda.supported(Case("cuda", torch.bfloat16, torch.float32, True))
     assert "does not add a 16-bit product to an fp32 matrix" in reason
+
+
+def _fails(*_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+@pytest.mark.parametrize(
+    ("product", "words"),
+    [
+        (lambda main, dy, x: main.add_(dy.float().t() @ x.float()), ""),
+        (lambda main, dy, x: main.copy_(dy.float().t() @ x.float()), "wrongly"),
+        (lambda main, dy, x: main + dy.float().t() @ x.float(), "wrongly"),
+        (_fails, "CUBLAS_STATUS_NOT_SUPPORTED"),
+    ],
+)
+def test_the_cuda_call_is_tried_by_its_value(
+    product: Callable[..., torch.Tensor], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that forgets the accumulation buffer, or writes elsewhere, raises nothing."""
+    monkeypatch.setattr(cuda, "_add_product", product)
+    found = cuda._wrong_sums.__wrapped__(torch.bfloat16, "cpu")
+    assert words in found[0] if words else found == ()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed_lite.ops.attention import cuda, cuda_kernels, packed, prepare
+from mindspeed_lite.ops.attention import cuda, cuda_flash, cuda_kernels, packed, prepare
 from mindspeed_lite.ops.attention.packed import Packing
 from tests.harness.compare import forward_backward
 from tests.harness.errors import assert_within, bound
@@ -18,7 +18,10 @@ from tests.ops.cuda_twin import Aten
 
 NAMES = ("out", "dq", "dk", "dv", "dsink")
 FLASH = ["_flash_attention_forward", "_flash_attention_backward"]
+CUDNN = ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"]
 BLOCKED: list[str] = []
+# Calls of flash that cuDNN serves too: no window, causal with as many queries as keys, heads of at most 128.
+BY_CUDNN = ("log-sum-exp", "causal", "sink", "smaller values and a sink", "heads of 10 and 5")
 
 
 @pytest.fixture
@@ -56,9 +59,15 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", CALLS)
-def test_over_the_emulation(kernels: Aten, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "newer"), [*((name, False) for name in CALLS), *((name, True) for name in CALLS)])
+def test_over_the_emulation(
+    kernels: Aten, name: str, newer: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, options, wanted = CALLS[name]
+    monkeypatch.setattr(cuda_flash, "_is_newer", lambda: newer)
+    monkeypatch.setattr(cuda_flash, "_lengths", set())
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    wanted = CUDNN if newer and name in BY_CUDNN else wanted
     options = dict(options)
     if "mask" in options:
         options["mask"] = torch.rand(options["mask"], generator=torch.Generator().manual_seed(4)) > 0.6
@@ -111,6 +120,15 @@ def test_packs_go_to_the_kernel_in_one_call(
     torch.testing.assert_close(lse.double(), truth, rtol=1e-4, atol=1e-4)
 
 
+def test_deterministic_sums_are_not_cudnns(kernels: Aten, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_flash, "_is_newer", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attention(q, k, v, causal=True, return_lse=True)
+    assert kernels.calls == FLASH[:1]
+
+
 def test_dropout_with_a_sink_has_its_own_path(kernels: Aten) -> None:
     (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8)
     torch.manual_seed(0)
@@ -126,10 +144,13 @@ def test_reasons_name_what_flash_does_not_take() -> None:
     assert "float32" in reasons[0] and "300" in reasons[1]
 
 
+@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("name", [name for name, (_, _, wanted) in CALLS.items() if wanted])
-def test_on_fake_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_fake_tensors(name: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own fake kernels take the calls: names, order and shapes. (Autograd wants a real device.)"""
     monkeypatch.setattr(cuda_kernels, "_flash_missing", lambda: ())
+    monkeypatch.setattr(cuda_flash, "_is_newer", lambda: newer)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     sizes, options, _ = CALLS[name]
     sq, sk, b, n, g, d, dv = sizes
     with FakeTensorMode(), torch.no_grad():

@@ -33,6 +33,7 @@ class Switches:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
         monkeypatch.setattr(cuda_flash, "_is_installed", lambda _: installed)
         monkeypatch.setattr(cuda_flash, "_is_newer", lambda: capability >= 9)
+        monkeypatch.setattr(cuda_flash, "_lengths", set())
 
     def activate(self, name: str) -> None:
         if self.broken:
@@ -121,6 +122,15 @@ def test_cudnn_is_asked_first_where_no_other_is_active(switches: Make) -> None:
     found.active = "FA3"
     cuda.attention(q, k, v, prepare(q, k, v, causal=True))
     assert len(found.orders) == 1
+
+
+def test_cudnn_plans_no_more_than_sixteen_lengths(switches: Make) -> None:
+    found = switches(9)
+    for length in [*range(8, 28), 8]:
+        with cuda_flash.order(masked=False, queries=length, keys=length):
+            pass
+    firsts = [order[0] for order in found.orders]
+    assert firsts == ["CUDNN_ATTENTION"] * 16 + ["FLASH_ATTENTION"] * 4 + ["CUDNN_ATTENTION"]
 
 
 @pytest.mark.parametrize("capability", [8, 9])

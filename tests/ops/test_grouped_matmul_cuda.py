@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from mindspeed_lite.ops.storage_cache import StorageVersionCache
 from tests.harness.compare import error
 from tests.ops.experts import DTYPES, SLACK, Problem
 
@@ -85,3 +87,43 @@ def test_cuda_tables_are_made_once_and_say_what_is_aligned() -> None:
     assert table.tolist() == [each.data_ptr() for each in weights] and table.device.type == DEVICE
     assert aligned and cuda._addresses(weights)[0] is table
     assert not cuda._addresses([torch.zeros(40, device=DEVICE)[1:]])[1]
+
+
+@pytest.mark.skipif(not cuda._COUNTS_MANY, reason="this PyTorch counts writes to one tensor at a time")
+def test_the_host_asks_once_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 143 us for 128 experts 50 were counts of writes, one by one, and 15 addresses."""
+    calls: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: calls.append("kernel")
+
+    monkeypatch.setattr(cuda, "gradient_kernel", Kernel())
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda tensors: calls.append("version"))
+    monkeypatch.setattr("mindspeed_lite.ops.traced.address", lambda tensor: calls.append("address") or 0)
+    main_grads = [torch.zeros(4, 8) for _ in range(16)]
+    cuda.accumulate_weight_gradients(
+        main_grads, torch.ones(16, 4), torch.ones(16, 8), torch.ones(16, dtype=torch.int64)
+    )
+    assert calls == ["kernel", "version"]
+
+
+@pytest.mark.parametrize("cache", ["grouped_matmul", "adamw", "attention", "rope"])
+def test_a_stream_reads_only_what_it_filled(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that another stream filled may not be there yet, and one that it evicts may be overwritten."""
+    module = importlib.import_module({
+        "grouped_matmul": "mindspeed_lite.ops.grouped_matmul.cuda", "adamw": "mindspeed_lite.ops.adamw.cuda",
+        "attention": "mindspeed_lite.ops.attention.cuda_kernels", "rope": "mindspeed_lite.ops.storage_cache",
+    }[cache])  # fmt: skip
+    values, kept = torch.zeros(8), StorageVersionCache()
+    lookups: dict[str, Callable[[], Any]] = {
+        "grouped_matmul": lambda: module._addresses([values])[0],
+        "adamw": lambda: module._addresses([[values]] * 5, None, values.device)[0],
+        "attention": lambda: module.Ends.of((3, 5), (3, 5), values.device).q,
+        "rope": lambda: kept.get(values, "double", lambda: values.double()),
+    }
+    found = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(module, "stream_id", lambda device, stream=stream: stream)
+        found.append(lookups[cache]())
+    assert found[0] is found[2] is not found[1]

@@ -71,13 +71,13 @@ def moe_router() -> Iterator[Row]:
 
 def permutes() -> Iterator[Row]:
     sizes = "tokens=i32 experts=i32 blocks=i32"
-    of_pairs = f"routed=*u8 before=*i32 totals=*i32 {sizes} limit=i32 stride=i32 flat=i32"
+    of_pairs = f"routed=*u8 ends=*i32 offsets=*i32 {sizes} limit=i32 stride=i32 flat=i32"
     for tokens, experts in ((4, 256), (128, 8)):
         assert tokens * experts == permute._PAIRS
         how = {"TOKENS": tokens, "EXPERTS": experts}
         yield "permute.kernels:count_kernel", f"routed=*u8 counts=*i32 {sizes}", how, 4, 128
-        yield "permute.kernels:pair_kernel", f"{of_pairs} pairs=*i32 kept=*i32", how, 4, 128
-        yield "permute.kernels:order_kernel", f"{of_pairs} offsets=*i32 order=*i32", how, 4, 128
+        yield "permute.kernels:pair_kernel", f"{of_pairs} pairs=*i32", how, 4, 128
+        yield "permute.kernels:order_kernel", f"{of_pairs} order=*i32", how, 4, 128
     how = {"WIDTH": 4096, "BLOCK": 1024}
     for dtype in ("bf16", "fp32"):
         types = f"order=*i32 offsets=*i32 x=*{dtype} stride=i32"
@@ -101,6 +101,13 @@ def compiled(row: Row) -> Resources:
     kernel, types, constants, warps, _ = row
     signature = dict(each.split("=") for each in types.split())
     return compile_sm90(f"mindspeed_lite.ops.{kernel}", signature, constants, num_warps=warps)
+
+
+def test_a_thread_rescales_once_for_each_vector() -> None:
+    """Statistics of cross_entropy: a thread has 16 elements, in vectors of 16 bytes, and ends with two exponentials."""
+    rows = {row[1].split()[0]: row for row in cross_entropies() if "statistics" in row[0]}
+    for dtype, vectors in (("bf16", 2), ("fp32", 4)):
+        assert compiled(rows[f"logits_ptr=*{dtype}"]).special == 16 + 2 * vectors
 
 
 ROWS = [*activation(), *adamw_steps(), *cross_entropies(), *moe_router(), *permutes(), *rope()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.permute import chunks, cpu, permute, reference, rows, sort_chunks, unpermute
@@ -182,6 +183,28 @@ def test_nothing_asks_the_device_for_a_number(backend: str, drop: bool) -> None:
 
 
 # ---- which backend, errors ----
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_row_ids_take_five_launches_on_cuda(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    issued: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: issued.append("kernel")
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view and "empty" not in func._schema.name:
+                issued.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    names = ("count_kernel", "pair_kernel", "order_kernel")
+    monkeypatch.setattr(cuda, "kernels", SimpleNamespace(**dict.fromkeys(names, Kernel())))
+    routing_map = torch.ones(6, 4, dtype=torch.bool)
+    with Launches():
+        cuda.row_ids(routing_map, 8, capacity)
+    assert issued == ["kernel", "aten::cumsum", "kernel", "aten::cumsum", "kernel"]
 
 
 def test_row_ids_of_one_backend_serve_another() -> None:

@@ -42,7 +42,7 @@ def test_the_product_compiles(arch: int, name: str, dtype: str, transposed: bool
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("name", "dtype", "adds"), [("LARGE", "bf16", True), ("LARGE", "fp16", False),
+@pytest.mark.parametrize(("name", "dtype", "adds"), [("GRADIENT", "bf16", True), ("GRADIENT", "fp16", False),
                                                      ("WIDE", "fp32", True)])  # fmt: skip
 def test_the_weight_gradient_compiles(arch: int, name: str, dtype: str, adds: bool) -> None:
     tiles = getattr(cuda, name)
@@ -54,7 +54,7 @@ def test_the_weight_gradient_compiles(arch: int, name: str, dtype: str, adds: bo
         {**SIZES, **shape(tiles), "ADDS": adds},
         **tiles.options,
     )  # fmt: skip
-    assert fits(found, tiles), found
+    assert found.spills == 0 and found.programs >= 2, found
 
 
 @pytest.mark.parametrize(

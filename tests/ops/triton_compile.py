@@ -32,6 +32,8 @@ class Resources(NamedTuple):
     shared: int
     """Bytes of shared memory."""
     warps: int
+    special: int
+    """Exponentials, logarithms, roots and reciprocals in the code of one thread."""
 
     @property
     def programs(self) -> int:
@@ -144,7 +146,8 @@ def _compile(
         ASTSource(kernel, types, constexprs, aligned), target=GPUTarget("cuda", arch, 32), options=options
     )
     registers, spills = _assembled(compiled.asm["ptx"], arch)
-    return Resources(registers, spills, compiled.metadata.shared, compiled.metadata.num_warps)
+    special = len(re.findall(r"\b(?:ex2|lg2|rcp|rsqrt|sqrt)\.approx", compiled.asm["ptx"]))
+    return Resources(registers, spills, compiled.metadata.shared, compiled.metadata.num_warps, special)
 
 
 def _assembled(ptx: str, arch: int) -> tuple[int, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_lite.parallel import overlapped_gemm
 from mindspeed_lite.parallel.overlapped_gemm import parts
 from mindspeed_lite.parallel.tp_linear import (
     AUTOGRAD_WGRAD,
@@ -150,6 +152,38 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
         assert torch.equal(given[0], dy[..., :OUTER]), "gathered, in the order of the rows"
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("device", "order"),
+    [
+        ("cpu", "send send send own receive other receive other receive other"),
+        ("meta", "send own send receive other send receive other receive other"),
+    ],
+)
+def test_one_hardware_queue_never_holds_a_product_back(monkeypatch, device, order):
+    """Order of issue: on a device a message goes before the product that it overlaps with, not before earlier ones."""
+    issued = []
+    rows, group = 6, SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+
+    class Torch:
+        """torch that records products."""
+
+        def mm(self, x, w, out):
+            issued.append("own" if len(x) == rows else "other")
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    def gather(*_, **__):
+        issued.append("send")
+        return SimpleNamespace(wait=lambda: issued.append("receive"))
+
+    monkeypatch.setattr(overlapped_gemm, "torch", Torch())
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    x, w = torch.zeros(rows, 4, device=device), torch.zeros(4, 4, device=device)
+    overlapped_gemm.gather_matmul(x, w, group, 3)
+    assert issued == order.split()
 
 
 def test_slices_need_not_divide_the_rows():

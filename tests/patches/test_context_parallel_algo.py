@@ -12,6 +12,7 @@ import torch
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.parallel.context import zigzag
 from mindspeed_lite.parallel.context.layout import stream_rows
+from mindspeed_lite.patches import context_parallel_algo as patch
 from mindspeed_lite.patches.context_parallel_algo import FEATURE, thd_partition
 from tests.harness.attention_modules import (
     BATCH,
@@ -58,6 +59,20 @@ def draw(rows, batch=BATCH, groups=HEADS, size=SIZE, value=SIZE):
         shapes = [(rows, *shape[2:]) for shape in shapes]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
     return tensors, torch.randn(*shapes[0][:-2], HEADS * value, generator=generator)
+
+
+def test_a_split_call_chooses_the_flash_kernels(monkeypatch):
+    """As use_flash_attn does, which never sees such a call."""
+    chosen = []
+    monkeypatch.setattr(patch, "group_of", lambda *_: object())
+    monkeypatch.setattr(patch, "choose_flash_kernels", lambda session, name, *_: chosen.append(name))
+    module = SimpleNamespace(config=SimpleNamespace(context_parallel_size=2), layer_number=1)
+    forward = patch._forward(None, SimpleNamespace(find=lambda key: None))
+    monkeypatch.setattr(patch, "read_call", lambda *_: None)
+    query = torch.zeros(2, 1, 1, 1)
+    with pytest.raises(OptionError, match="an attention bias"):
+        forward(module, query, query, query, None, attention_bias=query)
+    assert chosen == ["context_parallel_algo"]
 
 
 def run(module, tensors, dout, mask, params=None):

@@ -17,6 +17,7 @@ from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
 from mindspeed_lite.memory import host
 from mindspeed_lite.patches import moe_alltoall_mc2
+from mindspeed_lite.platform import megatron
 from tests.harness.swapped import reasons
 
 EXPERTS = {"num_experts": 16, "expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"}
@@ -437,6 +438,37 @@ def test_a_reason_names_the_flag(name, row):
     args, text, *more = row
     found = reasons(feature, context(feature, args, **(more[0] if more else {})))
     assert [each for each in found if text in each] == found[:1] or text in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "text"),
+    [
+        ("npu", "apex", None),
+        ("cuda", "torch", None),
+        ("cuda", "apex", "Apex is installed"),
+        ("cuda", "transformer_engine", "Transformer Engine is installed"),
+    ],
+)
+def test_resumes_are_mended_where_megatron_takes_torchs_adam(monkeypatch, device, installed, text):
+    feature = next(each for each in megatron.ASSUMPTIONS if each.name == "device_adam_state")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == installed else find(name))
+    found = feature.condition(Context(Settings({}), device, {}))
+    assert found == [] if text is None else text in found[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "text"),
+    [("cpu", 4096, None), ("cpu", 65536, "65,536 tokens"), ("cuda", 4096, "in no fixed order")],
+)
+def test_auto_leaves_rows_of_the_embedding_off_where_they_do_not_pay_or_repeat(device, tokens, text):
+    feature = runtime.catalogue()["use_fused_embedding"]
+    sizes = {"micro_batch_size": 4, "seq_length": tokens // 4, "vocab_size": 32000, "tensor_model_parallel_size": 1}
+    asked = context(feature, sizes, device=device)
+    by_auto = replace(asked, settings=Settings({}))
+    assert reasons(feature, asked) == []
+    found = automatic_reasons([feature], by_auto)["use_fused_embedding"]
+    assert found == [] if text is None else text in found[0]
 
 
 @pytest.mark.parametrize("name", BASE)

@@ -5,6 +5,8 @@ Not under torch.compile: PyTorch's decomposition of addmm.dtype_out takes the dt
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,23 @@ def supported(case: Case) -> list[str]:
         return [f"main_grad is {case.main_dtype} and x {case.dtype}: cuBLAS takes 16-bit inputs into float32"]
     if not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return [f"torch {torch.__version__} does not add a 16-bit product to an fp32 matrix"]
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        return [*_wrong_sums(case.dtype, "cuda")]
     return []
+
+
+@functools.cache
+def _wrong_sums(dtype: torch.dtype, device: str) -> tuple[str, ...]:
+    """What is wrong with a sum of small integers, which every rounding leaves as they are."""
+    main_grad = torch.arange(256.0, device=device).view(16, 16)
+    expected, ones = main_grad + 16, torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        found = _add_product(main_grad, ones, ones)
+    except RuntimeError as error:
+        return (f"addmm into fp32 fails: {error}",)
+    if found is main_grad and torch.equal(main_grad, expected):
+        return ()
+    return (f"torch {torch.__version__} adds a 16-bit product to an fp32 matrix wrongly",)
 
 
 def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mindspeed_lite.ops.adamw import Case, kernel, moments
 from mindspeed_lite.ops.adamw.pieces import Blocks, Lists, Rule
 from mindspeed_lite.ops.row_kernels import on
+from mindspeed_lite.ops.streams import stream_id
 from mindspeed_lite.ops.traced import address
 
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -44,7 +45,7 @@ def adamw(lists: Lists, rule: Rule) -> None:
     device = params[0].device
     first, last = (params, params if outs is None else outs) if lows is None else (lows, params)
     addresses, aligned = _addresses((first, grads, exp_avgs, exp_avg_sqs, last), blocks, device)
-    pieces, count = _pieces(tuple(param.numel() for param in params), device)
+    pieces, count = _pieces(tuple(param.numel() for param in params), device, stream_id(device))
     if not count:
         return
     scale = rule.grad_scale
@@ -77,17 +78,17 @@ def _addresses(lists: Sequence[Sequence[Tensor]], blocks: Blocks | None, device:
     for place, tensors in enumerate(zip(*lists, strict=True)):
         exponents = (0, 0) if blocks is None else map(address, blocks[place])
         rows.append((*map(address, tensors), *exponents, tensors[0].numel()))
-    return _table(tuple(rows), device)
+    return _table(tuple(rows), device, stream_id(device))
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, bool]:
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> tuple[Tensor, bool]:
     aligned = all(each % _ALIGNMENT == 0 for row in rows for each in row[:5])
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), aligned
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+def _pieces(sizes: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, int]:
     """Rows of (tensor index, block index within it), and their number."""
     blocks = torch.tensor([-(-size // _BLOCK) for size in sizes])
     place = torch.repeat_interleave(torch.arange(len(sizes)), blocks)

@@ -1,9 +1,9 @@
 """attention on CUDA through PyTorch's fused kernels.
 
 scaled_dot_product_attention chooses in `cuda_flash`'s order. Calls it does not support (lse, sink, window, causal with
-fewer queries than keys) run flash directly for 16 bit without mask, else `blocked`, as do windows with dropout and
-fp32 masks, whose bias [sq, sk] would be in fp32. Key heads are repeated where PyTorch would use the math path. Under
-torch.compile: SDPA with a bias, or the reference for lse and sink.
+fewer queries than keys) run cuDNN or flash directly for 16 bit without mask, else `blocked`, as do windows with dropout
+and fp32 masks, whose bias [sq, sk] would be in fp32. Key heads are repeated where PyTorch would use the math path.
+Under torch.compile: SDPA with a bias, or the reference for lse and sink.
 """
 
 from __future__ import annotations
@@ -61,13 +61,21 @@ def _visible(q: Tensor, sk: int, spec: AttentionSpec) -> tuple[Tensor | None, Te
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
-    return (kernels.flash_forward if kernels.flash_serves(spec) else blocked.forward)(q, k, v, spec)
+    return _kernels_of(q, k, v, spec).forward(q, k, v, spec)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> autograd.Triple:
-    return (kernels.flash_backward if kernels.flash_serves(spec) else blocked.backward)(dout, q, k, v, out, lse, spec)
+    return _kernels_of(q, k, v, spec).backward(dout, q, k, v, out, lse, spec)
+
+
+def _kernels_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Kernels:
+    if not kernels.flash_serves(spec):
+        return autograd.Kernels(blocked.forward, blocked.backward)
+    if kernels.takes_cudnn(q, k, v, spec):
+        return autograd.Kernels(kernels.cudnn_forward, kernels.cudnn_backward)
+    return autograd.Kernels(kernels.flash_forward, kernels.flash_backward)
 
 
 _KERNELS = autograd.Kernels(forward, backward)

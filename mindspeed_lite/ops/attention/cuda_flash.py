@@ -2,8 +2,8 @@
 
 FA3 targets compute capability 9, FA4 10. Either replaces PyTorch's for the whole process
 (`torch.nn.attention.activate_flash_attention_impl`) and raises for dropout or windows. Without them cuDNN is tried
-before FA2, per call. (Of an H100's peak FA2 reaches a third to a half, the others two thirds to three quarters:
-J. Shah et al., "FlashAttention-3", 2024.)
+before FA2, per call, also for the log-sum-exp. (Of an H100's peak FA2 reaches a third to a half, the others two thirds
+to three quarters: J. Shah et al., "FlashAttention-3", 2024.)
 """
 
 from __future__ import annotations
@@ -93,16 +93,30 @@ CUDNN_BUGS = (
 )
 
 
+# cuDNN plans each length anew, for tens of milliseconds and more; lengths beyond these run the flash kernel.
+_MOST_LENGTHS = 16
+_lengths: set[tuple[bool, int, int]] = set()
+
+
+def takes_cudnn(*, masked: bool, queries: int, keys: int) -> bool:
+    """Whether cuDNN is to be tried first: it is faster, right, and has a plan or may make one."""
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not _is_faster() or _errs(masked, queries, keys):  # type: ignore[no-untyped-call]
+        return False
+    length = (masked, queries, keys)
+    if len(_lengths) < _MOST_LENGTHS:
+        _lengths.add(length)
+    return length in _lengths
+
+
 def order(*, masked: bool, queries: int, keys: int) -> contextlib.AbstractContextManager[Any]:
-    """Context in which scaled_dot_product_attention tries cuDNN first where that is faster, and never where it errs."""
+    """Context in which scaled_dot_product_attention tries cuDNN first where it is to be taken, and else never."""
     attention: Any = torch.nn.attention
     switches: Any = torch.backends.cuda
-    errs = any(bug.concerns(masked, queries, keys) for bug in CUDNN_BUGS)
-    if not switches.cudnn_sdp_enabled() or not (errs or _is_faster()):
+    if not switches.cudnn_sdp_enabled() or not (_errs(masked, queries, keys) or _is_faster()):
         return contextlib.nullcontext()
     found = attention.SDPBackend
     enabled = {
-        found.CUDNN_ATTENTION: not errs,
+        found.CUDNN_ATTENTION: takes_cudnn(masked=masked, queries=queries, keys=keys),
         found.FLASH_ATTENTION: switches.flash_sdp_enabled(),
         found.EFFICIENT_ATTENTION: switches.mem_efficient_sdp_enabled(),
         found.MATH: switches.math_sdp_enabled(),
@@ -111,6 +125,10 @@ def order(*, masked: bool, queries: int, keys: int) -> contextlib.AbstractContex
         [backend for backend, is_enabled in enabled.items() if is_enabled], set_priority=True
     )
     return context
+
+
+def _errs(masked: bool, queries: int, keys: int) -> bool:
+    return any(bug.concerns(masked, queries, keys) for bug in CUDNN_BUGS)
 
 
 def _is_faster() -> bool:

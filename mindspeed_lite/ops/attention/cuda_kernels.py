@@ -1,7 +1,7 @@
-"""PyTorch's flash CUDA kernels, called directly for their lse.
+"""PyTorch's flash and cuDNN kernels, called directly for their lse.
 
-They align causal order to the last key, and take 16 bit and one head size, a multiple of 8 up to 256 (others are
-zero-padded), on compute capability 8.0 and later.
+Flash aligns causal order to the last key, and takes 16 bit and one head size, a multiple of 8 up to 256 (others are
+zero-padded), on compute capability 8.0 and later. cuDNN takes up to 128, and neither windows nor packs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.attention import cuda_flash
 from mindspeed_lite.ops.attention.autograd import Pair, Triple, pad
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
+from mindspeed_lite.ops.streams import stream_id
 
 _aten: Any = torch.ops.aten
 
@@ -28,11 +30,12 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> Ends:
-        return cls(_ends(queries, device), _ends(keys, device), max(queries), max(keys))
+        stream = stream_id(device)
+        return cls(_ends(queries, device, stream), _ends(keys, device, stream), max(queries), max(keys))
 
 
 @functools.lru_cache(maxsize=8)
-def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _ends(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     """Cached: every layer of a model asks for the same."""
     ends = [0]
     for length in lengths:
@@ -114,6 +117,52 @@ def flash_backward(
         **_window(spec),
     )
     return _from_flash(dq, d, ends), _from_flash(dk, d, ends), _from_flash(dv_, dv, ends)
+
+
+def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    """Whether cuDNN serves a call that flash serves, and is to be preferred."""
+    sq, sk = q.shape[0], k.shape[0]
+    if spec.window is not None or (spec.causal and sq != sk) or _width(q.shape[3], v.shape[3]) > 128:
+        return False
+    # Called directly, cuDNN asks for neither of these.
+    cudnn: Any = torch.backends.cudnn
+    if torch.are_deterministic_algorithms_enabled() or not cudnn.is_available():
+        return False
+    return cuda_flash.takes_cudnn(masked=False, queries=sq, keys=sk)
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Pair:
+    sq, b, n, d = q.shape
+    dv = v.shape[3]
+    inputs = (_cudnn_layout(t, _width(d, dv)) for t in (q, k, v))
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        *inputs, None, True, 0.0, spec.causal, False, scale=spec.scale
+    )
+    return _from_cudnn(out, dv).contiguous(), lse.reshape(b, n, sq)
+
+
+def cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+) -> Triple:
+    (sq, _, _, d), (sk, _, _, dv) = q.shape, v.shape
+    dout, q, k, v, out = (_cudnn_layout(t, _width(d, dv)) for t in (dout, q, k, v, out))
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # state of dropout
+    # Absent tensors are None, as in `_lengths`.
+    dq, dk, dv_ = _aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None, sq, sk, 0.0, spec.causal,
+        scale=spec.scale,
+    )  # fmt: skip
+    return _from_cudnn(dq, d), _from_cudnn(dk, d), _from_cudnn(dv_, dv)
+
+
+def _cudnn_layout(t: Tensor, width: int) -> Tensor:
+    """[s, b, heads, size] -> [b, heads, s, width]."""
+    t = pad(t, width)
+    return (t if t.stride(-1) == 1 else t.contiguous()).permute(1, 2, 0, 3)
+
+
+def _from_cudnn(t: Tensor, size: int) -> Tensor:
+    return t.permute(2, 0, 1, 3)[..., :size]
 
 
 def _width(d: int, dv: int) -> int:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from mindspeed_lite.ops.row_kernels import on
 # 8 KiB of bf16: two 16-byte vectors per thread.
 BLOCK = 4096
 WARPS = 8
+LOG2_E = tl.constexpr(math.log2(math.e))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -21,21 +24,24 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def statistics_kernel(logits_ptr, target_ptr, out_ptr, rows, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # rows * columns exceeds 2^31
     row_ptr = logits_ptr + row * WIDTH
-    columns = tl.arange(0, BLOCK)
-    # Reduced once after the loop.
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
+    # A line is one vector load of one thread, reduced without communication; threads merge once, after the loop.
+    VECTOR: tl.constexpr = min(WIDTH & -WIDTH, BLOCK, 128 // logits_ptr.dtype.element_ty.primitive_bitwidth)
+    LINES: tl.constexpr = BLOCK // VECTOR
+    columns = tl.arange(0, LINES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    top = tl.full((LINES,), float("-inf"), tl.float32)
+    sums = tl.zeros((LINES,), tl.float32)
     for first in range(0, WIDTH, BLOCK):
         inside = first + columns < WIDTH
         x = tl.load(row_ptr + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
+        # A NaN need not reach the maximum: the sum has it.
+        higher = tl.maximum(top, tl.max(x, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        sums = sums * tl.exp2((top - base) * LOG2_E) + tl.sum(tl.exp2((x - base[:, None]) * LOG2_E), axis=1)
         top = higher
     highest = tl.max(top, axis=0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     tl.store(out_ptr + row, highest)
-    total = tl.sum(sums * tl.exp(top - base), axis=0)
+    total = tl.sum(sums * tl.exp2((top - base) * LOG2_E), axis=0)
     tl.store(out_ptr + rows + row, total)
     column = tl.load(target_ptr + row) - start
     here = (column >= 0) & (column < WIDTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 Tensors = Sequence[Tensor]
+# Loops over a hundred experts cost tens of microseconds in Python, and a tenth in C.
+_SHAPE_OF, _DTYPE_OF = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 class Case(NamedTuple):
@@ -81,15 +84,15 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, coun
     """
     _check_pair(dy, x)
     shape = (dy.shape[1], x.shape[1])
-    is_contiguous = all(each.is_contiguous() for each in main_grads)
+    is_contiguous = all(map(Tensor.is_contiguous, main_grads))
     backend, counts = _backend(x, dy.shape[1], counts, len(counts), contiguous=is_contiguous)
-    if len(main_grads) != len(counts) or any(each.shape != shape for each in main_grads):
+    if len(main_grads) != len(counts) or {*map(_SHAPE_OF, main_grads)} != {shape}:
         raise ValueError(
             f"grouped_matmul: want {len(counts)} main gradients {list(shape)} for dy {list(dy.shape)} and x "
             f"{list(x.shape)}, not {_shapes(main_grads)}"
         )
     dtype = main_grads[0].dtype
-    if dtype not in (x.dtype, torch.float32) or any(each.dtype != dtype for each in main_grads):
+    if dtype not in (x.dtype, torch.float32) or {*map(_DTYPE_OF, main_grads)} != {dtype}:
         dtypes = ", ".join(sorted({str(each.dtype) for each in main_grads}))
         raise ValueError(f"grouped_matmul: main gradients are {dtypes} and x {x.dtype}: want all in that or float32")
     with torch.no_grad():
@@ -114,9 +117,9 @@ def _check(x: Tensor, weights: Tensors, biases: Tensors | None, transposed: bool
         raise ValueError(f"grouped_matmul: want x [T, K] and weights {form}, not {list(x.shape)} and {list(first)}")
     width = first[0 if transposed else 1]
     for what, tensors, shape in (("weights", weights, first), ("biases", biases or (), (width,))):
-        if any(each.shape != shape for each in tensors):
+        if {*map(_SHAPE_OF, tensors)} - {shape}:
             raise ValueError(f"grouped_matmul: want {what} {list(shape)} for all experts, not {_shapes(tensors)}")
-        dtypes = {each.dtype for each in tensors} - {x.dtype}
+        dtypes = {*map(_DTYPE_OF, tensors)} - {x.dtype}
         if dtypes:
             raise ValueError(
                 f"grouped_matmul: {what} are {', '.join(map(str, dtypes))} and x {x.dtype}: want one dtype"

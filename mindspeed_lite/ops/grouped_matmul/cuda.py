@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mindspeed_lite.ops.grouped_matmul import Case
 from mindspeed_lite.ops.row_kernels import on, programs
-from mindspeed_lite.ops.traced import address
+from mindspeed_lite.ops.streams import stream_id
+from mindspeed_lite.ops.traced import addresses
 
 Tensors = Sequence[Tensor]
 
@@ -40,10 +41,11 @@ class Tiles(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": 248}
 
 
-# Many rows: half the reads of one operand of LARGE.
-HUGE = Tiles(128, 256, 64, 8, 3)
-# Tensor cores: 96 KiB of shared memory; accumulators fit the registers.
-LARGE = Tiles(128, 128, 64, 8, 3)
+# Many rows: half the reads of one operand of LARGE. Registers hold one program per multiprocessor: four stages.
+HUGE = Tiles(128, 256, 64, 8, 4)
+LARGE = Tiles(128, 128, 64, 8, 4)
+# Weight gradients: two programs share a multiprocessor's registers and 227 KiB of shared memory.
+GRADIENT = Tiles(128, 128, 64, 8, 3)
 FLAT = Tiles(64, 128, 64, 4, 3)
 # Decoding or many experts.
 THIN = Tiles(32, 128, 64, 4, 4)
@@ -69,23 +71,23 @@ def weight_gradients(dy: Tensor, x: Tensor, counts: Tensor) -> Tensors:
 
 def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Tensor) -> None:
     _multiply_gradients(main_grads[0], main_grads, dy, x, counts)
-    for main_grad in main_grads:
-        # PyTorch did not see the write.
-        torch.autograd.graph.increment_version(main_grad)
+    # PyTorch did not see the writes.
+    for some in (list(main_grads),) if _COUNTS_MANY else main_grads:
+        torch.autograd.graph.increment_version(some)
 
 
 def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors | None, transposed: bool) -> Tensor:
     (rows, k), n = x.shape, weights[0].shape[0 if transposed else 1]
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     tiles = _tiles(x, len(weights), n)
-    weights = [each.contiguous() for each in weights]
-    biases = None if biases is None else [each.contiguous() for each in biases]
-    addresses, aligned = _addresses(weights)
+    weights = list(map(Tensor.contiguous, weights))
+    biases = None if biases is None else list(map(Tensor.contiguous, biases))
+    table, aligned = _addresses(weights)
     # Upper bound on tiles, without reading counts.
     most = triton.cdiv(n, tiles.width) * (triton.cdiv(rows, tiles.rows) + len(weights))
     with on(x):
         product_kernel[(programs(x.device, 8 // tiles.warps, most),)](
-            x.contiguous(), addresses, None if biases is None else _addresses(biases)[0], counts.contiguous(), y,
+            x.contiguous(), table, None if biases is None else _addresses(biases)[0], counts.contiguous(), y,
             N=n, K=k, EXPERTS=len(weights), PADDED=triton.next_power_of_2(len(weights)),
             TRANSPOSED=transposed, BIASED=biases is not None, ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
             ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
@@ -96,11 +98,11 @@ def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors 
 def _multiply_gradients(out: Tensor, main_grads: Tensors | None, dy: Tensor, x: Tensor, counts: Tensor) -> None:
     """`out` [E, N, K]: the result, or one of the main gradients to add to."""
     n, k, experts = dy.shape[1], x.shape[1], len(counts)
-    tiles = WIDE if x.dtype == torch.float32 else LARGE
-    addresses, aligned = (None, False) if main_grads is None else _addresses(main_grads)
+    tiles = WIDE if x.dtype == torch.float32 else GRADIENT
+    table, aligned = (None, False) if main_grads is None else _addresses(main_grads)
     with on(x):
         gradient_kernel[(triton.cdiv(k, tiles.width), triton.cdiv(n, tiles.rows), experts)](
-            dy.contiguous(), x.contiguous(), counts.contiguous(), out, addresses,
+            dy.contiguous(), x.contiguous(), counts.contiguous(), out, table,
             N=n, K=k, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ADDS=main_grads is not None,
             ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
             ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
@@ -187,16 +189,30 @@ def gradient_kernel(
         dy_ptrs += DEPTH * N
         x_ptrs += DEPTH * K
 
-    offsets = row[:, None].to(tl.int64) * K + column[None, :]
+    # In halves: with what is added, a whole tile would leave registers for one program per multiprocessor.
+    PARTS: tl.constexpr = 2 if ADDS and WIDTH > 64 else 1
+    if ADDS:
+        out_ptr = tl.load(main_grads_ptr + expert).to(tl.pointer_type(out_ptr.dtype.element_ty))
+        if ALIGNED:
+            out_ptr = tl.multiple_of(out_ptr, 16)
+    else:
+        out_ptr += expert.to(tl.int64) * N * K
+    column = along * WIDTH + tl.arange(0, WIDTH // PARTS)
+    if PARTS == 2:
+        left, right = tl.split(total.reshape(ROWS, 2, WIDTH // 2).permute(0, 2, 1))
+        _put(out_ptr, left, row, column, N, K, ADDS)
+        _put(out_ptr, right, row, column + WIDTH // 2, N, K, ADDS)
+    else:
+        _put(out_ptr, total, row, column, N, K, ADDS)
+
+
+@triton.jit
+def _put(out_ptr, value, row, column, N: tl.constexpr, K: tl.constexpr, ADDS: tl.constexpr):
+    place = out_ptr + row[:, None].to(tl.int64) * K + column[None, :]
     mask = (row < N)[:, None] & (column < K)[None, :]
     if ADDS:
-        main_ptr = tl.load(main_grads_ptr + expert).to(tl.pointer_type(out_ptr.dtype.element_ty))
-        if ALIGNED:
-            main_ptr = tl.multiple_of(main_ptr, 16)
-        total += tl.load(main_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(main_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(out_ptr + expert.to(tl.int64) * N * K + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+        value += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _tiles(x: Tensor, experts: int, n: int) -> Tiles:
@@ -215,11 +231,23 @@ def _precision() -> str:
 
 def _addresses(tensors: Tensors) -> tuple[Tensor, bool]:
     """Addresses [E] on the device; True if all are 16-byte aligned."""
-    addresses = tuple(map(address, tensors))
-    return _table(addresses, tensors[0].device), all(each % 16 == 0 for each in addresses)
+    device = tensors[0].device
+    return _table(addresses(tensors), device, stream_id(device))
 
 
 @functools.lru_cache(maxsize=1024)
-def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def _table(addresses: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, bool]:
     """Cached: parameter addresses do not change."""
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+    table = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return table, all(each % 16 == 0 for each in addresses)
+
+
+def _takes_many() -> bool:
+    try:
+        torch.autograd.graph.increment_version([])
+    except (TypeError, RuntimeError, AttributeError):  # of older releases, which take one tensor
+        return False
+    return True
+
+
+_COUNTS_MANY = _takes_many()

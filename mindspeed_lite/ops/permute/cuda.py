@@ -29,24 +29,17 @@ def row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     ids = torch.empty(rows.size(count, tokens), dtype=torch.int32, device=device)
     pair, order, offsets = rows.split(ids, count)
     counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
-    kept = torch.empty(tokens, dtype=torch.int32, device=device)
     how: dict[str, Any] = {"TOKENS": block, "EXPERTS": width, "num_warps": 4}
     with on(routing_map):
         kernels.count_kernel[(blocks,)](flags, counts, tokens, experts, blocks, **how)
         if capacity is None:
-            ends = counts.view(-1).cumsum(0, dtype=torch.int32).view(counts.shape)
-            totals = ends.view(-1)[-1:].repeat(experts)
-            ranks = (count, 0, tokens)
+            ends, ranks = counts.view(-1).cumsum(0, dtype=torch.int32), (count, 0, tokens)
         else:
-            ends = counts.cumsum(1, dtype=torch.int32)
-            totals = ends[:, -1].contiguous()
-            ranks = (capacity, capacity, 0)
-        given = (flags, ends - counts, totals)
+            ends, ranks = counts.cumsum(1, dtype=torch.int32), (capacity, capacity, 0)
         sizes = (tokens, experts, blocks, *ranks)
-        kernels.pair_kernel[(blocks,)](*given, pair, kept, *sizes, **how)
-        offsets[:1] = 0
-        torch.cumsum(kept, 0, dtype=torch.int32, out=offsets[1:])
-        kernels.order_kernel[(blocks,)](*given, offsets, order, *sizes, **how)
+        kernels.pair_kernel[(blocks,)](flags, ends, pair, offsets, *sizes, **how)
+        torch.cumsum(offsets[1:], 0, dtype=torch.int32, out=offsets[1:])
+        kernels.order_kernel[(blocks,)](flags, ends, offsets, order, *sizes, **how)
     return ids
 
 

@@ -21,11 +21,11 @@ def count_kernel(routed, counts, tokens, experts, blocks, TOKENS: tl.constexpr, 
 
 
 @triton.jit
-def _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS):
+def _rows(routed, ends, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS):
     """Pairs of a token block [TOKENS, EXPERTS], their rows, and whether they have one.
 
     Rank: routed pairs before it; unrouted pairs follow all routed ones. Counted per expert (flat 0) or globally (flat
-    T).
+    T). ends [E, blocks]: running sums of the counts.
     """
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -33,30 +33,34 @@ def _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, 
     inside = (token < tokens) & (expert < experts)
     pair = token * experts + expert
     flags = tl.load(routed + pair, mask=inside, other=0).to(tl.int32)
-    first = tl.load(before + expert * blocks + block, mask=expert < experts, other=0)
-    seen = first + tl.cumsum(flags, axis=0) - flags
-    total = tl.load(totals + expert, mask=expert < experts, other=0)
+    end = tl.load(ends + expert * blocks + block, mask=expert < experts, other=0)
+    seen = end - tl.sum(flags, axis=0)[None, :] + tl.cumsum(flags, axis=0) - flags
+    last = tl.where(flat > 0, experts, expert + 1) * blocks - 1
+    total = tl.load(ends + last, mask=expert < experts, other=0)
     rank = tl.where(flags != 0, seen, total + expert * flat + token - seen)
     return pair, expert * stride + rank, inside & (rank < limit)
 
 
 @triton.jit
 def pair_kernel(
-    routed, before, totals, pairs, kept, tokens, experts, blocks, limit, stride, flat,
+    routed, ends, pairs, offsets, tokens, experts, blocks, limit, stride, flat,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    pair, row, has = _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
+    """pairs, and offsets [T + 1]: 0, then the rows of each token."""
+    pair, row, has = _rows(routed, ends, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
     tl.store(pairs + row, pair, mask=has)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    tl.store(kept + token, tl.sum(has.to(tl.int32), axis=1), mask=token < tokens)
+    tl.store(offsets + 1 + token, tl.sum(has.to(tl.int32), axis=1), mask=token < tokens)
+    if tl.program_id(0) == 0:
+        tl.store(offsets, 0)
 
 
 @triton.jit
 def order_kernel(
-    routed, before, totals, offsets, order, tokens, experts, blocks, limit, stride, flat,
+    routed, ends, offsets, order, tokens, experts, blocks, limit, stride, flat,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    _, row, has = _rows(routed, before, totals, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
+    _, row, has = _rows(routed, ends, tokens, experts, blocks, limit, stride, flat, TOKENS, EXPERTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     offset = tl.load(offsets + token, mask=token < tokens, other=0)
     place = offset[:, None] + tl.cumsum(has.to(tl.int32), axis=1) - 1
