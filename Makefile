@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz pairs lint format fingerprints matrix matrix-python docs docs-site clean
+.PHONY: help install demo bench bench-gpu bench-overlap gpu-static test test-whole test-npu fuzz pairs lint format fingerprints matrix matrix-python docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
 	@echo "make bench-gpu     correctness, kernels and trainings on one GPU, in 570 seconds (docs/bench.md)"
 	@echo "make bench-overlap communication overlapped with computation on links of chosen speed (about 3 minutes)"
+	@echo "make gpu-static    predicted times of CUDA kernels from their machine code, without a GPU (about 2 minutes)"
 	@echo "make test          lint, types and tests, on four Megatron-core releases and one older; with test-npu where it can run"
 	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
@@ -52,6 +53,9 @@ bench-gpu:
 
 bench-overlap: install
 	@$(BIN)/python -m benchmarks.overlap --page docs/benchmarks/overlap.md
+
+gpu-static: install
+	@$(BIN)/python -m lab.gpu_static
 
 .releases/.prepared: $(VENV)/.installed tests/harness/checkouts.py
 	@$(BIN)/python -m tests.harness.checkouts

@@ -1,0 +1,83 @@
+"""Kernels compiled without a GPU: their counts are read right, and none takes more than the committed table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from lab.gpu_static import PAGE
+from lab.sass import count_sass, passes
+from tests.harness.checkouts import ROOT
+
+LOOP = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_0:
+        /*0010*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+        /*0020*/                   MUFU.EX2 R4, R4 ;
+        /*0030*/              @!P0 BRA `(.L_x_0) ;
+        /*0040*/                   EXIT ;
+.L_x_1:
+        /*0050*/                   BRA `(.L_x_1) ;
+"""
+
+
+def test_a_loop_is_told_from_what_runs_once() -> None:
+    once, loops = count_sass(LOOP)
+    assert (once.issued, once.special, once.bytes) == (6, 1, 32 * 24)
+    assert (loops.issued, loops.special, loops.bytes) == (3, 1, 32 * 8)
+
+
+def test_each_loop_reads_a_tensor_anew() -> None:
+    ttir = """
+  tt.func public @kernel(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>) {
+    %one = tt.load %x : !tt.ptr<f32>
+    scf.for %i = %a to %b step %c : i32 {
+      %at = tt.addptr %x, %i : !tt.ptr<f32>, i32
+      %value = tt.load %at : !tt.ptr<f32>
+    }
+    scf.for %i = %a to %b step %c : i32 {
+      %there = tt.addptr %x, %i : !tt.ptr<f32>, i32
+      %again = tt.load %there : !tt.ptr<f32>
+      tt.store %y, %again : !tt.ptr<f32>
+    }
+"""
+    assert passes(ttir) == {"x": 2, "y": 1}
+
+
+def worse(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, most in (("registers", 1.1), ("spills", 1.0), ("code", 1.1), ("instructions", 1.1), ("bytes", 1.01))
+        if before[name] is not None and (now[name] is None or now[name] > most * before[name])
+    ]
+
+
+def test_a_spill_and_more_instructions_are_worse() -> None:
+    row = {"registers": 40, "spills": 0, "code": 100, "instructions": 3.0, "bytes": 1000}
+    assert worse(row, row) == []
+    assert worse(row, {**row, "spills": 8, "instructions": 3.5}) == ["spills", "instructions"]
+
+
+def test_no_kernel_takes_more_than_in_the_table() -> None:
+    """After a change meant to stay: `python -m lab.gpu_static`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    output = subprocess.run(
+        [sys.executable, "-m", "lab.gpu_static", "--check"],
+        check=True, capture_output=True, text=True, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
+    ).stdout  # fmt: skip
+    now = json.loads(output)
+    table = json.loads(PAGE.with_suffix(".json").read_text())["ours"]
+    assert [row["kernel"] for row in now] == [row["kernel"] for row in table]
+    found = [
+        (row["kernel"], row["arch"], reasons)
+        for before, row in zip(table, now, strict=True)
+        if (reasons := worse(before, row))
+    ]
+    assert not found
