@@ -6,6 +6,7 @@ One all-gather of three values per row, merged in the same order: bitwise equal 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_lite.ops.cross_entropy import Gather, cross_entropy
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate, linear_cross_entropy
+from mindspeed_lite.ops.linear_log_prob import linear_log_prob
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -27,6 +29,17 @@ def vocab_parallel_linear_cross_entropy(
     """Loss from weight [V / size, H] and hidden [..., H]; the caller sums hidden's gradient over the ranks."""
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
+
+
+def vocab_parallel_linear_log_prob(
+    hidden: Tensor, weight: Tensor, target: Tensor, group: ProcessGroup | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability and entropy from weight [V / size, H] and hidden [..., H]; options of `linear_log_prob`.
+
+    The caller sums hidden's gradient over the ranks.
+    """
+    start, size, gather = _place(weight.shape[0], group)
+    return linear_log_prob(hidden, weight, target, vocab_start=start, vocab_size=size, gather=gather, **options)
 
 
 def _place(width: int, group: ProcessGroup | None) -> tuple[int, int, Gather | None]:

@@ -29,14 +29,22 @@ Gather = Callable[[Tensor], Tensor]
 
 
 def merge(parts: Tensor) -> Tensor:
-    """[shards, 3, T] -> [3, T]."""
+    """[shards, 3, T] -> [3, T]; with a fourth row u = sum_v exp(x_v - m) (x_v - m) -> [4, T]."""
     if parts.shape[0] == 1:
         return parts[0]
     top = parts[:, 0].amax(0)  # [T]
     merged: Tensor = parts.sum(0)
     merged[0] = top
     torch.sum(parts[:, 1] * (parts[:, 0] - top).exp_(), dim=0, out=merged[1])
+    if parts.shape[1] == 4:
+        lower = shifted(parts[:, 0], top)
+        torch.sum(lower.exp() * (parts[:, 3] + parts[:, 1] * lower), dim=0, out=merged[3])
     return merged
+
+
+def shifted(x: Tensor, top: Tensor) -> Tensor:
+    """x - top, and -1000 for what is lower: its exponential is 0, and 0 times it is no NaN."""
+    return (x - top).clamp_(min=-1000.0)
 
 
 def losses(merged: Tensor, target: Tensor, vocab_size: int) -> Tensor:

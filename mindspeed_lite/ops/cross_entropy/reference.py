@@ -18,7 +18,7 @@ _BLOCK = 1 << 22
 def statistics(rows: Tensor, target: Tensor, start: int) -> Tensor:
     count, width = rows.shape
     out = rows.new_empty((3, count), dtype=precision(rows.dtype))
-    for block in _blocks(count, width):
+    for block in blocks(count, width):
         wide = rows[block].to(out.dtype)  # [t, V]
         top = torch.amax(wide, dim=-1, out=out[0, block])
         column = target[block] - start
@@ -35,12 +35,12 @@ def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss
     top, sums = statistics
     count, width = rows.shape
     columns = torch.arange(start, start + width, device=rows.device)
-    for block in _blocks(count, width):
+    for block in blocks(count, width):
         wide = (rows[block].to(top.dtype) - top[block, None]).exp_().div_(sums[block, None])  # [t, V]
         wide.sub_((columns == target[block, None]).to(wide.dtype))
         out[block] = wide.mul_(dloss[block, None])
 
 
-def _blocks(count: int, width: int) -> list[slice]:
+def blocks(count: int, width: int) -> list[slice]:
     step = count if traced.dry else max(1, _BLOCK // width)
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]

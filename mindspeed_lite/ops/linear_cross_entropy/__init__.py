@@ -45,13 +45,25 @@ def linear_cross_entropy(
 
     accumulate: receives weight's gradient instead of autograd.
     """
+    shard = checked("linear_cross_entropy", hidden, weight, target, vocab_start, vocab_size, gather)
+    kernels = OPERATOR.module(Case(hidden.device.type, hidden.dtype), hidden)
+    return chunks.loss_and_entropy(kernels, hidden, weight, target, shard, accumulate, chunks.Head())[0]
+
+
+def checked(
+    operator: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    vocab_size: int | None,
+    gather: Gather | None,
+) -> loss.Shard:
     fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != target.shape or hidden.dtype != weight.dtype:
         raise ValueError(
-            f"linear_cross_entropy: want hidden [..., H], weight [V, H] in one dtype and target [...], not "
+            f"{operator}: want hidden [..., H], weight [V, H] in one dtype and target [...], not "
             f"{tuple(hidden.shape)} in {hidden.dtype}, {tuple(weight.shape)} in {weight.dtype} and "
             f"{tuple(target.shape)}"
         )
-    shard = loss.shard("linear_cross_entropy", target, vocab_start, weight.shape[0], vocab_size, gather)
-    kernels = OPERATOR.module(Case(hidden.device.type, hidden.dtype), hidden)
-    return chunks.linear_cross_entropy(kernels, hidden, weight, target, shard, accumulate)
+    return loss.shard(operator, target, vocab_start, weight.shape[0], vocab_size, gather)

@@ -1,7 +1,10 @@
-"""linear_cross_entropy by vocabulary chunks, on a backend's cross_entropy kernels.
+"""Loss and entropy by vocabulary chunks, on a backend's cross_entropy kernels.
 
 Unlike token chunks, each weight gradient chunk is one matmul without an fp32 copy; only hidden's gradient is summed
 over chunks. Logits of the first columns, up to KEPT_BYTES, are kept.
+
+entropy      H = log S - U / S,  U = sum_v exp(x_v - M) (x_v - M)
+gradient     dx_v = p_v (dloss - dentropy (log p_v + H)) - [v = target] dloss,  p_v = exp(x_v - M) / S
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import accumulate_wgrad
 from mindspeed_lite.ops.cross_entropy.loss import Shard, losses, merge
+from mindspeed_lite.ops.linear_cross_entropy import entropies
 
 # Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
@@ -40,16 +44,46 @@ class Accumulate(NamedTuple):
     done: Callable[[], Tensor | None]
 
 
-def linear_cross_entropy(
-    kernels: Any, hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, accumulate: Accumulate | None
-) -> Tensor:
+class Head(NamedTuple):
+    """Logits = soft_cap tanh(x / soft_cap) / temperature for x = hidden @ weight^T.
+
+    entropy: whether the entropy of the distribution is returned, too.
+    """
+
+    temperature: float = 1.0
+    soft_cap: float | None = None
+    entropy: bool = False
+
+    def apply(self, x: Tensor) -> None:
+        if self.soft_cap is not None:
+            x.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if self.temperature != 1.0:
+            x.div_(self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """dlogits / dx, from logits; None for ones."""
+        if self.soft_cap is None:
+            return None if self.temperature == 1.0 else logits.new_tensor(1 / self.temperature)
+        bent = logits * (self.temperature / self.soft_cap)  # tanh(x / soft_cap)
+        return bent.square_().neg_().add_(1).div_(self.temperature)
+
+
+def loss_and_entropy(
+    kernels: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    shard: Shard,
+    accumulate: Accumulate | None,
+    head: Head,
+) -> tuple[Tensor, Tensor | None]:
     elements = COLUMNS * target.numel() if hidden.is_cuda else CHUNK
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, kernels, parts, shard, accumulate
+    found: tuple[Tensor, Tensor | None] = _Chunks.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, kernels, parts, shard, accumulate, head
     )
-    return loss
+    return found
 
 
 class _Parts(NamedTuple):
@@ -71,7 +105,7 @@ def _parts(count: int, weight: Tensor, elements: int, keeps: bool) -> _Parts:
     return _Parts(width, kept, -(-step // 64) * 64)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -82,44 +116,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts: _Parts,
         shard: Shard,
         accumulate: Accumulate | None,
-    ) -> Tensor:
+        head: Head,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         flat = target.reshape(-1).to(torch.int64)  # [T]
         kept = torch.mm(rows, weight[: parts.kept].t()) if parts.kept else None
-        statistics = merge(
-            torch.stack(
-                [
-                    kernels.statistics(logits, flat, shard.start + part.start)
-                    for part, logits in _logits(rows, weight, parts, kept)
-                ]
-            )
-        )  # [3, T]
+        if kept is not None:
+            head.apply(kept)
+        statistics: Tensor | None = None  # [3, T], with entropy [4, T]
+        for part, logits in _logits(rows, weight, parts, kept, head):
+            found = kernels.statistics(logits, flat, shard.start + part.start)
+            if head.entropy:
+                found = entropies.with_sums(found, logits)
+            # Merged at once: 128k tokens of 293 chunks would take 450 MiB.
+            statistics = found if statistics is None else merge(torch.stack([statistics, found]))
+        assert statistics is not None
         if shard.gather is not None:
             statistics = merge(shard.gather(statistics))
-        loss = losses(statistics, flat, shard.size)
-        ctx.save_for_backward(hidden, weight, flat, statistics[:2], kept)
-        ctx.kernels, ctx.parts, ctx.start, ctx.accumulate = kernels, parts, shard.start, accumulate
-        return loss.view(target.shape)
+        loss = losses(statistics[:3], flat, shard.size).view(target.shape)
+        entropy = entropies.entropies(statistics) if head.entropy else None
+        ctx.save_for_backward(hidden, weight, flat, statistics[:2], kept, entropy)
+        ctx.kernels, ctx.parts, ctx.start, ctx.accumulate, ctx.head = kernels, parts, shard.start, accumulate, head
+        return loss, None if entropy is None else entropy.view(target.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, statistics, kept = ctx.saved_tensors
+    def backward(ctx: Any, dloss: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dloss is None and dentropy is None:
+            return (None,) * 8
+        hidden, weight, target, statistics, kept, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
-        dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
+        dloss = statistics.new_zeros(target.numel()) if dloss is None else _as_row(dloss, statistics)
+        dentropy = None if dentropy is None else _as_row(dentropy, statistics)
+        head = ctx.head
         accumulate = ctx.accumulate if wants_weight else None
-        parts, kept = ctx.parts, kept if ctx.parts.kept else None
-        # Kept logits are overwritten below: a second backward pass recomputes them.
+        # Kept logits are overwritten, unseen by autograd: a second backward pass recomputes them.
+        parts, kept = ctx.parts, kept.data if ctx.parts.kept else None
         ctx.parts = parts._replace(kept=0)
         alone = parts.kept == parts.width
         dhidden = None
         if wants_hidden and not alone:
             dhidden = torch.zeros(rows.shape, dtype=statistics.dtype, device=rows.device)
         dweight = torch.empty_like(weight) if wants_weight and accumulate is None else None
-        for part, logits in _logits(rows, weight, parts, kept):
+        for part, logits in _logits(rows, weight, parts, kept, head):
             start = ctx.start + part.start
-            ctx.kernels.gradient(logits, target, start, statistics, dloss, logits)
+            slope = head.slope(logits)
+            if dentropy is None:
+                ctx.kernels.gradient(logits, target, start, statistics, dloss, logits)
+            else:
+                entropies.gradient(logits, target, start, statistics, dloss, entropy, dentropy)
+            if slope is not None:
+                logits.mul_(slope)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
             elif wants_hidden:
@@ -132,7 +181,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = accumulate.done()
         if dhidden is not None:
             dhidden = dhidden.to(hidden.dtype).view(hidden.shape)
-        return dhidden, dweight, *[None] * 5
+        return dhidden, dweight, *[None] * 6
+
+
+def _as_row(gradient: Tensor, statistics: Tensor) -> Tensor:
+    return gradient.reshape(-1).to(statistics.dtype).contiguous()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -146,7 +199,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.addmm(rounded, a, b, beta=-1)
 
 
-def _logits(rows: Tensor, weight: Tensor, parts: _Parts, kept: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def _logits(
+    rows: Tensor, weight: Tensor, parts: _Parts, kept: Tensor | None, head: Head
+) -> Iterator[tuple[slice, Tensor]]:
     """(vocabulary slice, logits [T, n]); recomputed chunks reuse one buffer."""
     if kept is not None:
         yield slice(0, parts.kept), kept
@@ -156,4 +211,6 @@ def _logits(rows: Tensor, weight: Tensor, parts: _Parts, kept: Tensor | None) ->
     for part in computed:
         width = part.stop - part.start
         logits = memory[: count * width].view(count, width) if count else rows.new_empty(0, width)
-        yield part, torch.mm(rows, weight[part].t(), out=logits)
+        torch.mm(rows, weight[part].t(), out=logits)
+        head.apply(logits)
+        yield part, logits

@@ -1,0 +1,41 @@
+"""Entropy of a vocabulary chunk's distribution and the gradient of loss and entropy; in row blocks, as in `reference`.
+
+U = sum_v exp(x_v - M) (x_v - M) is a fourth row of the statistics (M, S, p).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_lite.ops.cross_entropy.loss import shifted
+from mindspeed_lite.ops.cross_entropy.reference import blocks
+
+
+def with_sums(statistics: Tensor, logits: Tensor) -> Tensor:
+    """[3, T] -> [4, T], with U."""
+    sums = torch.empty_like(statistics[0])
+    for block in blocks(*logits.shape):
+        distance = shifted(logits[block].to(sums.dtype), statistics[0, block, None])  # [t, V]
+        torch.sum(distance.exp().mul_(distance), dim=-1, out=sums[block])
+    return torch.cat([statistics, sums[None]])
+
+
+def entropies(statistics: Tensor) -> Tensor:
+    _, sums, _, weighted = statistics
+    entropy: Tensor = sums.log() - weighted / sums
+    return entropy
+
+
+def gradient(
+    logits: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, entropy: Tensor, dentropy: Tensor
+) -> None:
+    """Overwrites logits [T, V] with the gradient of loss and entropy."""
+    top, sums = statistics
+    log_sums = sums.log()
+    columns = torch.arange(start, start + logits.shape[1], device=logits.device)
+    for block in blocks(*logits.shape):
+        log_p = shifted(logits[block].to(top.dtype), (top + log_sums)[block, None])  # [t, V]
+        factor = (log_p + entropy[block, None]).mul_(-dentropy[block, None]).add_(dloss[block, None])
+        here = columns == target[block, None]
+        logits[block] = log_p.exp_().mul_(factor).sub_(here.to(factor.dtype).mul_(dloss[block, None]))
