@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def main() -> None:
 
     world = World(request["world_size"])
     world.install()
+    _fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
     words = request["words"]
@@ -64,6 +66,20 @@ def main() -> None:
         child, status = os.wait()
         if (ended := children.pop(child, None)) is not None:
             _end(Path(request["folder"]), ended, os.waitstatus_to_exitcode(status))
+
+
+def _fuse_compiled() -> None:
+    """Count what a compiler would fuse as one kernel, without compiling it."""
+    import torch
+
+    from mindspeed_lite.ops import traced
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return compile
+        return model if isinstance(model, torch.nn.Module) else traced.observed(model)
+
+    torch.compile = compile
 
 
 def _end(folder: Path, rank: int, code: int) -> None:
@@ -100,12 +116,13 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
     folder = Path(request["folder"])
     values = PassedValues(folder, rank, {*running})
     world.claim(rank, request["local_size"], values)
+    _end_in_time(request, values)
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     own, code = os.getpid(), 1
     try:
-        found = _run(request["words"], world, announce, request["vocabulary"])
+        found = _run(request, world, announce)
         # The script may have forked.
         if os.getpid() == own:
             part = folder / f"part-{rank}"
@@ -120,25 +137,44 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
         os._exit(code)
 
 
-def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int | None) -> dict[str, Any]:
+def _end_in_time(request: dict[str, Any], values: Any) -> None:
+    """Raise an error in the script when its time is over."""
+    from mindspeed_lite.dryrun.rank import WAITS
+
+    def end(number: int, frame: Any) -> None:
+        what = f"no step within {request['timeout']:g} seconds"
+        raise TimeoutError(what if values.awaited is None else f"{WAITS} {values.awaited}: {what}")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, request["began"] + request["timeout"] - time.time()))
+
+
+def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
-    from mindspeed_lite.dryrun import fake_tensors
+    from mindspeed_lite.dryrun import fake_tensors, timing
+    from mindspeed_lite.dryrun.rank import NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
     from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
 
+    words, clock = request["words"], timing.clock_of(request["device"])
     fake_tensors.install()
-    recorder, mode = WorkRecorder(), fake_tensors.StoragelessMode()
+    fake_tensors.expert_load = request["expert_load"]
+    recorder, mode = WorkRecorder(clock), fake_tensors.StoragelessMode()
     traced.dry = True
     probe = memory.MemoryProbe(counts_fake=True, module=recorder.module)
     if announce is not None:
         world.on_pipeline = functools.partial(_announce, announce, world.values.running)
-    found: dict[str, Any] = {"error": "the script ended without a training step", "micro_batches": 0}
+    found: dict[str, Any] = {"error": NO_STEP}
+    arguments: list[Any] = []
 
     def prepare(args: Any) -> None:
-        replace_tokenizer(args, vocabulary)
-        found["micro_batches"], found["all_micro_batches"] = shorten(args, world.size)
+        arguments[:] = [args]
+        if request["replaces_engine"]:
+            found["left_out"] = replace_transformer_engine(args, words[0])
+        replace_tokenizer(args, request["vocabulary"])
+        found["micro_batches"] = shorten(args, world.size)
         train_step.leave_no_trace(args)
 
     def step(model: Any, optimizer: Any, run: Any) -> Any:
@@ -147,10 +183,18 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
             found["error"], found["is_alike"] = "", True
             sys.exit()
         train_step.stop_after(1)
-        optimizer.step = recorder.in_optimizer()(optimizer.step)
+        optimizer.step = recorder.within("optimizer")(optimizer.step)
+        config = model[0].config
+        config.finalize_model_grads_func = recorder.within("gradients")(config.finalize_model_grads_func)
         with recorder.recording(mode, model):
+            if clock is not None:
+                fake_tensors.on_read.append(clock.read_by_host)
+                world.on_message = timing.on_message(clock, recorder, world)
             result = probe.around(model, optimizer, run)
-        found["error"], found["in_step"] = "", len(world.messages)
+            found["error"], found["in_step"] = "", len(world.messages)
+            if clock is not None:
+                overlaps = "tp_comm_overlap" in (found.get("left_out") or ())
+                found["time"] = timing.of_step(clock, recorder, world, model, arguments[0], overlaps)
         return result
 
     startup.before_validation(prepare)
@@ -166,7 +210,9 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
             found["error"] = f"the script ended with {ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
-        found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} [{_place(error)}]"
+        found["error"] = f"{_told(error)} [{_place(error)}]"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     active = runtime.current()
     found["features"] = [] if active is None else [
         [each.feature, each.status, "; ".join(each.reasons)] for each in active.session.report.entries
@@ -193,13 +239,47 @@ def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
     return len(neighbours) == 2 and all(values.get(values.next(("model", each)), each) == mine for each in neighbours)
 
 
+# Features that compute what Transformer Engine's layers and optimizer do, with what they save.
+_ENGINE = ("use_flash_attn", "use_fused_rmsnorm", "use_fused_layernorm", "use_gradient_accumulation_fusion",
+           "use_fused_adamw")  # fmt: skip
+# Arguments that need it, without which a training is the same but for its speed.
+_ENGINE_ONLY = {"fp8": None, "fp4": None, "fp8_param_gather": False, "tp_comm_overlap": False}
+
+
+def replace_transformer_engine(args: Any, script: str) -> list[str] | None:
+    """Megatron's own layers with features in place of Transformer Engine's; arguments left out.
+
+    None if it is there, or not asked for.
+    """
+    if importlib.util.find_spec("transformer_engine"):
+        return None
+    if "bert" in os.path.basename(script) and not args.spec:
+        # Its script asks for local layers in this way.
+        args.spec = ["local"]
+    if getattr(args, "transformer_impl", "") != "transformer_engine":
+        return None
+    args.transformer_impl = "local"
+    backend = getattr(args, "attention_backend", None)
+    for name in _ENGINE[getattr(backend, "name", backend) in ("unfused", "local") :]:
+        if hasattr(args, name):
+            setattr(args, name, True)
+    args.use_fused_rotary_pos_emb = getattr(args, "apply_rope_fusion", False)
+    args.use_fused_cross_entropy = getattr(args, "cross_entropy_fusion_impl", "") == "te"
+    left_out = [name for name, without in _ENGINE_ONLY.items() if getattr(args, name, without) != without]
+    for name in left_out:
+        setattr(args, name, _ENGINE_ONLY[name])
+    return left_out
+
+
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
     from mindspeed_lite.planner.arguments import VOCABULARIES
 
     files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
     missing = next((each for each in files if each and not os.path.exists(each)), None)
-    size = vocabulary or VOCABULARIES.get(args.tokenizer_type) or getattr(args, "vocab_size", None)
+    # Megatron's tokenizer of a vocabulary with merges, if none is named.
+    kind = args.tokenizer_type or ("GPT2BPETokenizer" if args.merge_file else "")
+    size = vocabulary or VOCABULARIES.get(kind) or getattr(args, "vocab_size", None)
     if missing is None and vocabulary is None:
         return
     if size is None:
@@ -231,8 +311,22 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     return run, every
 
 
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, TimeoutError):
+        return text
+    # Without Transformer Engine, Megatron's modules hold mocks of its classes, or no names.
+    is_mock = isinstance(error, StopIteration) and "mock" in traceback.extract_tb(error.__traceback__)[-1].filename
+    if is_mock or (isinstance(error, NameError) and str(error.name).startswith("TE")):
+        return f"its layers need Transformer Engine, which is not installed: {text}"
+    return f"{type(error).__name__}: {text}"
+
+
 def _place(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    """Where a script fails, or is when its time is over."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = str(Path(__file__).parent)
+    last = next((each for each in reversed(frames) if not each.filename.startswith(own)), frames[-1])
     return f"{last.filename}:{last.lineno}"
 
 
