@@ -23,8 +23,8 @@ from .world import GroupCall
 # Worlds up to this size run whole.
 WHOLE = 8
 _TAIL = 12
-# Errors: of a script without a training step, and how that of a rank begins that waits for another's values.
-NO_STEP = "the script ended without a training step"
+# Errors, or how they begin: a script ends with a code, or without a step; a rank waits for another's values.
+ENDED, NO_STEP = "the script ended with ", "the script ended without a training step"
 WAITS = "waits for rank"
 # Seconds after which ranks that did not end by themselves are ended.
 _GRACE = 5.0
@@ -41,7 +41,7 @@ class RankResult:
         groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
         is_alike: it did not run, since the stages before and after have the same parameters.
-        left_out: arguments that need Transformer Engine, whose layers were replaced; None if they were not.
+        left_out: arguments that were turned off. is_engine_replaced: other layers ran than Transformer Engine's.
         time: on a device, from `timing.of_step`; empty without one.
         error: one line, or empty. ended_at: what fails first may fail others.
     """
@@ -55,7 +55,8 @@ class RankResult:
     micro_batches: tuple[int, int] = (0, 0)
     features: Sequence[tuple[str, str, str]] = ()
     error: str = ""
-    left_out: Sequence[str] | None = None
+    left_out: Sequence[str] = ()
+    is_engine_replaced: bool = False
     time: Mapping[str, Any] = field(default_factory=dict)
     ended_at: float = math.inf
     is_alike: bool = False
@@ -101,6 +102,8 @@ def _read(folder: Path, number: int, ending: str) -> RankResult:
     result, log, ended = (folder / f"{name}-{number}" for name in ("result", "log", "ended"))
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": ending}
     lines = (log if log.exists() else folder / "log").read_text(errors="replace").splitlines()[-_TAIL:]
+    if found["error"].startswith(ENDED) and lines:
+        found["error"] += f": {lines[-1]}"
     found["messages"] = [_message(each) for each in found.get("messages", ())]
     found["groups"] = {name: tuple(ranks) for name, ranks in found.get("groups", {}).items()}
     return RankResult(

@@ -153,7 +153,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors, timing
-    from mindspeed_lite.dryrun.rank import NO_STEP
+    from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
     from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
@@ -172,7 +172,8 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
     def prepare(args: Any) -> None:
         arguments[:] = [args]
         if request["replaces_engine"]:
-            found["left_out"] = replace_transformer_engine(args, words[0])
+            found["is_engine_replaced"] = replace_transformer_engine(args, words[0])
+        found["left_out"] = leave_out(args, (*_DEVICE_ONLY, *_ENGINE_ONLY * found.get("is_engine_replaced", False)))
         replace_tokenizer(args, request["vocabulary"])
         found["micro_batches"] = shorten(args, world.size)
         train_step.leave_no_trace(args)
@@ -193,7 +194,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             result = probe.around(model, optimizer, run)
             found["error"], found["in_step"] = "", len(world.messages)
             if clock is not None:
-                overlaps = "tp_comm_overlap" in (found.get("left_out") or ())
+                overlaps = "tp_comm_overlap" in found["left_out"]
                 found["time"] = timing.of_step(clock, recorder, world, model, arguments[0], overlaps)
         return result
 
@@ -207,7 +208,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
                 runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ending:
         if ending.code not in (None, 0) and found["error"]:
-            found["error"] = f"the script ended with {ending.code!r}"
+            found["error"] = f"{ENDED}{ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
         found["error"] = f"{_told(error)} [{_place(error)}]"
@@ -242,22 +243,20 @@ def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
 # Features that compute what Transformer Engine's layers and optimizer do, with what they save.
 _ENGINE = ("use_flash_attn", "use_fused_rmsnorm", "use_fused_layernorm", "use_gradient_accumulation_fusion",
            "use_fused_adamw")  # fmt: skip
-# Arguments that need it, without which a training is the same but for its speed.
-_ENGINE_ONLY = {"fp8": None, "fp4": None, "fp8_param_gather": False, "tp_comm_overlap": False}
+# Arguments that need it or a device, without which a training differs in its speed or memory only.
+_ENGINE_ONLY = ("fp8", "fp4", "fp8_param_gather", "tp_comm_overlap", "use_precision_aware_optimizer")
+_DEVICE_ONLY = ("optimizer_cpu_offload", "defer_embedding_wgrad_compute")
 
 
-def replace_transformer_engine(args: Any, script: str) -> list[str] | None:
-    """Megatron's own layers with features in place of Transformer Engine's; arguments left out.
-
-    None if it is there, or not asked for.
-    """
+def replace_transformer_engine(args: Any, script: str) -> bool:
+    """Megatron's own layers with features in place of Transformer Engine's, if it is asked for and missing."""
     if importlib.util.find_spec("transformer_engine"):
-        return None
+        return False
     if "bert" in os.path.basename(script) and not args.spec:
         # Its script asks for local layers in this way.
         args.spec = ["local"]
     if getattr(args, "transformer_impl", "") != "transformer_engine":
-        return None
+        return False
     args.transformer_impl = "local"
     backend = getattr(args, "attention_backend", None)
     for name in _ENGINE[getattr(backend, "name", backend) in ("unfused", "local") :]:
@@ -265,10 +264,15 @@ def replace_transformer_engine(args: Any, script: str) -> list[str] | None:
             setattr(args, name, True)
     args.use_fused_rotary_pos_emb = getattr(args, "apply_rope_fusion", False)
     args.use_fused_cross_entropy = getattr(args, "cross_entropy_fusion_impl", "") == "te"
-    left_out = [name for name, without in _ENGINE_ONLY.items() if getattr(args, name, without) != without]
-    for name in left_out:
-        setattr(args, name, _ENGINE_ONLY[name])
-    return left_out
+    return True
+
+
+def leave_out(args: Any, names: Sequence[str]) -> list[str]:
+    """Turn arguments off; those that were on."""
+    found = [name for name in names if getattr(args, name, None)]
+    for name in found:
+        setattr(args, name, None if name in ("fp8", "fp4") else False)
+    return found
 
 
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
@@ -295,7 +299,8 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
         if getattr(args, name, False):
             raise ValueError(f"--{name.replace('_', '-')}: a dry run {reason}")
     args.load = args.save = args.pretrained_checkpoint = None
-    args.data_path, args.mock_data = None, True
+    # Nor a cache of indices, which one rank writes for others.
+    args.data_path, args.data_cache_path, args.mock_data = None, None, True
     # The learning rate's schedule stays valid; data sets hold samples for one step.
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.train_samples = args.lr_decay_samples = args.rampup_batch_size = None

@@ -62,7 +62,7 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
     ("words", "text", "code"),
     [
         (["--", "echo", "hello"], "starts no torchrun and no python script: hello", 2),
-        (["--", "python", SCRIPT, "--no-such-flag"], "rank 0 of 1: the script ended with 2", 1),
+        (["--", "python", SCRIPT, "--no-such-flag"], "rank 0 of 1: the script ended with 2: ", 1),
         (["--", "python", "missing.py"], "there is no script missing.py", 2),
         (["--memory", "none", "--", "python", SCRIPT], "--memory: takes", 2),
         (["--device", "h1", "--", "python", SCRIPT], "--device h1: there is no such device", 2),

@@ -127,13 +127,14 @@ def test_layers_of_a_missing_transformer_engine_are_replaced(monkeypatch):
         return args, worker.replace_transformer_engine(args, "pretrain_gpt.py")
 
     engine = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "tp_comm_overlap": True}
-    args, left_out = replaced(**engine)
-    assert (args.transformer_impl, args.fp8, args.tp_comm_overlap) == ("local", None, False)
-    assert args.use_flash_attn and args.use_fused_rmsnorm and left_out == ["fp8", "tp_comm_overlap"]
+    args, is_replaced = replaced(**engine)
+    assert is_replaced and args.transformer_impl == "local" and args.use_flash_attn and args.use_fused_rmsnorm
+    assert worker.leave_out(args, ("fp8", "fp4", "tp_comm_overlap")) == ["fp8", "tp_comm_overlap"]
+    assert (args.fp8, args.tp_comm_overlap) == (None, False)
     assert not replaced(**engine, attention_backend="unfused")[0].use_flash_attn
-    assert replaced(transformer_impl="local")[1] is None
+    assert not replaced(transformer_impl="local")[1]
     monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: name)
-    assert replaced(**engine)[1] is None
+    assert not replaced(**engine)[1]
 
 
 @pytest.mark.parametrize("name", ["use_checkpoint_args", "use_megatron_fsdp", "use_torch_fsdp2"])
