@@ -185,8 +185,9 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             sys.exit()
         train_step.stop_after(1)
         optimizer.step = recorder.within("optimizer")(optimizer.step)
-        config = model[0].config
-        config.finalize_model_grads_func = recorder.within("gradients")(config.finalize_model_grads_func)
+        config: Any = getattr(model[0], "config", None)
+        if finish := getattr(config, "finalize_model_grads_func", None):
+            config.finalize_model_grads_func = recorder.within("gradients")(finish)
         with recorder.recording(mode, model):
             if clock is not None:
                 fake_tensors.on_read.append(clock.read_by_host)
