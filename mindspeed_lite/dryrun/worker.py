@@ -251,6 +251,8 @@ _DEVICE_ONLY = ("optimizer_cpu_offload", "defer_embedding_wgrad_compute")
 
 def replace_transformer_engine(args: Any, script: str) -> bool:
     """Megatron's own layers with features in place of Transformer Engine's, if it is asked for and missing."""
+    from mindspeed_lite.platform import megatron
+
     if importlib.util.find_spec("transformer_engine"):
         return False
     if "bert" in os.path.basename(script) and not args.spec:
@@ -263,6 +265,9 @@ def replace_transformer_engine(args: Any, script: str) -> bool:
     for name in _ENGINE[getattr(backend, "name", backend) in ("unfused", "local") :]:
         if hasattr(args, name):
             setattr(args, name, True)
+    if (megatron.version() or "0").startswith("0.12"):
+        # Its layers take the main gradient from a saved weight, which without storage is another tensor.
+        args.use_gradient_accumulation_fusion = False
     args.use_fused_rotary_pos_emb = getattr(args, "apply_rope_fusion", False)
     args.use_fused_cross_entropy = getattr(args, "cross_entropy_fusion_impl", "") == "te"
     return True
