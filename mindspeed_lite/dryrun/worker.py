@@ -172,7 +172,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
     def prepare(args: Any) -> None:
         arguments[:] = [args]
         if request["replaces_engine"]:
-            found["is_engine_replaced"] = replace_transformer_engine(args, words[0])
+            found["is_engine_replaced"] = replace_transformer_engine(args)
         found["left_out"] = leave_out(args, (*_DEVICE_ONLY, *_ENGINE_ONLY * found.get("is_engine_replaced", False)))
         replace_tokenizer(args, request["vocabulary"])
         found["micro_batches"] = shorten(args, world.size)
@@ -249,16 +249,11 @@ _ENGINE_ONLY = ("fp8", "fp4", "fp8_param_gather", "tp_comm_overlap", "use_precis
 _DEVICE_ONLY = ("optimizer_cpu_offload", "defer_embedding_wgrad_compute")
 
 
-def replace_transformer_engine(args: Any, script: str) -> bool:
+def replace_transformer_engine(args: Any) -> bool:
     """Megatron's own layers with features in place of Transformer Engine's, if it is asked for and missing."""
     from mindspeed_lite.platform import megatron
 
-    if importlib.util.find_spec("transformer_engine"):
-        return False
-    if "bert" in os.path.basename(script) and not args.spec:
-        # Its script asks for local layers in this way.
-        args.spec = ["local"]
-    if getattr(args, "transformer_impl", "") != "transformer_engine":
+    if getattr(args, "transformer_impl", "") != "transformer_engine" or importlib.util.find_spec("transformer_engine"):
         return False
     args.transformer_impl = "local"
     backend = getattr(args, "attention_backend", None)

@@ -123,8 +123,8 @@ def test_a_deadlock_before_the_step_names_both_calls(tmp_path):
 
 def test_layers_of_a_missing_transformer_engine_are_replaced(monkeypatch):
     def replaced(**given):
-        args = argparse.Namespace(spec=None, use_flash_attn=False, use_fused_rmsnorm=False, **given)
-        return args, worker.replace_transformer_engine(args, "pretrain_gpt.py")
+        args = argparse.Namespace(use_flash_attn=False, use_fused_rmsnorm=False, **given)
+        return args, worker.replace_transformer_engine(args)
 
     engine = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "tp_comm_overlap": True}
     args, is_replaced = replaced(**engine)
