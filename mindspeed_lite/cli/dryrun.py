@@ -23,15 +23,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_lite import planner
-from mindspeed_lite.bench.wording import flops, size
+from mindspeed_lite import migration, planner
+from mindspeed_lite.bench.wording import flops, seconds, size
 from mindspeed_lite.planner import devices
+from mindspeed_lite.planner.published import PublishedDevice
 
 from . import terminal, training_command
 from .terminal import CommandError, Parser, bounded, option, output_file, say, table, write_json
 
 if TYPE_CHECKING:
-    from mindspeed_lite.dryrun import rank
+    from mindspeed_lite.dryrun import launch, rank, timing
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 _OUTSIDE = "outside the model"
@@ -42,10 +43,12 @@ _PLACES = 8
 def add_options(parser: Parser) -> None:
     parser.reads_command = True
     parser.usage = "%(prog)s [options] -- COMMAND ..."
-    option(parser, "--device NAME", f"whose memory must suffice: {', '.join(devices.FIGURES)}, or a .json file")
+    names = ", ".join(devices.FIGURES)
+    option(parser, "--device NAME", f"whose memory must suffice and whose time is predicted: {names}, or a .json file")
     option(parser, "--memory SIZE", "memory of a device, as 80GB (default: the device's)", training_command.memory_size)
-    option(parser, "--reserve SIZE", "of it for context, communicators, temporaries and fragments (default: a tenth)",
+    option(parser, "--reserve SIZE", "of it for context, communicators, temporaries, fragments (default: an estimate)",
            training_command.memory_size)  # fmt: skip
+    option(parser, "--expert-load F", "tokens of the first expert over the mean of all", bounded(float, 1), 1.0)
     option(parser, "--vocabulary N", "tokens of the tokenizer, whose files are then not read", bounded(int, 2))
     option(parser, "--timeout S", "seconds for all ranks", bounded(float, 0, above=True), 600.0)
     option(parser, "--json FILE", "write everything as JSON", output_file)
@@ -53,19 +56,25 @@ def add_options(parser: Parser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     with terminal.progress("importing torch"):
-        from mindspeed_lite.dryrun import launch, match, rank
+        from mindspeed_lite.dryrun import launch, match, rank, timing
     try:
         found = launch.find(options.command)
-        memory = options.memory or (devices.named(options.device)[1].memory if options.device else None)
+        device = PublishedDevice(*devices.named(options.device)) if options.device else None
+        memory = options.memory or (device.memory if device else None)
     except (launch.LaunchError, planner.ArgumentError) as error:
         raise CommandError(error) from None
     with terminal.progress(f"running ranks of {found.world_size}"):
-        ranks = rank.run(found, options.timeout, options.vocabulary)
+        ranks = rank.run(found, options.timeout, options.vocabulary, device, options.expert_load)
     if errors := [each for each in ranks if each.error]:
-        first = min(errors, key=lambda each: each.ended_at)
+        problems = match.problems({each.number: each.messages for each in ranks})
+        if problems and all(each.error == rank.NO_STEP for each in errors):
+            raise CommandError("\n".join(problems), 1)
+        # What others wait for comes before what waits.
+        first = min(errors, key=lambda each: (each.error.startswith(rank.WAITS), each.ended_at))
         failed = next(each for each in errors if each.error == first.error)
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
+    step = timing.predict(timing.stages_of(ranks), device) if device else None
     alike = [str(each.number) for each in ranks if each.is_alike]
     ranks = [each for each in ranks if not each.is_alike]
     problems = match.problems({each.number: each.messages for each in ranks})
@@ -75,9 +84,13 @@ def main(options: argparse.Namespace) -> int:
     _show_work(max(ranks, key=_total))
     _show_messages(ranks[0])
     _show_features(ranks[0])
-    fits = memory is None or _show_fit(ranks, memory, memory / 10 if options.reserve is None else options.reserve)
+    if step and device:
+        _show_time(step, device, found.world_size)
+    fits = memory is None or _show_fit(ranks, memory, options, found)
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
     report = {"world_size": found.world_size, "problems": problems, "ranks": [_as_json(each) for each in ranks]}
+    if step:
+        report["step"] = {"step_s": step.seconds, **asdict(step)}
     write_json(options.json, report)
     return 0 if fits and not problems else 1
 
@@ -127,29 +140,38 @@ def _sums(one: rank.RankResult, by: str) -> list[tuple[str, str, str, str]]:
     return [(name, flops(each["flops"]), size(each["bytes"]), f"{each['launches']:,}") for name, each in largest]
 
 
-# What holds less, by category; what is on is not said again.
-_SMALLER = {
-    "weights": ("reuse_fp32_param",),
-    "gradients": ("grad_reduce_in_bf16",),
-    "optimizer": ("reuse_fp32_param", "quant_states", "virtual_optimizer", "swap_optimizer"),
-    "activations": ("use_flash_attn", "recompute_activation_function", "recompute_norm", "swap_attention",
-                    "use_fused_linear_cross_entropy", "adaptive_memory"),
-}  # fmt: skip
+def _show_fit(
+    ranks: Sequence[rank.RankResult], memory: float, options: argparse.Namespace, found: launch.TrainingLaunch
+) -> bool:
+    from mindspeed_lite.dryrun import reserve
 
-
-def _show_fit(ranks: Sequence[rank.RankResult], memory: float, reserve: float) -> bool:
+    kind = devices.named(options.device)[1].kind if options.device else "cuda"
     fullest = max(ranks, key=_total)
-    fits = _total(fullest) + reserve <= memory
-    taken = (
-        f"rank {fullest.number} takes {size(_total(fullest))} of {size(memory)}, {size(reserve)} of which is a reserve"
-    )
-    say(f"\n{'fits' if fits else 'does not fit'}: {taken}")
+    parts = reserve.needed(fullest, kind, found.environment, _total(fullest))
+    if options.reserve is not None:
+        parts = {"--reserve": options.reserve}
+    needed = _total(fullest) + sum(parts.values())
+    fits = needed <= memory
+    named = ", ".join(f"{size(value)} for {name}" for name, value in parts.items())
+    say(f"\n{'fits' if fits else 'does not fit'}: rank {fullest.number} takes {size(needed)} of {size(memory)}, "
+        f"of them {named}")  # fmt: skip
     if not fits:
         most = max(_CATEGORIES, key=lambda name: int(fullest.memory[name]))
-        on = {feature for feature, status, _ in fullest.features if status == "applied"}
-        flags = [f"--{name.replace('_', '-')}" for name in _SMALLER[most] if name not in on]
-        say(f"most are {most}: {', '.join(flags)}, or more ranks for a model, hold less")
+        flags = ", ".join(_smaller(found, kind, most))
+        say(f"most are {most}: {f'{flags}, or ' if flags else ''}more ranks for a model hold less")
     return fits
+
+
+def _smaller(found: launch.TrainingLaunch, kind: str, category: str) -> list[str]:
+    """Flags of features that save memory of a category, by the planner's prediction, the most first."""
+    words = migration.translate(found.words).accepted
+    try:
+        changes = [*planner.changes(planner.read(words, found.world_size, kind))]
+    except planner.ArgumentError:
+        return []
+    saved = {each.flag: -each.difference[category] for each in changes if not each.is_on}
+    return [f"{flag} ({size(saved[flag])})" for flag in sorted(saved, key=saved.__getitem__, reverse=True)
+            if saved[flag] > 0]  # fmt: skip
 
 
 def _show_messages(one: rank.RankResult) -> None:
@@ -170,9 +192,27 @@ def _show_messages(one: rank.RankResult) -> None:
         table(("group", "ranks", "call", "calls", "bytes"), rows[:12], f"messages of rank {one.number}")
 
 
+def _show_time(step: timing.PredictedStep, device: PublishedDevice, world_size: int) -> None:
+    rates = ""
+    if step.tokens:
+        rates += f", {step.tokens / step.seconds / world_size:,.0f} tokens/s a device"
+    if step.operations:
+        share = step.operations / step.seconds / world_size / device.figures.flops
+        rates += f", {share:.0%} of its operations a second by Megatron's count"
+    say(f"\na step takes {seconds(step.seconds)}{rates}; {step.exposed / step.seconds:.0%} waits for messages")
+    rows = sorted(step.parts.items(), key=lambda each: -each[1])
+    table(("time goes to", "", ""), [(name, seconds(value), f"{value / step.seconds:.0%}") for name, value in rows])
+    say(f"Predicted, from operators and messages of this run on {device.name}: {device.figures.source}.")
+
+
 def _show_features(one: rank.RankResult) -> None:
     on = [feature for feature, status, _ in one.features if status == "applied" and not feature.startswith("device_")]
     say(f"\nfeatures on: {', '.join(on) if on else 'none'}")
+    if one.is_engine_replaced:
+        say("Transformer Engine is not installed: Megatron's own layers run in place of its, with features for what it "
+            "fuses; --transformer-impl local runs without them")  # fmt: skip
+    for name in one.left_out:
+        say(f"not counted: --{name.replace('_', '-')}")
     for feature, status, reasons in one.features:
         if status == "skipped":
             say(f"not counted: {feature}: {reasons}")

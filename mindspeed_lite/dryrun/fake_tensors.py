@@ -13,6 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 aten = torch.ops.aten
 # Within it tensors have storage.
 with_storage: Any = _disable_current_modes
+# Tokens of the first expert over the mean.
+expert_load = 1.0
+# Called when the host reads values of a tensor.
+on_read: list[Callable[[], None]] = []
 # Elements up to which values are computed: counts of tokens per expert, shapes, scalars.
 _KNOWN = 1 << 14
 
@@ -66,7 +70,9 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
     @staticmethod
     def _carry_share(func: Any, mask: torch.Tensor, share: float, result: Any) -> None:
         if func is aten.sum.dim_IntList:
-            know(result, _even(round(mask.numel() * share), result))
+            # Of a mask [tokens, experts]: each expert's tokens.
+            is_by_expert = result.dim() == 1 and mask.dim() == 2 and result.shape[0] == mask.shape[1] != mask.shape[0]
+            know(result, _spread(round(mask.numel() * share), result, expert_load if is_by_expert else 1.0))
         for each in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(each, FakeTensor) and (func.is_view or each.numel() == mask.numel()):
                 keep_share(each, share)
@@ -96,11 +102,14 @@ def _selected(mask: torch.Tensor) -> int:
     return mask.numel() if share is None else round(mask.numel() * share)
 
 
-def _even(total: int, like: torch.Tensor) -> torch.Tensor:
-    """Integers that add up to `total` and differ by at most one."""
+def _spread(total: int, like: torch.Tensor, load: float) -> torch.Tensor:
+    """Integers that add up to `total`; the first is `load` times the mean, others differ by at most one."""
+    number = like.numel()
+    first = min(total, round(total * load / number)) if load > 1 and number > 1 else 0
     with with_storage():
-        bounds = torch.arange(like.numel() + 1, dtype=torch.int64) * total // max(1, like.numel())
-        return bounds.diff().reshape(like.shape).to(like.dtype)
+        bounds = torch.arange(number + (not first), dtype=torch.int64) * (total - first) // max(1, number - bool(first))
+        counts = torch.cat([torch.tensor([first] if first else [], dtype=torch.int64), bounds.diff()])
+        return counts.reshape(like.shape).to(like.dtype)
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -124,6 +133,8 @@ def _unknown(dtype: torch.dtype) -> Any:
 def _read(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, FakeTensor):
         return tensor
+    for each in on_read:
+        each()
     if tensor.constant is not None:
         return tensor.constant
     return torch.full(tensor.shape, _unknown(tensor.dtype), dtype=tensor.dtype)

@@ -27,10 +27,11 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class PassedValues:
-    """One rank's side. `running`: ranks that run; `folder`: shared by all of them."""
+    """One rank's side. `running`: ranks that run; `folder`: shared by all of them; `awaited`: rank whose value is."""
 
     def __init__(self, folder: Path, rank: int, running: set[int]) -> None:
         self.folder, self.rank, self.running = folder, rank, running
+        self.awaited: int | None = None
         self._count: Counter[tuple[object, ...]] = Counter()
 
     def put(self, between: tuple[object, ...], value: Any) -> None:
@@ -41,13 +42,16 @@ class PassedValues:
         """What `sender` puts at `path`; None if it does not run, has ended, or waits for this rank."""
         waits = self._waits(self.rank)
         self._write(waits, (sender, path.name))
+        self.awaited = sender
         while not path.exists():
             is_in_vain = sender not in self.running or self._has_ended(sender) or self._is_circle(sender)
             if is_in_vain and not path.exists():
                 waits.unlink()
+                self.awaited = None
                 return None
             time.sleep(_POLL)
         waits.unlink()
+        self.awaited = None
         return pickle.loads(path.read_bytes())
 
     def end(self) -> None:

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.child_process import child_process
+from mindspeed_lite.planner.published import PublishedDevice
 
 from .launch import TrainingLaunch
 from .world import GroupCall
@@ -21,6 +23,11 @@ from .world import GroupCall
 # Worlds up to this size run whole.
 WHOLE = 8
 _TAIL = 12
+# Errors, or how they begin: a script ends with a code, or without a step; a rank waits for another's values.
+ENDED, NO_STEP = "the script ended with ", "the script ended without a training step"
+WAITS = "waits for rank"
+# Seconds after which ranks that did not end by themselves are ended.
+_GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -34,30 +41,43 @@ class RankResult:
         groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
         is_alike: it did not run, since the stages before and after have the same parameters.
+        left_out: arguments that were turned off. is_engine_replaced: other layers ran than Transformer Engine's.
+        time: on a device, from `timing.of_step`; empty without one.
         error: one line, or empty. ended_at: what fails first may fail others.
     """
 
     number: int
-    memory: Mapping[str, Any]
-    work: Sequence[Mapping[str, Any]]
-    messages: Sequence[GroupCall]
-    in_step: int
-    groups: Mapping[str, tuple[int, ...]]
-    micro_batches: tuple[int, int]
-    features: Sequence[tuple[str, str, str]]
-    error: str
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    work: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[GroupCall] = ()
+    in_step: int = 0
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    micro_batches: tuple[int, int] = (0, 0)
+    features: Sequence[tuple[str, str, str]] = ()
+    error: str = ""
+    left_out: Sequence[str] = ()
+    is_engine_replaced: bool = False
+    time: Mapping[str, Any] = field(default_factory=dict)
     ended_at: float = math.inf
     is_alike: bool = False
     log_tail: Sequence[str] = ()
 
 
-def run(launch: TrainingLaunch, timeout: float, vocabulary: int | None = None) -> list[RankResult]:
-    """All ranks of a small world; of a large one rank 0 and its pipeline's other stages, but for alike ones."""
+def run(
+    launch: TrainingLaunch, timeout: float, vocabulary: int | None = None, device: PublishedDevice | None = None,
+    expert_load: float = 1.0,
+) -> list[RankResult]:  # fmt: skip
+    """All ranks of a small world; of a large one rank 0 and its pipeline's other stages, but for alike ones.
+
+    device: whose time is predicted. expert_load: tokens of the first expert over the mean.
+    """
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-dryrun-") as name:
         folder = Path(name)
         asked = {
             "world_size": launch.world_size, "local_size": launch.local_size, "words": launch.words, "folder": name,
-            "vocabulary": vocabulary,
+            "vocabulary": vocabulary, "device": device and asdict(device),
+            "expert_load": expert_load, "timeout": timeout, "began": time.time(),
+            "replaces_engine": device is None or device.figures.kind != "npu",
             "ranks": [*range(launch.world_size)] if launch.world_size <= WHOLE else None,
         }  # fmt: skip
         request = folder / "request"
@@ -71,7 +91,7 @@ def run(launch: TrainingLaunch, timeout: float, vocabulary: int | None = None) -
             command, cwd=launch.folder, env=environment, stdout=log, stderr=subprocess.STDOUT
         ) as child:  # fmt: skip
             try:
-                child.wait(timeout)
+                child.wait(timeout + _GRACE)
             except subprocess.TimeoutExpired:
                 ending = f"no step within {timeout:g} seconds"
         ranks = {0, *(int(each.name.partition("-")[2]) for each in folder.glob("log-*"))}
@@ -82,19 +102,15 @@ def _read(folder: Path, number: int, ending: str) -> RankResult:
     result, log, ended = (folder / f"{name}-{number}" for name in ("result", "log", "ended"))
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": ending}
     lines = (log if log.exists() else folder / "log").read_text(errors="replace").splitlines()[-_TAIL:]
+    if found["error"].startswith(ENDED) and lines:
+        found["error"] += f": {lines[-1]}"
+    found["messages"] = [_message(each) for each in found.get("messages", ())]
+    found["groups"] = {name: tuple(ranks) for name, ranks in found.get("groups", {}).items()}
     return RankResult(
         number=number,
-        memory=found.get("memory", {}),
-        work=found.get("work", ()),
-        messages=[_message(each) for each in found.get("messages", ())],
-        in_step=found.get("in_step", 0),
-        groups={name: tuple(ranks) for name, ranks in found.get("groups", {}).items()},
-        micro_batches=(found.get("micro_batches", 0), found.get("all_micro_batches", 0)),
-        features=[tuple(each) for each in found.get("features", ())],
-        error=found["error"],
         ended_at=ended.stat().st_mtime if ended.exists() else math.inf,
-        is_alike=found.get("is_alike", False),
         log_tail=lines if found["error"] else (),
+        **found,
     )
 
 

@@ -15,22 +15,33 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from mindspeed_lite.ops import traced
+from mindspeed_lite.planner.work import Product, Scores
 
+from . import prices
+from .clock import Clock
 from .fake_tensors import StoragelessMode
 
+_READ = torch.ops.aten._local_scalar_dense.default
 # Operators that start nothing on a device although they return a tensor of its own.
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "resize_", "set_"}
+_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "resize_", "set_",
+         "_unsafe_view", "_local_scalar_dense"}  # fmt: skip
 
 
 class WorkRecorder:
-    """Counts within `recording`. A backward belongs to the module whose forward made its autograd node."""
+    """Counts within `recording`. A backward belongs to the module whose forward made its autograd node.
 
-    def __init__(self) -> None:
+    clock: of a device whose time is predicted.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock
         # Launches, operations and bytes by module and pass.
         self._counts: dict[tuple[str, str], list[int]] = {}
-        self._is_in_optimizer = False
-        # Kernels around what runs, and operations within kernels until now.
-        self._within = self._operations = 0
+        self._during = ""
+        # Kernels around what runs, and what they do until now.
+        self._kernels = self._operations = 0
+        self._products: list[Product] = []
+        self._scores: tuple[Scores, bool] | None = None
         self._names: dict[int, str] = {}
         self._stack: list[str] = [""]
         # Autograd nodes from `_firsts[i]` to the next belong to `_modules[i]`.
@@ -44,6 +55,8 @@ class WorkRecorder:
                 path = _kind(name)
                 self._names[id(module)] = path
                 self._names |= {id(each): path for each in module.parameters(recurse=False)}
+        # Until the first module runs.
+        self._during = "preparation" if model else ""
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -58,11 +71,11 @@ class WorkRecorder:
                 each.remove()
 
     @contextmanager
-    def in_optimizer(self) -> Iterator[None]:
-        """What runs within is the pass of the optimizer."""
-        self._is_in_optimizer = True
+    def within(self, name: str) -> Iterator[None]:
+        """What runs within is a pass of this name."""
+        self._during = name
         yield
-        self._is_in_optimizer = False
+        self._during = ""
 
     def counted(self) -> list[dict[str, Any]]:
         """By module and pass, most operations first, then most bytes."""
@@ -74,8 +87,8 @@ class WorkRecorder:
 
     def place(self) -> tuple[str, str]:
         """Module and pass of what runs now; layers are `*`."""
-        if self._is_in_optimizer:
-            return "", "optimizer"
+        if self._during:
+            return "", self._during
         node = torch._C._current_autograd_node()
         if node is None:
             return self._stack[-1], "forward"
@@ -88,36 +101,56 @@ class WorkRecorder:
 
     def _operator(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
         if _moves_nothing(func):
+            if self.clock is not None and not self._kernels:
+                if func is _READ:
+                    self.clock.read_by_host()
+                elif func.is_view:
+                    self.clock.view()
             return
-        count = _counter(func)
+        count, name = _counter(func), _name(func)
         operations = 0 if count is None else int(count(*args, **options, out_val=result))
-        if self._within:
+        products = prices.products(name, args)
+        if self._kernels:
             self._operations += operations
+            self._products += products
         else:
-            self._add(operations, _bytes(args) + _bytes(result))
+            self._add(name, operations, _bytes(args) + _bytes(result), products, None, result)
 
     def _kernel(self, run: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Runs a kernel of this package: one launch, with the operations of those within."""
         before = self._operations
-        self._within += 1
+        self._kernels += 1
         try:
             result = run(*given, **options)
         finally:
-            self._within -= 1
+            self._kernels -= 1
         if run.__module__ == "mindspeed_lite.ops.attention.cpu":
-            self._operations = before + _attention(run.__name__, given)
-        if not self._within:
+            self._scores = _attention(run.__name__, given), run.__name__ != "forward"
+            self._operations = before + _operations(*self._scores)
+        if not self._kernels:
             # A kernel saves some of its inputs.
-            self._add(self._operations - before, _bytes((given, result)))
+            size = _bytes((given, result))
+            self._add(run.__module__, self._operations - before, size, self._products, self._scores, result)
+            self._products, self._scores = [], None
         return result
 
-    def _add(self, operations: int, size: int) -> None:
-        count = self._counts.setdefault(self.place(), [0, 0, 0])
+    def _add(
+        self, name: str, operations: int, size: int, products: Sequence[Product], scores: tuple[Scores, bool] | None,
+        result: Any,
+    ) -> None:  # fmt: skip
+        place = self.place()
+        count = self._counts.setdefault(place, [0, 0, 0])
         count[0] += 1
         count[1] += operations
         count[2] += size
+        if self.clock is not None:
+            width = next((each.itemsize for each in tree_iter(result) if isinstance(each, torch.Tensor)), 2)
+            priced = prices.operator(self.clock.device, name, products, scores, size, width)
+            self.clock.operator(place[1], *priced)
 
     def _enter(self, module: torch.nn.Module, *_: Any) -> None:
+        if self._during == "preparation":
+            self._during = ""
         self._stack.append(self._names.get(id(module), self._stack[-1]))
         self._mark()
 
@@ -149,10 +182,15 @@ def _moves_nothing(func: Any) -> bool:
 
 
 @functools.cache
+def _name(func: Any) -> str:
+    """Of an operator, in place and on a CPU too."""
+    return str(func.overloadpacket.__name__.removesuffix("_").replace("_for_cpu", ""))
+
+
+@functools.cache
 def _counter(func: Any) -> Callable[..., Any] | None:
-    """torch's count of an operator's operations, in place and on a CPU too; None if it has none."""
-    name = func.overloadpacket.__name__.removesuffix("_").replace("_for_cpu", "")
-    return flop_registry.get(getattr(torch.ops.aten, name, None))
+    """torch's count of an operator's operations; None if it has none."""
+    return flop_registry.get(getattr(torch.ops.aten, _name(func), None))
 
 
 def _bytes(given: Any) -> int:
@@ -160,12 +198,19 @@ def _bytes(given: Any) -> int:
     return sum(each.numel() * each.itemsize for each in tensors.values())
 
 
-def _attention(function: str, given: Sequence[Any]) -> int:
-    """Operations of a pass of `ops.attention`; its backward computes the scores again, and four gradients."""
+def _attention(function: str, given: Sequence[Any]) -> Scores:
+    """Of a pass of `ops.attention`."""
     q, k, v = given[:3] if function == "forward" else given[1:4]
     (rows, batch, heads, query), (keys, value) = q.shape, (k.shape[0], v.shape[3])
-    pairs = batch * heads * _visible(rows, keys, given[-1].positions)
-    return int(2 * pairs * (query + value if function == "forward" else 3 * query + 2 * value))
+    share = _visible(rows, keys, given[-1].positions) / (rows * keys)
+    return Scores(batch, rows, keys, heads, query, value, share, True)
+
+
+def _operations(work: Scores, is_backward: bool) -> int:
+    """A backward computes the scores again, and four gradients."""
+    pairs = round(work.batch * work.heads * work.rows * work.keys * work.share)
+    query, value = work.query_size, work.value_size
+    return int(2 * pairs * (3 * query + 2 * value if is_backward else query + value))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def main() -> None:
 
     world = World(request["world_size"])
     world.install()
+    _fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
     words = request["words"]
@@ -64,6 +66,20 @@ def main() -> None:
         child, status = os.wait()
         if (ended := children.pop(child, None)) is not None:
             _end(Path(request["folder"]), ended, os.waitstatus_to_exitcode(status))
+
+
+def _fuse_compiled() -> None:
+    """Count what a compiler would fuse as one kernel, without compiling it."""
+    import torch
+
+    from mindspeed_lite.ops import traced
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return compile
+        return model if isinstance(model, torch.nn.Module) else traced.observed(model)
+
+    torch.compile = compile
 
 
 def _end(folder: Path, rank: int, code: int) -> None:
@@ -100,12 +116,13 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
     folder = Path(request["folder"])
     values = PassedValues(folder, rank, {*running})
     world.claim(rank, request["local_size"], values)
+    _end_in_time(request, values)
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     own, code = os.getpid(), 1
     try:
-        found = _run(request["words"], world, announce, request["vocabulary"])
+        found = _run(request, world, announce)
         # The script may have forked.
         if os.getpid() == own:
             part = folder / f"part-{rank}"
@@ -120,25 +137,45 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
         os._exit(code)
 
 
-def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int | None) -> dict[str, Any]:
+def _end_in_time(request: dict[str, Any], values: Any) -> None:
+    """Raise an error in the script when its time is over."""
+    from mindspeed_lite.dryrun.rank import WAITS
+
+    def end(number: int, frame: Any) -> None:
+        what = f"no step within {request['timeout']:g} seconds"
+        raise TimeoutError(what if values.awaited is None else f"{WAITS} {values.awaited}: {what}")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, request["began"] + request["timeout"] - time.time()))
+
+
+def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
-    from mindspeed_lite.dryrun import fake_tensors
+    from mindspeed_lite.dryrun import fake_tensors, timing
+    from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
     from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
 
+    words, clock = request["words"], timing.clock_of(request["device"])
     fake_tensors.install()
-    recorder, mode = WorkRecorder(), fake_tensors.StoragelessMode()
+    fake_tensors.expert_load = request["expert_load"]
+    recorder, mode = WorkRecorder(clock), fake_tensors.StoragelessMode()
     traced.dry = True
     probe = memory.MemoryProbe(counts_fake=True, module=recorder.module)
     if announce is not None:
         world.on_pipeline = functools.partial(_announce, announce, world.values.running)
-    found: dict[str, Any] = {"error": "the script ended without a training step", "micro_batches": 0}
+    found: dict[str, Any] = {"error": NO_STEP}
+    arguments: list[Any] = []
 
     def prepare(args: Any) -> None:
-        replace_tokenizer(args, vocabulary)
-        found["micro_batches"], found["all_micro_batches"] = shorten(args, world.size)
+        arguments[:] = [args]
+        if request["replaces_engine"]:
+            found["is_engine_replaced"] = replace_transformer_engine(args)
+        found["left_out"] = leave_out(args, (*_DEVICE_ONLY, *_ENGINE_ONLY * found.get("is_engine_replaced", False)))
+        replace_tokenizer(args, request["vocabulary"])
+        found["micro_batches"] = shorten(args, world.size)
         train_step.leave_no_trace(args)
 
     def step(model: Any, optimizer: Any, run: Any) -> Any:
@@ -147,10 +184,19 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
             found["error"], found["is_alike"] = "", True
             sys.exit()
         train_step.stop_after(1)
-        optimizer.step = recorder.in_optimizer()(optimizer.step)
+        optimizer.step = recorder.within("optimizer")(optimizer.step)
+        config: Any = getattr(model[0], "config", None)
+        if finish := getattr(config, "finalize_model_grads_func", None):
+            config.finalize_model_grads_func = recorder.within("gradients")(finish)
         with recorder.recording(mode, model):
+            if clock is not None:
+                fake_tensors.on_read.append(clock.read_by_host)
+                world.on_message = timing.on_message(clock, recorder, world)
             result = probe.around(model, optimizer, run)
-        found["error"], found["in_step"] = "", len(world.messages)
+            found["error"], found["in_step"] = "", len(world.messages)
+            if clock is not None:
+                overlaps = "tp_comm_overlap" in found["left_out"]
+                found["time"] = timing.of_step(clock, recorder, world, model, arguments[0], overlaps)
         return result
 
     startup.before_validation(prepare)
@@ -163,10 +209,12 @@ def _run(words: Sequence[str], world: Any, announce: int | None, vocabulary: int
                 runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ending:
         if ending.code not in (None, 0) and found["error"]:
-            found["error"] = f"the script ended with {ending.code!r}"
+            found["error"] = f"{ENDED}{ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
-        found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} [{_place(error)}]"
+        found["error"] = f"{_told(error)} [{_place(error)}]"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     active = runtime.current()
     found["features"] = [] if active is None else [
         [each.feature, each.status, "; ".join(each.reasons)] for each in active.session.report.entries
@@ -193,13 +241,50 @@ def _is_between_alike(model: Any, stages: tuple[int, ...], values: Any) -> bool:
     return len(neighbours) == 2 and all(values.get(values.next(("model", each)), each) == mine for each in neighbours)
 
 
+# Features that compute what Transformer Engine's layers and optimizer do, with what they save.
+_ENGINE = ("use_flash_attn", "use_fused_rmsnorm", "use_fused_layernorm", "use_gradient_accumulation_fusion",
+           "use_fused_adamw")  # fmt: skip
+# Arguments that need it or a device, without which a training differs in its speed or memory only.
+_ENGINE_ONLY = ("fp8", "fp4", "fp8_param_gather", "tp_comm_overlap", "use_precision_aware_optimizer")
+_DEVICE_ONLY = ("optimizer_cpu_offload", "defer_embedding_wgrad_compute")
+
+
+def replace_transformer_engine(args: Any) -> bool:
+    """Megatron's own layers with features in place of Transformer Engine's, if it is asked for and missing."""
+    from mindspeed_lite.platform import megatron
+
+    if getattr(args, "transformer_impl", "") != "transformer_engine" or importlib.util.find_spec("transformer_engine"):
+        return False
+    args.transformer_impl = "local"
+    backend = getattr(args, "attention_backend", None)
+    for name in _ENGINE[getattr(backend, "name", backend) in ("unfused", "local") :]:
+        if hasattr(args, name):
+            setattr(args, name, True)
+    if (megatron.version() or "0").startswith("0.12"):
+        # Its layers take the main gradient from a saved weight, which without storage is another tensor.
+        args.use_gradient_accumulation_fusion = False
+    args.use_fused_rotary_pos_emb = getattr(args, "apply_rope_fusion", False)
+    args.use_fused_cross_entropy = getattr(args, "cross_entropy_fusion_impl", "") == "te"
+    return True
+
+
+def leave_out(args: Any, names: Sequence[str]) -> list[str]:
+    """Turn arguments off; those that were on."""
+    found = [name for name in names if getattr(args, name, None)]
+    for name in found:
+        setattr(args, name, None if name in ("fp8", "fp4") else False)
+    return found
+
+
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
     from mindspeed_lite.planner.arguments import VOCABULARIES
 
     files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
     missing = next((each for each in files if each and not os.path.exists(each)), None)
-    size = vocabulary or VOCABULARIES.get(args.tokenizer_type) or getattr(args, "vocab_size", None)
+    # Megatron's tokenizer of a vocabulary with merges, if none is named.
+    kind = args.tokenizer_type or ("GPT2BPETokenizer" if args.merge_file else "")
+    size = vocabulary or VOCABULARIES.get(kind) or getattr(args, "vocab_size", None)
     if missing is None and vocabulary is None:
         return
     if size is None:
@@ -215,7 +300,8 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
         if getattr(args, name, False):
             raise ValueError(f"--{name.replace('_', '-')}: a dry run {reason}")
     args.load = args.save = args.pretrained_checkpoint = None
-    args.data_path, args.mock_data = None, True
+    # Nor a cache of indices, which one rank writes for others.
+    args.data_path, args.data_cache_path, args.mock_data = None, None, True
     # The learning rate's schedule stays valid; data sets hold samples for one step.
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.train_samples = args.lr_decay_samples = args.rampup_batch_size = None
@@ -231,8 +317,22 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     return run, every
 
 
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, TimeoutError):
+        return text
+    # Without Transformer Engine, Megatron's modules hold mocks of its classes, or no names.
+    is_mock = isinstance(error, StopIteration) and "mock" in traceback.extract_tb(error.__traceback__)[-1].filename
+    if is_mock or (isinstance(error, NameError) and str(error.name).startswith("TE")):
+        return f"its layers need Transformer Engine, which is not installed: {text}"
+    return f"{type(error).__name__}: {text}"
+
+
 def _place(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    """Where a script fails, or is when its time is over."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = str(Path(__file__).parent)
+    last = next((each for each in reversed(frames) if not each.filename.startswith(own)), frames[-1])
     return f"{last.filename}:{last.lineno}"
 
 

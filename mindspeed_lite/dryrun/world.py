@@ -6,7 +6,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ class World:
     """The world that this process claims to be a rank of.
 
     groups: ranks of this rank's group by its name in Megatron. values: what ranks read from each other's messages.
-    on_pipeline: called once with the ranks of the pipeline.
+    on_pipeline: called once with the ranks of the pipeline. on_message: called with each message; its result with the
+    message when this rank waits for it.
     """
 
     size: int
@@ -79,7 +81,9 @@ class World:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     values: PassedValues | None = None
     on_pipeline: Callable[[tuple[int, ...]], None] | None = None
+    on_message: Callable[[GroupCall], Callable[[], None]] | None = None
     _last: list[Any] = field(default_factory=list)
+    _coalesced: list[_Request] | None = None
 
     def claim(self, rank: int, local_size: int, values: PassedValues) -> None:
         self.rank, self.values = rank, values
@@ -98,14 +102,13 @@ class World:
             "init_process_group": self._init_process_group,
             "new_group": self._new_group,
             "batch_isend_irecv": self._batch,
+            "_coalescing_manager": self._coalescing,
         })  # fmt: skip
         self.record()
 
     def record(self) -> None:
         self._replace({
-            **{kind: self._point_to_point(getattr(dist, kind)) for kind in (*SENDS[:2], *RECEIVES[:2])},
-            **{kind: self._collective(getattr(dist, kind)) for kind in COLLECTIVES},
-            **{kind: self._of_objects(getattr(dist, kind)) for kind in _OBJECTS},
+            kind: self._recorded(getattr(dist, kind)) for kind in (*SENDS[:2], *RECEIVES[:2], *COLLECTIVES, *_OBJECTS)
         })  # fmt: skip
 
     @staticmethod
@@ -136,38 +139,32 @@ class World:
                 self._sending(each.tensor)
         return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
 
-    def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def _coalescing(self, group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Coalesced]:
+        requests: list[_Request] = []
+        self._coalesced = requests
+        yield _Coalesced(requests)
+        self._coalesced = None
+        for each in () if async_ops else requests:
+            each.wait()
+
+    def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature, kind = inspect.signature(original), original.__name__
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            tensor = given[COLLECTIVES[kind]]
+            tensor = None if kind in _OBJECTS else given[COLLECTIVES.get(kind, "tensor")]
             first = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            self._note(given, kind, first, _peer(given), bool(given.get("async_op")), *_parts(kind, given))
-            return self._perform(original, kind, given)
-
-        return call
-
-    def _point_to_point(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature, kind = inspect.signature(original), original.__name__
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            self._note(given, kind, given["tensor"], _peer(given), kind.startswith("i"))
-            return self._perform(original, kind, given)
-
-        return call
-
-    def _of_objects(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature, kind = inspect.signature(original), original.__name__
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            self._note(given, kind, None, _peer(given), bool(given.get("async_op")))
-            return self._perform(original, kind, given)
+            is_async = kind.startswith("i") or bool(given.get("async_op"))
+            self._note(given, kind, first, _peer(given), is_async, *_parts(kind, given))
+            arrive = self.on_message(self.messages[-1]) if self.on_message and kind in COLLECTIVES else _nothing
+            request = self._perform(original, kind, given)
+            if isinstance(request, _Request) and kind in COLLECTIVES:
+                request.complete = arrive
+                if self._coalesced is not None:
+                    self._coalesced.append(request)
+            return request
 
         return call
 
@@ -263,6 +260,15 @@ class World:
 
 def _nothing() -> None:
     pass
+
+
+@dataclass
+class _Coalesced:
+    requests: Sequence[_Request]
+
+    def wait(self) -> None:
+        for each in self.requests:
+            each.wait()
 
 
 @dataclass

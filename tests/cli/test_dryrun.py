@@ -30,15 +30,18 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
     """Rank 0 and the other stage of its pipeline run; a device that is too small is said."""
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     said = dryrun(
-        "--memory", "0.0005", "--json", "report.json", "--", "torchrun", "--nnodes", "8", "--nproc-per-node", "8",
-        SCRIPT, *MODEL, *flags.split(), "--use-flash-attn", "--swap-attention", "--train-iters", "5",
-        "--global-batch-size", "256",
+        "--device", "h100", "--memory", "0.0005", "--json", "report.json",
+        "--", "torchrun", "--nnodes", "8", "--nproc-per-node", "8", SCRIPT, *MODEL, *flags.split(),
+        "--use-flash-attn", "--swap-attention", "--train-iters", "5", "--global-batch-size", "256",
         folder=tmp_path, code=1,
     )  # fmt: skip
     assert "memory of 2 of 64 ranks; 3 of 8 micro-batches were run" in said
-    assert "features on: use_flash_attn" in said and "collectives match on the 2 ranks that ran" in said
+    assert "use_flash_attn, use_fused_adamw" in said and "Transformer Engine is not installed" in said
+    assert "collectives match on the 2 ranks that ran" in said
     assert "not counted: swap_attention: cpu has one memory" in said
-    assert "does not fit: rank 0 takes" in said and "most are activations: --recompute-" in said
+    assert "does not fit: rank 0 takes" in said and "1.06 GB for context" in said
+    assert "B), or more ranks for a model hold less" in said
+    assert "a step takes" in said and "Predicted, from operators and messages of this run on h100-sxm" in said
     assert "TENSOR_MODEL_PARALLEL_GROUP" in said
     assert "work of rank 0 on 3 micro-batches" in said and "decoder.layers.*.mlp.linear_fc1" in said
     found = json.loads((tmp_path / "report.json").read_text())
@@ -49,6 +52,9 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
         sums[each["pass"]] += each["flops"] if each["module"].startswith("decoder.layers.*.mlp.") else 0
     assert sums["backward"] == 2 * sums["forward"] > 0 == sums["optimizer"]
     assert "decoder.layers.*.mlp" in {each["module"] for each in found["ranks"][0]["memory"]["kept"]}
+    step = found["step"]
+    assert step["step_s"] == sum(step["parts"].values()) > step["exposed"] > 0
+    assert {"products", "attention", "vector", "tensor parallel", "pipeline", "optimizer"} <= {*step["parts"]}
     assert {*tmp_path.iterdir()} == {tmp_path / "report.json"}
 
 
@@ -56,7 +62,7 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
     ("words", "text", "code"),
     [
         (["--", "echo", "hello"], "starts no torchrun and no python script: hello", 2),
-        (["--", "python", SCRIPT, "--no-such-flag"], "rank 0 of 1: the script ended with 2", 1),
+        (["--", "python", SCRIPT, "--no-such-flag"], "rank 0 of 1: the script ended with 2: ", 1),
         (["--", "python", "missing.py"], "there is no script missing.py", 2),
         (["--memory", "none", "--", "python", SCRIPT], "--memory: takes", 2),
         (["--device", "h1", "--", "python", SCRIPT], "--device h1: there is no such device", 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mindspeed_lite.dryrun import fake_tensors
@@ -10,12 +11,14 @@ from mindspeed_lite.ops.moe_router import cpu
 from mindspeed_lite.ops.moe_router.reference import SIGMOID, Form
 
 
-def test_the_fused_router_spreads_tokens_evenly(monkeypatch):
+@pytest.mark.parametrize(("load", "counts"), [(1.0, [3, 3, 3, 3]), (2.0, [6, 2, 2, 2])])
+def test_the_fused_router_spreads_tokens(monkeypatch, load, counts):
     monkeypatch.setattr(traced, "dry", True)
+    monkeypatch.setattr(fake_tensors, "expert_load", load)
     with fake_tensors.StoragelessMode():
         _, chosen = cpu.moe_router(torch.empty(6, 4), None, Form(SIGMOID, 2))
         tokens = fake_tensors.known(chosen.sum(dim=0))
-    assert tokens is not None and tokens.tolist() == [3, 3, 3, 3]
+    assert tokens is not None and tokens.tolist() == counts
 
 
 def test_places_of_known_values_are_known():

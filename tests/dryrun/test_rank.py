@@ -25,7 +25,9 @@ KEPT = ("pp2 vpp2, on", "ep2")
 
 def words(name):
     nproc, batch, flags = TRAININGS[name]
-    return nproc, [*flags.split(), "--global-batch-size", str(batch), "--disable-jit-fuser"]
+    # A dry run replaces Transformer Engine's layers, a real run on a CPU does not.
+    local = [] if "--transformer-impl" in flags else ["--transformer-impl", "local"]
+    return nproc, [*flags.split(), *local, "--global-batch-size", str(batch), "--disable-jit-fuser"]
 
 
 def of_group(messages, has_sizes):
@@ -81,6 +83,58 @@ def test_a_rank_that_dies_is_said_and_not_waited_for(tmp_path):
     waits, dies = rank.run(launch, 60)
     assert "ended by SIGKILL before the step did" in dies.error
     assert waits.error.startswith("ValueError: [0, 0]") and dies.ended_at < waits.ended_at
+
+
+HANGS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    while True:
+        pass
+flag = torch.ones(1, dtype=torch.int64)
+dist.recv(flag, 1)
+"""
+# Rank 0 calls a collective that rank 1 does not; both go on to their end.
+DIFFERS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(3))
+dist.barrier()
+"""
+
+
+def test_what_hangs_is_told_from_what_waits(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    launch = TrainingLaunch(sys.executable, False, ("hangs.py",), str(tmp_path), clean_environment(), 2, 8)
+    waits, hangs = rank.run(launch, 15)
+    assert hangs.error.startswith("no step within 15 seconds [hangs.py:")
+    assert waits.error.startswith("waits for rank 1: no step within 15 seconds [hangs.py:8]")
+
+
+def test_a_deadlock_before_the_step_names_both_calls(tmp_path):
+    (tmp_path / "differs.py").write_text(DIFFERS)
+    launch = TrainingLaunch(sys.executable, False, ("differs.py",), str(tmp_path), clean_environment(), 2, 8)
+    ranks = rank.run(launch, 60)
+    assert [each.error for each in ranks] == [rank.NO_STEP] * 2
+    (problem,) = match.problems({each.number: each.messages for each in ranks})
+    assert "rank 0 calls all_reduce of 3 float32" in problem and "rank 1 calls barrier" in problem
+
+
+def test_layers_of_a_missing_transformer_engine_are_replaced(monkeypatch):
+    def replaced(**given):
+        args = argparse.Namespace(use_flash_attn=False, use_fused_rmsnorm=False, **given)
+        return args, worker.replace_transformer_engine(args)
+
+    engine = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "tp_comm_overlap": True}
+    args, is_replaced = replaced(**engine)
+    assert is_replaced and args.transformer_impl == "local" and args.use_flash_attn and args.use_fused_rmsnorm
+    assert worker.leave_out(args, ("fp8", "fp4", "tp_comm_overlap")) == ["fp8", "tp_comm_overlap"]
+    assert (args.fp8, args.tp_comm_overlap) == (None, False)
+    assert not replaced(**engine, attention_backend="unfused")[0].use_flash_attn
+    assert not replaced(transformer_impl="local")[1]
+    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: name)
+    assert not replaced(**engine)[1]
 
 
 @pytest.mark.parametrize("name", ["use_checkpoint_args", "use_megatron_fsdp", "use_torch_fsdp2"])

@@ -62,7 +62,7 @@ def test_passes_of_a_layer_belong_to_its_modules(mode, recomputes):
     with recorder.recording(mode, [model]), saved:
         for _ in range(STEPS):
             model.decoder(x).sum().backward()
-        recorder.in_optimizer()(optimizer.step)()
+        recorder.within("optimizer")(optimizer.step)()
     passes = {"forward": 1, "backward": 2, **({"recompute": 1} if recomputes else {})}
     modules = [f"decoder.layers.*.{name}" for name in ("first", "second")]
     assert counted(recorder, "flops") == {

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import traced
+
 Tensors = Sequence[Tensor]
 
 COUNTS_ON_HOST = True
@@ -30,11 +32,13 @@ def grouped_matmul(
     return torch.cat(parts)
 
 
+@traced.observed
 def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
     pairs = zip(torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True)
     return [_padded(a).t() @ _padded(b) for a, b in pairs]
 
 
+@traced.observed
 def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
     for main_grad, a, b in zip(main_grads, torch.split(dy, list(counts)), torch.split(x, list(counts)), strict=True):
         if not len(a):
