@@ -86,6 +86,21 @@ def test_features_train_within_their_class(te_trainer: Callable[[str], Trainer],
     assert faults == {} and features
 
 
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    matrix.only([], [(release, layout) for release in checkouts.ALL for layout in feature_layouts.LAYOUTS]),
+)
+def test_the_package_alone_changes_nothing(te_trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
+    """Every feature trains on local layers with the package installed; so does one whose optimizer is its FusedAdam."""
+    catalogue, trainer = runtime.catalogue(), te_trainer(release)
+    faults = {
+        name: found
+        for name in on_and_off.layouts(release).get(layout, [])
+        if (found := on_and_off.train(trainer, layout, name).fault(on_and_off.numerics_of(catalogue[name])))
+    }
+    assert faults == {}
+
+
 def test_what_is_not_trained_names_what_transformer_engine_has() -> None:
     """All features are trained, or named here; a reason that is lost or new is seen."""
     refused = {
