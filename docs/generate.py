@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support_page import page_link, support, table
+from support_page import page_link, support, table, transformer_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -214,6 +214,18 @@ def mindspeed_scripts() -> list[str]:
     return [count, "", *table(("Script", "Starts", "Without, or why not"), rows)]
 
 
+def with_transformer_engine() -> list[str]:
+    """What each feature does with Transformer Engine's layers."""
+    from mindspeed_lite import runtime
+
+    found = transformer_engine()
+    rows = [
+        (page_link(each, "../"), "yes" if found[each.name][0] else "no", found[each.name][1])
+        for each in runtime.catalogue()
+    ]
+    return table(("Feature", "Trained", "Not where Transformer Engine does it"), rows)
+
+
 EXAMPLES = {
     "llama3_8b.sh": "Llama-3-8B",
     "qwen2_5_7b.sh": "Qwen2.5-7B",
@@ -355,6 +367,7 @@ def pages() -> dict[Path, str]:
         DOCS / "defaults.md": {"defaults": defaults()},
         DOCS / "from-mindspeed.md": {"mindspeed": mindspeed(), "scripts": mindspeed_scripts()},
         DOCS / "guides" / "experts.md": {"deepseek": memory_of_stages()},
+        DOCS / "guides" / "from-transformer-engine.md": {"table": with_transformer_engine()},
     }
     for feature in runtime.catalogue():
         page = DOCS / "features" / f"{feature.name}.md"

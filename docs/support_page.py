@@ -86,6 +86,23 @@ def _standing(feature: Feature, releases: Sequence[str], known: Any, ran: Mappin
     return [page_link(feature, ""), _span(trained, releases) if trained else "", "; ".join(others)]
 
 
+def transformer_engine() -> dict[str, tuple[bool, str]]:
+    """Feature -> whether it trains with Transformer Engine's layers, and what those do instead."""
+    from mindspeed_lite import runtime
+    from tests.harness.feature_layouts import LAYOUTS
+    from tests.te_contract.table import SCRIPTS, own_reasons
+
+    found = {}
+    for feature in runtime.catalogue():
+        reasons = [own_reasons(feature, layout) for layout in LAYOUTS]
+        text = "; ".join(dict.fromkeys(why.partition("transformer_engine ")[2] for each in reasons for why in each))
+        if feature.name in SCRIPTS:
+            found[feature.name] = (False, f"it {text}" if text else "accepted; not trained with it")
+        else:
+            found[feature.name] = (not all(reasons), f"it {text}" if text else "")
+    return found
+
+
 def _when(rows: Mapping[str, Any]) -> str:
     """The days that rows were made on."""
     days = sorted({row["date"] for row in rows.values() if "date" in row})
@@ -137,7 +154,7 @@ def support() -> str:
     from mindspeed_lite import runtime
     from mindspeed_lite.ops.dispatch import OPERATORS, REFERENCE, operator
 
-    known = runtime.fingerprints()
+    known, engine = runtime.fingerprints(), transformer_engine()
     ran = json.loads((DOCS / "matrix.json").read_text(encoding="utf-8"))
     releases = sorted(known.entries, key=Version)
     backends = {name: (REFERENCE, *operator(name).backends) for name in OPERATORS}
@@ -163,6 +180,11 @@ def support() -> str:
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
         "",
         *table(("Release", "Trained on"), [(name, _when(rows)) for name, rows in ran["releases"].items()]),
+        "",
+        "## With Transformer Engine",
+        "",
+        f"{sum(trains for trains, _ in engine.values())} of {len(engine)} features train with its layers (a stand-in",
+        "on CPU): [the table](guides/from-transformer-engine.md).",
         "",
         "## Megatron's own script by tag",
         "",

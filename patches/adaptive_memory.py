@@ -17,7 +17,6 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
 from ._shared import linear_layers, recompute
-from ._shared.conditions import every, local
 from ._shared.memory_choice import MemoryChoice
 from ._shared.wrappers import forward_pass_patch
 
@@ -89,7 +88,7 @@ FEATURE = Feature(
     theme="memory",
     memory="not predicted: it is within the budget, and is measured after the choice",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=every(_check, local("has its own --recompute-modules")),
+    condition=_check,
     conflicting_args=_CONFLICTING_ARGS,
     conflicts=(
         Relation("recompute_activation_function", _CHOSEN_HERE),

@@ -30,7 +30,7 @@ from mindspeed_lite.parallel.balance.placement import hot_experts
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, config_reasons, every, holding, local
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, config_reasons, every, holding
 from ._shared.proxies import AttributeOverride
 from ._shared.wrappers import before
 
@@ -245,7 +245,7 @@ FEATURE = Feature(
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=every(
-        local("has experts of its own"), moe.spread_experts("every rank has all experts"), moe.dispatchers("alltoall")
+        moe.sequential_experts, moe.spread_experts("every rank has all experts"), moe.dispatchers("alltoall")
     ),
     conflicting_args={
         **CUDA_GRAPH_ARGS,

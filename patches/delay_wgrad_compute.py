@@ -225,7 +225,7 @@ FEATURE = Feature(
     unsupported={
         "<0.14": "before Megatron 0.14 gradient reduction does not wait for a weight gradient that comes later"
     },
-    condition=every(local("delays weight gradients itself"), _why_not),
+    condition=every(local("delays weight gradients itself, with this flag"), _why_not),
     conflicting_args={
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers takes inputs away that are still needed",
         "cuda_graph_impl": "--cuda-graph-impl records a backward pass of which a part is missing",

@@ -21,7 +21,7 @@ from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, every, local
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, every
 from ._shared.optimizer_state import finish_gathers, leaves, main_params, training_state
 from ._shared.wrappers import after, before
 
@@ -186,7 +186,7 @@ FEATURE = Feature(
     memory="none but a message of one expert while experts move",
     condition=every(
         _why_not,
-        local("has experts of its own"),
+        moe.sequential_experts,
         moe.spread_experts("every rank has all experts"),
         moe.dispatchers("alltoall", "allgather"),
     ),

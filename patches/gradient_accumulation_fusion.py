@@ -1,8 +1,9 @@
 """`--gradient-accumulation-fusion`: wgrad GEMMs add into the main gradient, without Apex.
 
 Reaches every trained local linear layer by providing the Apex extension that Megatron calls, and keeps Megatron's
-default on without Apex. Leaves Transformer Engine and an installed Apex alone. Falls back for
-`--no-gradient-accumulation-fusion` and FSDP, which has no main gradients.
+default on without Apex. With Transformer Engine that is the output layer; its own layers accumulate by themselves.
+Leaves an installed Apex alone. Falls back for `--no-gradient-accumulation-fusion` and FSDP, which has no main
+gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mindspeed_lite.engine import Around, Feature, Function, Option, Override, P
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 
 from ._shared import linear_layers
-from ._shared.conditions import every, fsdp_args, local, not_disabled, reenable_default
+from ._shared.conditions import fsdp_args, not_disabled, reenable_default
 from ._shared.wrappers import after, config_field, is_set, verify
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -91,9 +92,7 @@ FEATURE = Feature(
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves the 16-bit weight gradient of one layer at a time",
-    condition=every(
-        local("accumulates weight gradients itself"), not_disabled(ARGUMENT, "--no-gradient-accumulation-fusion")
-    ),
+    condition=not_disabled(ARGUMENT, "--no-gradient-accumulation-fusion"),
     conflicting_args=fsdp_args("has no main gradients that a layer could add to"),
     arguments=reenable_default(ARGUMENT),
     operators=("accumulate_wgrad",),

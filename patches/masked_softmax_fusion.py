@@ -16,7 +16,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Ov
 from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
 from ._shared.attention_core import SOFTMAX_AND_MASKS
-from ._shared.conditions import CUDA_GRAPH_ARGS, conflict_reasons, every, holding, not_disabled, reenable_default
+from ._shared.conditions import CUDA_GRAPH_ARGS, conflict_reasons, every, holding, local, not_disabled, reenable_default
 from ._shared.wrappers import after, config_field, switch_off, verify
 
 ARGUMENT = "masked_softmax_fusion"
@@ -91,7 +91,11 @@ FEATURE = Feature(
     options=(Option("--masked-softmax-fusion", name="use_masked_softmax_fusion"),),
     numerics="ulp",
     theme="operators",
-    condition=every(not_disabled(ARGUMENT, "--no-masked-softmax-fusion"), _why_not),
+    condition=every(
+        local("masks and scales in its own attention, with this flag"),
+        not_disabled(ARGUMENT, "--no-masked-softmax-fusion"),
+        _why_not,
+    ),
     arguments=reenable_default(ARGUMENT),
     operators=("masked_softmax",),
     patches=(

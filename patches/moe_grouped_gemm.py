@@ -272,7 +272,7 @@ FEATURE = Feature(
     options=(Option("--moe-grouped-gemm", upstream=">=0.12"),),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_experts("grouped experts"),
+    condition=moe.local_experts("has its own grouped experts, with this flag"),
     arguments=turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(

@@ -124,7 +124,7 @@ FEATURE = Feature(
     options=(Option("--moe-permute-fusion", upstream=">=0.12"),),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_experts("a permutation"),
+    condition=moe.local_experts("has its own permutation, with this flag"),
     arguments=turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(

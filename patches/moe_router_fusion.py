@@ -128,7 +128,7 @@ FEATURE = Feature(
     options=(Option("--moe-router-fusion", upstream=">=0.14"),),
     numerics="ulp",
     theme="experts",
-    condition=moe.local_experts("a fused router"),
+    condition=moe.local_experts("has its own fused router, with this flag"),
     arguments=turn_on("moe_router_fusion"),
     operators=("moe_router",),
     unsupported={"<0.14": "Megatron's router has no function of its own for a fused form before 0.14"},

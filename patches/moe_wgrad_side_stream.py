@@ -19,7 +19,7 @@ from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 from mindspeed_lite.tuning.ab_test import StepABTest
 
 from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
 from ._shared.wrappers import before
 
 NAME = "moe_wgrad_side_stream"
@@ -116,7 +116,9 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs of at most two products stay until the side stream has read them",
-    condition=lambda context: _why_not_here(context.device),
+    condition=every(
+        lambda context: _why_not_here(context.device), local("delays gradients with --delay-wgrad-compute")
+    ),
     conflicting_args=CONFLICTING_ARGS,
     not_auto="what it gains has not been measured on any device: enable it explicitly with its flag",
     requires=(

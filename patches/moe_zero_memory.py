@@ -287,6 +287,8 @@ def _why_not(context: Context) -> list[str]:
     return _layer_reasons(lambda name: context.arg(name, None))
 
 
+_local_experts = moe.local_experts("has its own grouped experts, whose activation --recompute-modules moe_act releases")
+
 FEATURE = Feature(
     name=NAME,
     summary="experts' inputs and activations released after use, exchanged again and recomputed",
@@ -313,7 +315,7 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=every(_why_not, moe.local_experts("experts"), moe.dispatchers("alltoall"), recompute.not_full_recompute),
+    condition=every(_why_not, _local_experts, moe.dispatchers("alltoall"), recompute.not_full_recompute),
     conflicting_args=recompute.CONFLICTING_ARGS,
     requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),
     not_auto=recompute.NOT_AUTO,

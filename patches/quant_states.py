@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Feature, Option, Relation, Session
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedStep
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 
 from ._shared.optimizer_state import MOMENT_ARGS, main_params, state_patches
@@ -20,7 +20,7 @@ from ._shared.optimizer_state import MOMENT_ARGS, main_params, state_patches
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
-def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+def _use(optimizer: Any, inner: FusedStep, session: Session) -> None:
     wanted = _DTYPES[session.settings.quant_states]
     # Stages shard a shared weight at different places, so fp8 blocks would differ, and copies must round alike.
     mains = main_params([optimizer]).items()

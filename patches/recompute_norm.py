@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import Context, Session
 
 from ._shared import recompute
+from ._shared.conditions import local
 from ._shared.wrappers import at_end
 
 
@@ -36,12 +37,19 @@ def _forget(name: str, layer: Any) -> None:
     vars(layer).pop(name, None)
 
 
+def _why_not(context: Context) -> list[str]:
+    if context.arg("num_experts", None):
+        return []
+    return local("computes norms within linear layers, which keep their output; experts have one of their own")(context)
+
+
 FEATURE = recompute.feature_of_layers(
     "recompute_norm",
     summary="a layer's norms released after use and recomputed",
     numerics="ulp",
     theme="memory",
     prepare=prepare,
+    condition=_why_not,
     reads=("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
     patches=recompute.CHECKPOINT_PATCHES,
 )

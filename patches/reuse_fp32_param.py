@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Feature, Relation, Session
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedStep
 from mindspeed_lite.optim.split_params import SplitFP32Params
 
 from . import use_fused_adamw
@@ -28,7 +28,7 @@ def _split_params_of(optimizer: Any) -> SplitFP32Params | None:
     return getattr(getattr(optimizer, "optimizer", None), "split_params", None)
 
 
-def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+def _use(optimizer: Any, inner: FusedStep, session: Session) -> None:
     owner = weakref.ref(optimizer)
 
     def highs() -> Mapping[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
 from ._shared import linear_layers
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons
 from ._shared.wrappers import after, forward_pass_patch
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
@@ -29,6 +29,8 @@ CONFLICTING_ARGS = {
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves activations itself",
     "hybrid_layer_pattern": "--hybrid-layer-pattern runs layers in another block",
     "hybrid_override_pattern": "--hybrid-override-pattern runs layers in another block",
+    "fp8": "--fp8-format saves activations in another form",
+    "fp4": "--fp4-format saves activations in another form",
     **CUDA_GRAPH_ARGS,
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
 }
@@ -118,7 +120,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    condition=every(_why_not, local("has its own --cpu-offloading")),
+    condition=_why_not,
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",
     patches=(

@@ -13,7 +13,7 @@ from typing import Any
 from mindspeed_lite.engine import Feature, Option, Relation, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedStep
 
 from . import use_fused_adamw
 from ._shared.optimizer_state import MAIN_PARAM_ARGS, state_patches
@@ -25,7 +25,7 @@ def _no_copy_engine(device: str) -> list[str]:
     return []
 
 
-def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+def _use(optimizer: Any, inner: FusedStep, session: Session) -> None:
     parameters = [each for group in inner.param_groups for each in group["params"]]
     if not parameters:
         return

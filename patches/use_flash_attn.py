@@ -127,7 +127,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="operators",
-    condition=every(_why_not, local("uses Transformer Engine's own attention")),
+    condition=every(_why_not, local("uses its own attention, which --attention-backend chooses")),
     enabled=_enabled,
     arguments=without_mask,
     operators=("attention",),

@@ -1,6 +1,7 @@
 """`--use-fused-adamw`: Adam, clipping and the copy into the weights in one pass.
 
-Reaches `MegatronOptimizer.__init__` (torch's Adam or AdamW gets the fused step, same state format);
+Reaches `MegatronOptimizer.__init__` (Adam or AdamW of torch, Transformer Engine or Apex gets the fused step, same state
+format);
 `clip_grad_by_total_norm_fp32` and `step_with_ready_grads` (clip coefficients, copy targets); `prepare_grads` (drops
 leftovers); `local_multi_tensor_l2_norm` and `_scale`. Leaves fp16 unscaling alone. Falls back for other optimizers and
 options, and from deferred clipping where gradients are read later.
@@ -21,9 +22,9 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Ov
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.optim.fused_adam import StepData, adopt, release
 from mindspeed_lite.optim.grad_norm import l2norm
-from mindspeed_lite.platform.megatron import fused_adam_packages
 
 from ._shared.conditions import fsdp_args
+from ._shared.megatron_arguments import fused_adam
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, copy_main, has_fused_step
 from ._shared.wrappers import at_end, before, verify, within
 
@@ -48,7 +49,7 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
     fused = adopt(optimizer)
     if fused is None:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
+        session.fallback(FEATURE.name, f"the optimizer is {kind}, not Adam or AdamW")
         return
     _adopted[fused] = counts_zeros
     at_end(session, fused, release)
@@ -176,7 +177,7 @@ def _verification(session: Session) -> Function:
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
 
     def before_update(fused: Any, group: dict[str, Any], *lists: Sequence[Tensor], **rule: Any) -> None:
-        kind: Any = next(each for each in type(fused).__mro__ if each.__module__.startswith("torch."))
+        kind = torch.optim.AdamW if rule["decoupled"] else torch.optim.Adam
         scale = 1.0 if rule["grad_scale"] is None else rule["grad_scale"]
 
         @torch.no_grad()
@@ -204,12 +205,12 @@ def _verification(session: Session) -> Function:
 
 
 def _why_not(context: Context) -> list[str]:
-    optimizer, reasons = context.arg("optimizer", "adam"), []
+    optimizer = context.arg("optimizer", "adam")
     if optimizer != "adam":
-        reasons.append(f"--optimizer {optimizer} is not Adam")
-    if context.device == "cuda":
-        reasons += [f"{name} is installed, and Megatron takes its fused Adam" for name in fused_adam_packages()]
-    return reasons
+        return [f"--optimizer {optimizer} is not Adam"]
+    if FEATURE.is_enabled(context.settings) or not (package := fused_adam(context.device)):
+        return []
+    return [f"{package}'s fused Adam is used: --use-fused-adamw replaces its step"]
 
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"

@@ -13,7 +13,7 @@ from typing import Any
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory import host
 from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedStep
 
 from ._shared.optimizer_state import MOMENT_ARGS, state_patches
 
@@ -59,7 +59,7 @@ def _shared(session: Session) -> HostMappedMoments:
     return placement
 
 
-def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+def _use(optimizer: Any, inner: FusedStep, session: Session) -> None:
     inner.placement = _shared(session)
 
 

@@ -1,4 +1,6 @@
-"""Fused step for torch's Adam and AdamW, with the same groups, state and checkpoints.
+"""Fused step for torch's Adam and AdamW and for FusedAdam of Transformer Engine and Apex.
+
+Groups, state and checkpoints stay as the replaced class has them.
 
 `split_params`, `quantized_moments` and `placement` change the storage; inside `materialized()` all is fp32 on the
 device.
@@ -11,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +24,8 @@ from mindspeed_lite.optim.split_params import SplitFP32Params
 
 _NOTHING: Mapping[torch.Tensor, Any] = MappingProxyType({})
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+# Attributes of FusedAdam with which gradients or main parameters are elsewhere.
+_UNSUPPORTED_ATTRIBUTES = ("capturable", "master_weights", "use_decoupled_grad")
 
 
 StateOf = Callable[[torch.Tensor], dict[str, Any]]
@@ -80,17 +84,21 @@ class _Row(NamedTuple):
     parameter: torch.Tensor
 
 
-class _Fused(torch.optim.Optimizer):
+class FusedStep(torch.optim.Optimizer):
     # Class attributes: pickled or adopted optimizers skip __init__.
     step_data: StepData = StepData()
     split_params: SplitFP32Params | None = None
     quantized_moments: QuantizedMoments | None = None
     placement: StatePlacement | None = None
     decoupled: bool
+    # : The class that `release` restores.
+    replaced: ClassVar[type[torch.optim.Optimizer]]
+    # : Whether a group counts steps, instead of each parameter.
+    counts_by_group: ClassVar[bool] = False
     # : Parameters of open `materialized` contexts, and their number.
     _opened: tuple[torch.Tensor, ...] = ()
     _depth: int = 0
-    # : Called with the reasons if torch's own step runs.
+    # : Called with the reasons if the replaced class's own step runs.
     on_fallback: Callable[[list[str]], None] | None = None
     # : Called with this optimizer, the group and `adamw`'s arguments.
     before_update: Callable[..., None] | None = None
@@ -98,7 +106,7 @@ class _Fused(torch.optim.Optimizer):
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; torch's own if there are `reasons`."""
+        """One step; the replaced class's own if there are `reasons`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,8 +118,14 @@ class _Fused(torch.optim.Optimizer):
                 self.on_fallback(reasons)
             scale_gradients(data.grad_scales)
             with self.materialized():
-                # The profiler's hooks already surround this call.
-                inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
+                # Methods of the replaced class may have names of ours.
+                ours, replaced = type(self), self.replaced
+                self.__class__ = replaced  # type: ignore[assignment]
+                try:
+                    # The profiler's hooks already surround this call.
+                    inspect.unwrap(replaced.step)(self)
+                finally:
+                    self.__class__ = ours
             return loss
         halves = {} if self.split_params is None else self.split_params.halves()
         left = data.cast_targets.keys() - self._update(data, halves) - halves.keys()
@@ -178,9 +192,10 @@ class _Fused(torch.optim.Optimizer):
                 form.restore()
 
     def reasons(self) -> list[str]:
-        found = []
+        found = [f"{name} is set" for name in _UNSUPPORTED_ATTRIBUTES if getattr(self, name, False)]
         for group in self.param_groups:
             found += [f"{name} is set" for name in _UNSUPPORTED if group.get(name)]
+            found += [] if group.get("bias_correction", True) else ["bias_correction is not set"]
             if isinstance(group["lr"], torch.Tensor) or any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
                 found.append("the learning rate or a beta is a tensor")
             for parameter in group["params"]:
@@ -201,6 +216,8 @@ class _Fused(torch.optim.Optimizer):
         updated: set[torch.Tensor] = set()
         seen_steps: set[int] = set()
         for group in self.param_groups:
+            if self.counts_by_group:
+                group["step"] = group.get("step", 0) + 1
             batches: dict[Any, list[_Row]] = {}
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -208,18 +225,20 @@ class _Fused(torch.optim.Optimizer):
                     continue
                 updated.add(parameter)
                 state = self._initialized(parameter, parameter in halves)
-                if id(state["step"]) in seen_steps:
-                    # Out of place: a loader may share one step tensor, which would count repeatedly.
-                    state["step"] = state["step"] - 1
-                seen_steps.add(id(state["step"]))
-                state["step"] += 1
+                if not self.counts_by_group:
+                    if id(state["step"]) in seen_steps:
+                        # Out of place: a loader may share one step tensor, which would count repeatedly.
+                        state["step"] = state["step"] - 1
+                    seen_steps.add(id(state["step"]))
+                    state["step"] += 1
                 blocks = None if self.quantized_moments is None else self.quantized_moments.blocks(parameter)
                 if self.placement is not None and not self._depth:
                     self.placement.place(parameter, state)
                 first, last = halves.get(parameter, (parameter, data.cast_targets.get(parameter)))
                 row = _Row(first, grad, state["exp_avg"], state["exp_avg_sq"], last, blocks, parameter)
                 dtypes = grad.dtype, None if last is None else last.dtype, row.exp_avg.dtype
-                key = parameter.device, dtypes, float(state["step"]), data.grad_scales.get(parameter)
+                step = group["step"] if self.counts_by_group else state["step"]
+                key = parameter.device, dtypes, float(step), data.grad_scales.get(parameter)
                 batches.setdefault(key, []).append(row)
             for (_, (_, last_dtype, moment_dtype), step, scale), rows in batches.items():
                 *lists, lasts, pairs, parameters = (list(each) for each in zip(*rows, strict=True))
@@ -240,7 +259,8 @@ class _Fused(torch.optim.Optimizer):
     def _initialized(self, parameter: torch.Tensor, is_split: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            if not self.counts_by_group:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if self.quantized_moments is not None:
                 self.quantized_moments.zeros(parameter)
             else:
@@ -260,17 +280,31 @@ class _Fused(torch.optim.Optimizer):
         return lists
 
 
-class FusedAdamW(_Fused, torch.optim.AdamW):
+class FusedAdamW(FusedStep, torch.optim.AdamW):
     decoupled = True
+    replaced = torch.optim.AdamW
 
 
-class FusedAdam(_Fused, torch.optim.Adam):
+class FusedAdam(FusedStep, torch.optim.Adam):
     decoupled = False
+    replaced = torch.optim.Adam
 
 
-def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
-    """Converts exactly torch's Adam or AdamW in place; None for others."""
-    fused = {torch.optim.AdamW: FusedAdamW, torch.optim.Adam: FusedAdam}.get(type(optimizer))  # type: ignore[call-overload]
+def _fused_class(optimizer: torch.optim.Optimizer) -> type[FusedStep] | None:
+    for ours in (FusedAdamW, FusedAdam):
+        if type(optimizer) is ours.replaced:
+            return ours
+    theirs = type(optimizer)
+    if theirs.__name__ != "FusedAdam" or theirs.__module__.partition(".")[0] not in ("transformer_engine", "apex"):
+        return None
+    decoupled = bool(getattr(optimizer, "adam_w_mode", True))
+    members = {"decoupled": decoupled, "replaced": theirs, "counts_by_group": True, "__module__": __name__}
+    return type("FusedAdamW" if decoupled else "FusedAdam", (FusedStep, theirs), members)
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> FusedStep | None:
+    """Converts torch's Adam or AdamW, or a FusedAdam, in place; None for others."""
+    fused = _fused_class(optimizer)
     if fused is None:
         return None
     # Swap the class in place: existing references and isinstance checks keep working.
@@ -279,15 +313,15 @@ def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
 
 
 def release(optimizer: torch.optim.Optimizer | None) -> None:
-    """Restores an adopted optimizer's state and torch's step."""
-    if not isinstance(optimizer, (FusedAdam, FusedAdamW)):
+    """Restores an adopted optimizer's state and its own step."""
+    if not isinstance(optimizer, FusedStep):
         return
     optimizer.restore()
     # Of a prepared step that did not run.
     scale_gradients(optimizer.step_data.grad_scales)
-    for name in _Fused.__annotations__:
+    for name in FusedStep.__annotations__:
         vars(optimizer).pop(name, None)
-    optimizer.__class__ = torch.optim.AdamW if isinstance(optimizer, FusedAdamW) else torch.optim.Adam  # type: ignore[assignment]
+    optimizer.__class__ = optimizer.replaced  # type: ignore[assignment]
     # Loading a state recorded our class name for the profiler.
     optimizer._patch_step_function()  # type: ignore[attr-defined]
 

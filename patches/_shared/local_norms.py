@@ -151,4 +151,4 @@ def local_norm(kind: str) -> Condition:
         given = context.arg("normalization", kind)
         return [] if given == kind else [f"the model has --normalization {given}, not {kind}"]
 
-    return every(local("uses Transformer Engine's own fused norm"), condition)
+    return every(local("uses its own fused norm"), condition)

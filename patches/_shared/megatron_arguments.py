@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.machinery
 import importlib.util
 import itertools
 import math
@@ -40,9 +41,28 @@ class Default(NamedTuple):
     def is_missing(self, device: str) -> bool:
         if not self.module:
             return device == "cpu" and not _has_compiler()
+        if device != "cuda":
+            return self.module != _TE or not _computes_without_cuda()
         # Modules provided by a session have no loader.
-        found = importlib.util.find_spec(self.module) if device == "cuda" else None
-        return getattr(found, "loader", found) is None
+        found = importlib.util.find_spec(self.module)
+        return getattr(found, "loader", found) is None or _failed_to_load(self.module)
+
+
+def fused_adam(device: str) -> str:
+    """The package whose FusedAdam Megatron takes; "" if it takes torch's Adam."""
+    packages = {"Transformer Engine": Default("", "", "", "", "", _TE), "Apex": Default("", "", "", "", "", "apex")}
+    return next((name for name, each in packages.items() if not each.is_missing(device)), "")
+
+
+def _computes_without_cuda() -> bool:
+    """Whether Transformer Engine's extension is a Python module: the compiled one needs CUDA."""
+    found = importlib.util.find_spec("transformer_engine_torch")
+    return isinstance(getattr(found, "loader", None), importlib.machinery.SourceFileLoader)
+
+
+def _failed_to_load(module: str) -> bool:
+    """Whether Megatron imported the package in vain: without its extension it has no part for PyTorch."""
+    return module == _TE and module in sys.modules and not hasattr(sys.modules[module], "pytorch")
 
 
 def _has_compiler() -> bool:

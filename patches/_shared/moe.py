@@ -112,7 +112,13 @@ has_experts = needs("num_experts", "the model has no experts")
 
 
 def local_experts(theirs: str) -> Condition:
-    return every(local(f"has {theirs} of its own"), has_experts)
+    return every(local(theirs), has_experts)
+
+
+def sequential_experts(context: Context) -> list[str]:
+    """Experts that are modules of their own; the local grouped experts of `moe_grouped_gemm` are too."""
+    is_grouped = context.arg("moe_grouped_gemm", False)
+    return local("keeps experts as weights of one layer with --moe-grouped-gemm")(context) if is_grouped else []
 
 
 def dispatchers(*names: str) -> Condition:

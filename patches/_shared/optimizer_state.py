@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_lite.engine import Around, Function, Session
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedStep
 
 from .wrappers import after, at_end, within
 
@@ -31,10 +31,10 @@ MOMENT_ARGS = {
 
 
 def has_fused_step(optimizer: Any) -> bool:
-    return isinstance(optimizer, (FusedAdam, FusedAdamW))
+    return isinstance(optimizer, FusedStep)
 
 
-def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None:
+def optimizer_with_custom_state(optimizer: Any) -> FusedStep | None:
     inner: Any = getattr(optimizer, "optimizer", None)
     if not has_fused_step(inner):
         return None

@@ -17,7 +17,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Ov
 from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
+from .conditions import CUDA_GRAPH_ARGS, config_reasons, every
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
@@ -25,6 +25,7 @@ CONFLICTING_ARGS = {
     "fp4": "--fp4-format keeps outputs in another form",
     "cpu_offloading": "--cpu-offloading moves what is recomputed here",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is recomputed here",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser runs an MLP as one operation",
     **CUDA_GRAPH_ARGS,
 }
 
@@ -46,6 +47,7 @@ def feature_of_layers(
     prepare: Callable[[Any, Session], None],
     reads: Sequence[str],
     patches: Sequence[Patch],
+    condition: Callable[[Context], list[str]] = lambda context: [],
 ) -> Feature:
     """Feature that prepares layers; its flag with `-num-layers` limits it to the first N of a rank."""
     number, flag = f"{name}_num_layers", f"--{name.replace('_', '-')}"
@@ -71,7 +73,7 @@ def feature_of_layers(
         enabled=lambda settings: bool(settings.get(name)) or settings.get(number) is not None,
         numerics=numerics,
         theme=theme,
-        condition=every(local("has its own --recompute-modules"), not_full_recompute),
+        condition=every(condition, not_full_recompute),
         conflicting_args=CONFLICTING_ARGS,
         not_auto=NOT_AUTO,
         patches=(in_layers(prepare_chosen, reads), *patches),

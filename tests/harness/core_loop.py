@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
         get_gpt_mtp_block_spec,
     )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -69,7 +71,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             expert_tensor_parallel_size=options.get("etp"),
         )
     model_parallel_cuda_manual_seed(options.get("seed", 1))
-    experts = options.get("experts")
+    experts, with_te = options.get("experts"), options.get("transformer_engine", False)
     moe: dict[str, Any] = {}
     if experts:
         moe = {
@@ -117,14 +119,14 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
     for name, value in options.get("unchecked", {}).items():
         setattr(config, name, value)
     if isinstance(config.moe_layer_freq, list):
-        spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=with_te)
     else:
-        spec = get_gpt_layer_local_spec(
-            num_experts=experts,
-            normalization=config.normalization,
-            qk_layernorm=config.qk_layernorm,
-            qk_l2_norm=options.get("qk_l2_norm", False),
-        )
+        norms: dict[str, Any] = {"qk_layernorm": config.qk_layernorm, "qk_l2_norm": options.get("qk_l2_norm", False)}
+        if with_te:
+            norms["moe_grouped_gemm"] = config.moe_grouped_gemm
+            spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, **norms)
+        else:
+            spec = get_gpt_layer_local_spec(num_experts=experts, normalization=config.normalization, **norms)
     chunks = []
     for chunk in range(vpp or 1):
         stage: dict[str, Any] = {"vp_stage": chunk} if vpp is not None else {}
@@ -134,7 +136,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         last = ps.is_pipeline_last_stage(ignore_virtual=False, **stage)
         more: dict[str, Any] = {}
         if config.mtp_num_layers:
-            more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
+            more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=with_te, **stage)
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -187,6 +189,8 @@ def weigh_by_name(chunks: list[Any], local_experts: int) -> None:
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the copy of it on another stage
             name = frozen.global_name(chunk, name)
+            # Transformer Engine has the weights of all experts in one layer.
+            name = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name)
             before, _, number_and_rest = name.partition("local_experts.")
             if number_and_rest:
                 number, _, rest = number_and_rest.partition(".")

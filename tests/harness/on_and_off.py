@@ -103,7 +103,11 @@ def train(
     ranks = ranks_of(own)
     if kind and ranks == 1:
         more["micro_batches"] = 2  # a pipeline wants more
-    flags = {**flags_of(feature), **MORE_FLAGS.get(name, {}), "host_args": host_args(layout)}
+    host = {
+        **host_args(layout),
+        "transformer_impl": "transformer_engine" if more.get("transformer_engine") else "local",
+    }
+    flags = {**flags_of(feature), **MORE_FLAGS.get(name, {}), "host_args": host}
     given = {**own, **more, "requested": name}
     try:
         off = reference(trainer, layout, more)

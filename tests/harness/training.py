@@ -124,11 +124,12 @@ def fault(
 class Trainer:
     """Runs jobs on one release of Megatron, in processes that its server forks."""
 
-    def __init__(self, release: Path | None, scratch: Path, training: bool) -> None:
+    def __init__(self, release: Path | None, scratch: Path, training: bool, packages: str = "") -> None:
+        """packages: a folder with packages that this environment has not."""
         self.scratch = scratch
         self._count = 0
         self._done: dict[str, Result] = {}
-        path = [str(ROOT), *([str(release)] if release is not None else [])]
+        path = [str(ROOT), *([str(release)] if release is not None else []), *([packages] if packages else [])]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path[::-1]),

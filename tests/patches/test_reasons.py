@@ -101,7 +101,6 @@ def context(feature, args=(), settings=(), device=None, explicit=()):
 
 # Reasons by feature: (arguments, text) or (arguments, text, more of the context).
 REASONS = {
-    "adaptive_memory": [(TE, "has its own --recompute-modules")],
     "balance_sequence_lengths": [
         ({"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}, "global_aux_loss depends on which"),
         ({"dataloader_inter_document_masking": False}, "--dataloader-inter-document-masking"),
@@ -113,7 +112,7 @@ REASONS = {
         ({"num_experts": None}, "--num-experts"),
         ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
-        (TE, "transformer_engine"),
+        ({**TE, "moe_grouped_gemm": True}, "--moe-grouped-gemm"),
     ],
     "bias_dropout_fusion": [
         ({}, "torch.compile", {"device": "cuda"}),
@@ -130,13 +129,12 @@ REASONS = {
         ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
         ({"expert_model_parallel_size": 16}, "one expert"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
-        (TE, "transformer_engine"),
+        ({**TE, "moe_grouped_gemm": True}, "--moe-grouped-gemm"),
         ({"optimizer": "muon"}, "--optimizer muon"),
         ({"ckpt_format": "torch"}, "--ckpt-format torch"),
     ],
     "enable_recompute_layers_per_pp_rank": [({"recompute_method": "uniform"}, "--recompute-method block")],
     "gradient_accumulation_fusion": [
-        (TE, "--transformer-impl transformer_engine"),
         (
             {"gradient_accumulation_fusion": False},
             "--no-gradient-accumulation-fusion",
@@ -188,7 +186,7 @@ REASONS = {
         ({"moe_shared_expert_overlap": True}, "give only one"),
         ({"mtp_num_layers": 2}, "--mtp-num-layers"),
     ],
-    "moe_grouped_gemm": [({"num_experts": None}, "--num-experts"), (TE, "has grouped experts of its own")],
+    "moe_grouped_gemm": [({"num_experts": None}, "--num-experts"), (TE, "has its own grouped experts, with this flag")],
     "moe_hierarchical_alltoallv": [
         ({"num_experts": None}, "--num-experts"),
         ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
@@ -202,9 +200,9 @@ REASONS = {
         ({}, "cannot be divided among nodes of 3", {"settings": {"moe_node_size": 3}}),
         ({}, "cannot be divided among nodes of 12", {"settings": {"moe_node_size": 12}}),
     ],
-    "moe_permute_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has a permutation of its own")],
+    "moe_permute_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has its own permutation, with this flag")],
     "moe_record_load": [({"num_experts": None}, "--num-experts")],
-    "moe_router_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has a fused router of its own")],
+    "moe_router_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has its own fused router, with this flag")],
     "moe_tp_extend_ep": [
         ({"num_experts": 24}, "16 ranks"),
         ({"tensor_model_parallel_size": 1}, "--tensor-model-parallel-size 1"),
@@ -215,10 +213,10 @@ REASONS = {
             {"explicit": ["expert_tensor_parallel_size"]},
         ),
     ],
-    "moe_wgrad_side_stream": [({}, "streams", {"device": "cpu"})],
+    "moe_wgrad_side_stream": [({}, "streams", {"device": "cpu"}), (TE, "--delay-wgrad-compute")],
     "moe_zero_memory": [
         ({"num_experts": None}, "--num-experts"),
-        (TE, "transformer_engine"),
+        (TE, "--recompute-modules moe_act"),
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
         ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
@@ -239,10 +237,7 @@ REASONS = {
         ),
         (TE, "--transformer-impl", {"settings": {"pipeline_schedule": "zb-auto"}}),
     ],
-    "recompute_activation_function": [
-        ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
-        (TE, "has its own --recompute-modules"),
-    ],
+    "recompute_activation_function": [({"recompute_granularity": "full"}, "computes every layer again as a whole")],
     "recompute_in_bubble": [
         ({"pipeline_model_parallel_size": 1}, "no bubble"),
         (
@@ -251,7 +246,10 @@ REASONS = {
             {"settings": {"recompute_in_bubble": False, "recompute_in_advance": True}},
         ),
     ],
-    "recompute_norm": [({"recompute_granularity": "full"}, "computes every layer again as a whole")],
+    "recompute_norm": [
+        ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
+        ({**TE, "num_experts": None}, "within linear layers"),
+    ],
     "reset_bucket_group_order": [({"overlap_param_gather": False}, "no gather overlaps")],
     "reuse_fp32_param": [
         ({"bf16": False}, "--bf16 is not given"),
@@ -264,7 +262,6 @@ REASONS = {
     ],
     "swap_attention": [
         ({}, "cpu has one memory", {"device": "cpu"}),
-        (TE, "--cpu-offloading"),
         ({"recompute_granularity": "full"}, "keeps nothing within a layer"),
     ],
     "swap_optimizer": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +74,14 @@ def test_installed_packages_help_on_cuda_alone(machine, device, absent, names):
     assert found == names and bool(notices) == bool(names)
     # Asking for what is there is granted.
     assert device != "cuda" or absent or switched(device, explicit={"transformer_impl"})[1] == {}
+
+
+def test_a_transformer_engine_without_its_extension_is_missing(machine, monkeypatch):
+    machine(*MODULES)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    assert "transformer_impl" in switched("cuda")[0]
+    monkeypatch.setattr(sys.modules["transformer_engine"], "pytorch", object(), raising=False)
+    assert "transformer_impl" not in switched("cuda")[0]
 
 
 def test_without_a_compiler_the_jit_fuser_is_off(machine, monkeypatch):

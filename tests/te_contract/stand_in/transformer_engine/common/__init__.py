@@ -1,0 +1,5 @@
+"""Recipes of quantization."""
+
+from . import recipe
+
+__all__ = ["recipe"]

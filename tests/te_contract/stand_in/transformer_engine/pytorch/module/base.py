@@ -1,0 +1,164 @@
+"""What all linear layers share: parameters, their gradients now or later, and extra state."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..distributed import size_of
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """A gradient for autograd where the true one was added to `main_grad`."""
+    return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
+
+
+class WeightGradStore:
+    """Weight gradients to compute later, first in first out."""
+
+    def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
+        self.context: queue.Queue[Any] | None = queue.Queue() if delay_wgrad_compute else None
+        self.enabled = delay_wgrad_compute
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether gradients are delayed."""
+        return self.enabled
+
+    def enable_delay_wgrad_compute(self) -> None:
+        """Delay from now on."""
+        self.enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        """Compute at once from now on."""
+        self.enabled = False
+
+    def put(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
+        """Delay `func(*tensor_list)`."""
+        assert self.enabled and self.context is not None, "delay_wgrad_compute is not enabled"
+        self.context.put([tensor_list, func])
+
+    def pop(self) -> tuple[Any, list[Any]]:
+        """Call what was delayed first."""
+        assert self.enabled and self.context is not None, "delay_wgrad_compute is not enabled"
+        if self.context.empty():
+            raise RuntimeError("Pop empty queue.")
+        tensor_list, func = self.context.get()
+        return func(*tensor_list), tensor_list
+
+    def assert_empty(self) -> None:
+        """Nothing is delayed."""
+        assert self.context is not None and self.context.empty(), "Queue is not empty."
+
+
+class ExtraState(torch.nn.Module):
+    """An empty extra state in checkpoints, where fp8 would have its scales."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """No state."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accept no state only."""
+        if state is not None and state.numel():
+            raise RuntimeError("Transformer Engine's stand-in loads no state of fp8")
+
+
+class TransformerEngineBaseModule(ExtraState):
+    """Base of linear layers."""
+
+    tp_group: Any
+    tp_size: int
+    use_bias: bool
+    fuse_wgrad_accumulation: bool
+    wgrad_store: WeightGradStore
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self.fp8 = self.fp8_calibration = self.fp8_initialized = self.primary_weights_in_fp8 = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """No scales without fp8."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group whose ranks share the weight."""
+        self.tp_group = tp_group
+
+    def set_parallelism(self, group: Any, size: int, sequence_parallel: bool, parallel_mode: str | None) -> None:
+        """How ranks share the weight: by its output features, its input features, or not at all."""
+        self.tp_group, self.tp_size = group, size_of(group) if group is not None else size
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.parallel_mode = parallel_mode
+
+    def add_parameter(
+        self, name: str, value: torch.Tensor, init: Callable[[torch.Tensor], Any], tracker: Callable[[], Any] | None
+    ) -> None:
+        """Register a parameter, initialized from a random state of its own."""
+        self.register_parameter(name, torch.nn.Parameter(value))
+        if value.is_meta:
+            return
+        with torch.no_grad():
+            if tracker is None:
+                init(getattr(self, name))
+                return
+            region = getattr(self, "rng_tracker_name", None)
+            with tracker().fork(*([region] if region else [])):
+                init(getattr(self, name))
+
+    def mark_parallel(self, weights: list[str], biases: list[str]) -> None:
+        """Mark how ranks share parameters, and those whose gradients are delayed."""
+        for name in [*weights, *biases]:
+            param = getattr(self, name)
+            if name in biases and self.parallel_mode == "row":
+                param.sequence_parallel = self.sequence_parallel
+            elif name in weights or self.parallel_mode == "column":
+                param.tensor_model_parallel = True
+                param.partition_dim = int(self.parallel_mode == "row")
+                param.partition_stride = 1
+            if self.wgrad_store.delay_wgrad_compute():
+                param.skip_backward_post_hook = True
+
+    def weight_gradient(self, weight: Any, bias: Any, inputs: torch.Tensor, grad: torch.Tensor) -> tuple[Any, Any]:
+        """Gradients of a weight and bias; the former added to `main_grad` where gradients accumulate."""
+        inputs, grad = inputs.flatten(0, -2), grad.flatten(0, -2)
+        bias_grad = grad.sum(0) if bias is not None and bias.requires_grad else None
+        if not weight.requires_grad:
+            return None, bias_grad
+        if not self.fuse_wgrad_accumulation:
+            return grad.t() @ inputs, bias_grad
+        weight.main_grad.add_((grad.t().float() @ inputs.float()).to(weight.main_grad.dtype))
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None, bias_grad
+        weight.grad_added_to_main_grad = True
+        is_zero = getattr(weight, "zero_out_wgrad", False)
+        return get_dummy_wgrad(list(weight.shape), weight.dtype, zero=is_zero), bias_grad
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
+        """Called after delayed gradients are there."""
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+    def need_backward_dw(self) -> bool:
+        """Whether gradients are delayed."""
+        return self.wgrad_store.delay_wgrad_compute()
+
+    def delayed_parameters(self) -> list[tuple[Any, Any]]:
+        """Weights with their biases, in the order of gradients."""
+        raise NotImplementedError
+
+    def backward_dw(self) -> None:
+        """Compute delayed gradients."""
+        if not self.need_backward_dw():
+            return
+        grads, _ = self.wgrad_store.pop()
+        for (weight, bias), (weight_grad, bias_grad) in zip(self.delayed_parameters(), grads, strict=True):
+            if not self.fuse_wgrad_accumulation:
+                weight.grad = weight_grad
+            if bias_grad is not None and bias.grad is None:
+                bias.grad = bias_grad
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
