@@ -132,6 +132,17 @@ def give(source: Any, target: Any) -> None:
         rewind(each)
 
 
+def held(training: Any) -> list[bytes]:
+    """The bits of weights, main parameters and states."""
+    tensors = [each for model in training.models for each in model.parameters()]
+    for main, state in states(training):
+        tensors += [main, *(each for each in state.values() if torch.is_tensor(each))]
+    return [
+        each.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+        for each in tensors
+    ]
+
+
 def rewind(training: Any) -> None:
     from megatron.core import parallel_state as ps
 
@@ -219,6 +230,25 @@ class Bench:
         self.take_back("built under it")
         self.after("built under it", training)
 
+    def on_again(self, feature: Feature) -> None:
+        """A model that was built under a feature has all of it again, and the bits of one that never lost it."""
+        self.enable(feature)
+        steady, switched = self.build(feature), self.build(feature)
+        mine, theirs = [switched.step()], [steady.step()]
+        before = described(switched)
+        mindspeed_lite.disable()
+        self.enable(feature)
+        self.expect(held(switched) == held(steady), "on again: weights or states have other bits")
+        for each in (switched, steady):
+            rewind(each)
+        mine += switched.step()
+        theirs += steady.step()
+        after = described(switched)
+        for key in sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)):
+            self.faults.append(f"on again: {key} is {after.get(key)}, and was {before.get(key)}")
+        self.expect(mine == theirs, f"on again: losses and gradient norms {mine}, and never off {theirs}")
+        mindspeed_lite.disable()
+
     def built_plain(self, feature: Feature) -> None:
         training = core_loop.Training(self.options)
         for _ in range(2):
@@ -280,6 +310,7 @@ class Bench:
         scenarios: list[tuple[str, Callable[[], None]]] = [
             ("built under it", lambda: self.built_under(feature)),
             ("built plain", lambda: self.built_plain(feature)),
+            ("on again", lambda: self.on_again(feature)),
             *([("more on top", lambda: self.more_on_top(feature))] if tops else []),
             *((cut, functools.partial(self.cut_short, feature, cut)) for cut in CUTS),
         ]
