@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_lite.engine import Around, Function, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from .wrappers import after, within
+from .wrappers import within
 
 # Flags with which Megatron uses main parameters where these patches do not reach.
 MAIN_PARAM_ARGS = {
@@ -147,7 +147,12 @@ def state_patches(
             uses.append(lambda optimizer, inner: use(optimizer, inner, session))
             session.on_begin(lambda: _rearrange(session))
             session.on_end(end)
-        return after(adopt)(wrapped, session)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            wrapped(self, *args, **kwargs)
+            adopt(session, self)
+
+        return __init__
 
     kinds = ((FP32,) if has_fp32 else ()) + (FLOAT16, DISTRIBUTED)
     methods = [f"{each}._copy_model_params_to_main_params" for each in (FLOAT16, DISTRIBUTED) if moves_main_params]
