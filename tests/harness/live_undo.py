@@ -132,6 +132,12 @@ def give(source: Any, target: Any) -> None:
         rewind(each)
 
 
+def finish_gathers(training: Any) -> None:
+    """Complete the weights that a gather still brings."""
+    for model in training.models if training.options.get("overlap_param_gather") else ():
+        model.start_param_sync(force_sync=True)
+
+
 def held(training: Any) -> list[bytes]:
     """The bits of weights, main parameters and states."""
     tensors = [each for model in training.models for each in model.parameters()]
@@ -241,13 +247,15 @@ class Bench:
                 mindspeed_lite.disable()
                 self.enable(feature)
             rewind(training)
-            losses.append(training.step())
+            # Some learn an order in the first step.
+            losses += [training.step(), training.step()]
+            finish_gathers(training)
             found.append((losses, held(training), described(training)))
         (losses, state, one), (losses_again, state_again, other) = found
         self.expect(losses_again == losses, f"on again: losses and norms {losses_again}, and never off {losses}")
         self.expect(state_again == state, "on again: weights or states have other bits")
         for key in sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key)):
-            if key not in self.noise:
+            if key not in self.noise and not key.endswith("_profile_name"):
                 self.faults.append(f"on again: {key} is {other.get(key)}, and never off {one.get(key)}")
         mindspeed_lite.disable()
 

@@ -89,8 +89,7 @@ def refusals(training: core_loop.Training, faults: list[str]) -> None:
 def cycle(training: core_loop.Training, number: int, faults: list[str]) -> tuple[int, int]:
     """Sleep and wake; live bytes awake and asleep."""
     training.zero()
-    for model in training.models if training.options.get("overlap_param_gather") else ():
-        model.start_param_sync(force_sync=True)
+    live_undo.finish_gathers(training)
     gc.collect()
     awake, before, attributes = live_bytes(), (weights(training), states(training)), live_undo.described(training)
     report = str(mindspeed_lite.sleep(training.models, training.optimizer))
@@ -123,6 +122,7 @@ def main() -> None:
     faults: list[str] = []
     steady = core_loop.Training(options)
     expected = [steady.step() for _ in range(int(cycles) + 1)]
+    live_undo.finish_gathers(steady)
     end = weights(steady), states(steady)
     del steady
     gc.collect()
@@ -136,6 +136,7 @@ def main() -> None:
         sizes.append((awake - others, asleep - others, sum(map(len, blocks())), process_memory.resident()))
     if found != expected:
         faults.append(f"losses and norms {found}, without sleep {expected}")
+    live_undo.finish_gathers(training)
     if (weights(training), states(training)) != end:
         faults.append("weights or states of the end have other bits")
     Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps({"faults": faults, "sizes": sizes}))
