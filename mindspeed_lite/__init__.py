@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import os as _os
 import sys as _sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite._version import __version__
 
 if TYPE_CHECKING:
     from mindspeed_lite.engine import Report
+    from mindspeed_lite.memory.sleep import SleepReport
 
-__all__ = ["__version__", "disable", "enable", "enabled", "report"]
+__all__ = ["__version__", "disable", "enable", "enabled", "report", "sleep", "wake"]
 
 
 class _Patches:
@@ -101,3 +102,32 @@ def report() -> Report | None:
 
     active = runtime.current()
     return None if active is None else runtime.full_report(active)
+
+
+def sleep(model: Any, optimizer: Any = None, keep: Sequence[str] = (), to: str | None = None) -> SleepReport:
+    """Free the device memory of a model and its optimizer between two steps, until `wake`.
+
+    Weights and optimizer states move to host memory, pinned where there is a device, which the next call reuses.
+    Gradients are dropped. All ranks call it. Needs no feature.
+
+    Args:
+        model: a module, or the list of its chunks.
+        keep: of `weights`, `optimizer`, `gradients`.
+        to: folder; files there replace host memory.
+
+    Raises:
+        mindspeed_lite.memory.sleep.SleepError: the model sleeps already, or cannot.
+    """
+    from mindspeed_lite.memory import sleep as sleeping
+
+    return sleeping.sleep(model, optimizer, keep, to)
+
+
+def wake(*parts: str, model: Any = None) -> SleepReport:
+    """Restore what `sleep` has moved, bit for bit: these parts or all, of this model or of all that sleep.
+
+    The copies of a device are asynchronous: later work on its current stream waits for them.
+    """
+    from mindspeed_lite.memory import sleep as sleeping
+
+    return sleeping.wake(parts, model)

@@ -309,7 +309,7 @@ def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> A
     if _stop_listening is None:
         _stop_listening = dispatch.on_fallback(_operator_fallback)
     _renew_host_report(session)
-    for text in left + _end(end):
+    for text in left + _end(end) + _begin(begin):
         session.notice(text)
     return after
 
@@ -322,6 +322,13 @@ def _goes_on(outcome: FeatureOutcome, before: ActiveFeatures, settings: Settings
         and [swap.patch for swap in before.swaps[feature.name]] == [step.patch for step in outcome.steps]
         and all(before.plan.settings.get(dest) == settings.get(dest) for dest in dests)
     )
+
+
+def _begin(swaps: Sequence[Swap]) -> list[str]:
+    """Begin features, those that others require first."""
+    views = dict.fromkeys(swap.session for swap in swaps)
+    ordered = sorted(views, key=lambda view: len(catalogue()[view.feature].requires))
+    return [text for view in ordered for text in view.begin()]
 
 
 def _end(swaps: Sequence[Swap]) -> list[str]:

@@ -24,7 +24,7 @@ from . import moe_fb_overlap
 from ._shared import linear_layers, pipeline_orders
 from ._shared.conditions import every, local
 from ._shared.pipeline_passes import QUEUE as _QUEUE
-from ._shared.wrappers import after, at_end, before
+from ._shared.wrappers import act_again, after, at_end, before
 
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -80,6 +80,10 @@ def _is_asked_for(config: Any, session: Session) -> bool:
     return getattr(config, ARGUMENT, False) or _order_asks(session)
 
 
+#: DDP -> layer -> handles of its queue's hooks at autograd, while the feature is off.
+_given_back: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
@@ -89,13 +93,17 @@ def _init(wrapped: Function, session: Session) -> Function:
         if not self.gradient_accumulation_fusion:
             session.fallback(FEATURE.name, "the model's configuration has no gradient_accumulation_fusion")
             return
-        queue = WgradQueue()
-        session.mark(self, _QUEUE, queue)
-        session.mark(self, _TELL_WHEN_DONE, queue.call_when_done)
-        session.mark(self.weight, _PARAMETER_IS_LATE, True)
-        session.on_end(functools.partial(_end, session, weakref.ref(self), queue))
+        _queue(session, self)
 
     return __init__
+
+
+def _queue(session: Session, layer: Any) -> None:
+    queue = WgradQueue()
+    session.mark(layer, _QUEUE, queue)
+    session.mark(layer, _TELL_WHEN_DONE, queue.call_when_done)
+    session.mark(layer.weight, _PARAMETER_IS_LATE, True)
+    session.on_end(functools.partial(_end, session, weakref.ref(layer), queue))
 
 
 def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> None:
@@ -168,6 +176,20 @@ def _reduction(wrapped: Function, session: Session) -> Function:
         _complete_wrappers(session, module)
         at_end(session, self, _reduce_as_it_comes)
 
+    def again(ddp: Any) -> None:
+        if _order_asks(session):
+            session.mark(ddp.ddp_config, ARGUMENT, True)
+        for layer, handles in _given_back.pop(ddp).items():
+            _queue(session, layer)
+            for handle in handles:
+                handle.remove()
+                getattr(layer, _QUEUE).call_when_done(ddp._make_backward_post_hook(layer.weight))
+            if handles:
+                ddp.grad_accs.pop()
+        _complete_wrappers(session, ddp.module)
+        at_end(session, ddp, _reduce_as_it_comes)
+
+    act_again(session, _given_back, again)
     return __init__
 
 
@@ -186,13 +208,14 @@ def _backward_dw_within(wrapper: torch.nn.Module) -> None:
 
 def _reduce_as_it_comes(ddp: Any) -> None:
     """Let autograd call the queues' hooks, as for parameters without delay."""
+    given = _given_back[ddp] = weakref.WeakKeyDictionary[Any, Any]()
     for layer in _queued(ddp.module):
         hooks = getattr(layer, _QUEUE).hooks
+        given[layer] = []
         if hooks:
             with torch.enable_grad():
                 accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
-            for hook in hooks:
-                accumulator.register_hook(hook)
+            given[layer] = [accumulator.register_hook(hook) for hook in hooks]
             ddp.grad_accs.append(accumulator)
 
 
@@ -245,7 +268,12 @@ FEATURE = Feature(
         Around(
             f"{_DDP}.__init__",
             _reduction,
-            reads=(f"{DDP_CONFIG}.overlap_grad_reduce", f"{DDP_CONFIG}.delay_wgrad_compute"),
+            reads=(
+                f"{DDP_CONFIG}.overlap_grad_reduce",
+                f"{DDP_CONFIG}.delay_wgrad_compute",
+                f"{_DDP}._make_backward_post_hook",
+                f"{_DDP}.grad_accs",
+            ),
         ),
         Around(f"{_DDP}.finish_grad_sync", before(_end_step), reads=("module",)),
     ),

@@ -8,12 +8,14 @@ virtual stages alone.
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.proxies import AttributeOverride
+from ._shared.wrappers import act_again
 
 NAME = "enable_recompute_layers_per_pp_rank"
 
@@ -25,6 +27,14 @@ def layers_of_chunk(number: int, chunks: int, chunk: int) -> int:
     [3, 2]
     """
     return max(0, -(-(number - chunk) // chunks))
+
+
+#: Block -> its share.
+_known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _set_share(block: Any, share: int, session: Session) -> None:
+    session.mark(block, "config", AttributeOverride(block.config, recompute_num_layers=share))
 
 
 def _init(wrapped: Function, session: Session) -> Function:
@@ -40,9 +50,10 @@ def _init(wrapped: Function, session: Session) -> Function:
         chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
         if chunk is None or not chunks or not number or config.recompute_method != "block":
             return
-        share = layers_of_chunk(number, chunks, chunk)
-        session.mark(block, "config", AttributeOverride(config, recompute_num_layers=share))
+        _known[block] = layers_of_chunk(number, chunks, chunk)
+        _set_share(block, _known[block], session)
 
+    act_again(session, _known, lambda block: _set_share(block, _known[block], session))
     return __init__
 
 

@@ -21,7 +21,7 @@ from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 
 from ._shared import linear_layers
 from ._shared.conditions import fsdp_args, not_disabled, reenable_default
-from ._shared.wrappers import after, config_field, is_set, verify
+from ._shared.wrappers import after_init, config_field, is_set, verify
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
@@ -61,9 +61,14 @@ class _WhileEnabled:
         return bool, (self.on,)
 
 
+def _fuse_if_asked(session: Session, layer: Any) -> bool:
+    is_asked = bool(layer.gradient_accumulation_fusion)
+    if is_asked:
+        _fuse_while_enabled(session, layer)
+    return is_asked
+
+
 def _fuse_while_enabled(session: Session, layer: Any) -> None:
-    if not layer.gradient_accumulation_fusion:
-        return
     layer.gradient_accumulation_fusion = enabled = session.state(ARGUMENT, _WhileEnabled)
     reference = weakref.ref(layer)
 
@@ -101,11 +106,13 @@ FEATURE = Feature(
         Override(f"{_LAYERS}:_grad_accum_fusion_available", lambda wrapped, session: True),
         Around(
             f"{_LAYERS}:ColumnParallelLinear.__init__",
-            after(_fuse_while_enabled),
+            after_init(_fuse_if_asked, _fuse_while_enabled),
             reads=("gradient_accumulation_fusion",),
         ),
         Around(
-            f"{_LAYERS}:RowParallelLinear.__init__", after(_fuse_while_enabled), reads=("gradient_accumulation_fusion",)
+            f"{_LAYERS}:RowParallelLinear.__init__",
+            after_init(_fuse_if_asked, _fuse_while_enabled),
+            reads=("gradient_accumulation_fusion",),
         ),
         linear_layers.PLACEHOLDER_PATCH,
         config_field(ARGUMENT, _is_there),

@@ -17,7 +17,7 @@ from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
 from ._shared.attention_core import SOFTMAX_AND_MASKS
 from ._shared.conditions import CUDA_GRAPH_ARGS, conflict_reasons, every, holding, local, not_disabled, reenable_default
-from ._shared.wrappers import after, config_field, switch_off, verify
+from ._shared.wrappers import after_init, config_field, switch_off, switch_on_again, verify
 
 ARGUMENT = "masked_softmax_fusion"
 
@@ -26,8 +26,15 @@ def _is_there() -> bool:
     return importlib.util.find_spec("scaled_masked_softmax_cuda") is not None
 
 
-def _switch_off(session: Session, softmax: Any) -> None:
-    switch_off(softmax, "scaled_masked_softmax_fusion", session, _is_there)
+_FIELD = "scaled_masked_softmax_fusion"
+
+
+def _switch_off(session: Session, softmax: Any) -> bool:
+    return switch_off(softmax, _FIELD, session, _is_there)
+
+
+def _switch_on_again(session: Session, softmax: Any) -> None:
+    switch_on_again(softmax, _FIELD, session, _is_there)
 
 
 def _forward(wrapped: Function, session: Session) -> Function:
@@ -106,7 +113,10 @@ FEATURE = Feature(
             reads=("attn_mask_type", "mask_func", "scale", "scaled_masked_softmax_fusion"),
             relies_on=SOFTMAX_AND_MASKS,
         ),
-        Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", after(_switch_off)),
+        Around(
+            "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__",
+            after_init(_switch_off, _switch_on_again),
+        ),
         config_field(ARGUMENT, _is_there),
     ),
 )

@@ -17,7 +17,7 @@ from mindspeed_lite.engine import Around, Feature, Session
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from ._shared.conditions import conflict_reasons, fsdp_args, needs
-from ._shared.wrappers import after, before
+from ._shared.wrappers import after, after_init, before
 
 NAME = "reset_bucket_group_order"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
@@ -71,18 +71,19 @@ class Order:
         )
 
 
-def _link_chains(session: Session, ddp: Any) -> None:
+def _link_chains(session: Session, ddp: Any) -> bool:
     if not ddp.ddp_config.overlap_param_gather:
-        return
+        return False
     reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(ddp.ddp_config, name, getattr(ddp, name, False)))
     if reasons:
         session.fallback(NAME, "; ".join(reasons))
-        return
+        return False
     chains = [each for each in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups) if each]
     if all(len(each) == 1 for each in chains):
         session.log_decision(f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)")
     chains_of: Any = session.state(NAME, weakref.WeakKeyDictionary)
     chains_of[ddp] = [Order(groups, session) for groups in chains]
+    return True
 
 
 def _wait_for(session: Session, group: Any) -> None:
@@ -116,7 +117,7 @@ FEATURE = Feature(
     patches=(
         Around(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            after(_link_chains),
+            after_init(_link_chains),
             reads=(
                 "bucket_groups",
                 "ddp_config",

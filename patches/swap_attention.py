@@ -19,7 +19,7 @@ from mindspeed_lite.memory.offload import Offload
 
 from ._shared import linear_layers
 from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons
-from ._shared.wrappers import after, forward_pass_patch
+from ._shared.wrappers import after_init, forward_pass_patch
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
 # MindSpeed's name -> Megatron's.
@@ -127,7 +127,7 @@ FEATURE = Feature(
         forward_pass_patch("swap_attention"),
         Around(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-            after(_hook_layer),
+            after_init(_hook_layer),
             reads=("config",),
         ),
         linear_layers.PLACEHOLDER_PATCH,

@@ -9,6 +9,7 @@ weights and under autocast.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 from ._shared import linear_layers
 from ._shared.conditions import every, local
 from ._shared.linear_layers import LAYERS, LayerCall
+from ._shared.wrappers import act_again
 
 NAME = "use_ascend_coc"
 _LAYER_NAME = "tp_comm_buffer_name"
@@ -60,11 +62,17 @@ def _choice(session: Session) -> _Choice:
     return session.state(NAME, make)
 
 
+#: Layer -> its name.
+_names: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+
 def _init(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
-        session.mark(self, _LAYER_NAME, kwargs.get(_LAYER_NAME))
+        _names[self] = kwargs.get(_LAYER_NAME)
+        session.mark(self, _LAYER_NAME, _names[self])
 
+    act_again(session, _names, lambda layer: session.mark(layer, _LAYER_NAME, _names[layer]))
     return __init__
 
 

@@ -26,7 +26,7 @@ from mindspeed_lite.optim.grad_norm import l2norm
 from ._shared.conditions import fsdp_args
 from ._shared.megatron_arguments import fused_adam
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, copy_main, has_fused_step
-from ._shared.wrappers import at_end, before, verify, within
+from ._shared.wrappers import act_again, at_end, before, verify, within
 
 # Adopted optimizer -> whether Megatron counts zeros in its gradients.
 _adopted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -38,9 +38,7 @@ def _init(wrapped: Function, session: Session) -> Function:
         if optimizer is not None and not has_fused_step(optimizer):
             _take(optimizer, bool(getattr(config, "log_num_zeros_in_grad", False)), session)
 
-    for optimizer, counts_zeros in [*_adopted.items()]:
-        if not has_fused_step(optimizer):
-            _take(optimizer, counts_zeros, session)
+    act_again(session, _adopted, lambda optimizer: _take(optimizer, _adopted[optimizer], session))
     return __init__
 
 

@@ -8,6 +8,7 @@ clamp with a bias.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
 from ._shared.conditions import holding
-from ._shared.wrappers import Make, leave_out, verify
+from ._shared.wrappers import Make, act_again, leave_out, verify
 
 _FP8 = "activation_func_fp8_input_store keeps the input in fp8, which the operator does not"
 _CLAMP = "Megatron's fused function clamps before it adds the bias; its unfused form and the operator clamp after"
@@ -92,6 +93,10 @@ def _squared_relu(wrapped: Function, session: Session) -> Function:
     return squared_relu
 
 
+#: Configurations by id, for the next time that the feature begins.
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
 def _configuration(wrapped: Function, session: Session) -> Function:
     def __post_init__(self: Any) -> None:
         # Megatron's fused SwiGLU ignores a clamp and refuses an offset.
@@ -103,9 +108,11 @@ def _configuration(wrapped: Function, session: Session) -> Function:
             and self.activation_func is torch.nn.functional.silu
             and not (has_clamp_or_offset or others)
         ):
+            _known[id(self)] = self
             session.mark(self, "bias_activation_fusion", True)
         wrapped(self)
 
+    act_again(session, _known.values(), lambda config: session.mark(config, "bias_activation_fusion", True))
     return __post_init__
 
 

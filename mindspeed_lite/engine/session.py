@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Session:
     """Active features, as seen by one of them.
 
-    A view ends when its feature is disabled or its flags change: patches, `state` and `mark` are removed, then `on_end`
-    callbacks run.
+    A view begins with its feature: `on_begin` callbacks act on objects of earlier views. It ends when its feature is
+    disabled or its flags change: patches, `state` and `mark` are removed, then `on_end` callbacks run.
 
     Attributes:
         verifier: compares operators with originals; None without --mindspeed-lite-verify.
@@ -38,6 +38,7 @@ class Session:
         self.strict = strict
         self.verifier: Any = None
         self._kept: dict[str, Any] = {}
+        self._begins: list[Callable[[], object]] | None = []
         self._ends: list[Callable[[], object]] = []
         # Shared by all views.
         self._views = [self]
@@ -47,7 +48,7 @@ class Session:
     def of(self, feature: str) -> Session:
         """A view for a feature, until `end`."""
         view = copy.copy(self)
-        view.feature, view._kept, view._ends = feature, {}, []
+        view.feature, view._kept, view._begins, view._ends = feature, {}, [], []
         self._views.append(view)
         return view
 
@@ -77,6 +78,11 @@ class Session:
         """Object under `key` of the latest view that has one."""
         return next((view._kept[key] for view in reversed(self._views) if key in view._kept), None)
 
+    def on_begin(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once this feature has begun and those that it replaces have ended; not later."""
+        if self._begins is not None:
+            self._begins.append(callback)
+
     def on_end(self, callback: Callable[[], object]) -> None:
         """Call `callback` when this feature has ended, latest first."""
         self._ends.append(callback)
@@ -98,17 +104,28 @@ class Session:
 
         self.on_end(remove)
 
+    def begin(self) -> list[str]:
+        """Call what waits for the begin; return failures, one line each."""
+        waiting, self._begins = self._begins or [], None
+        return self._failures("applied to existing objects", waiting)
+
     def end(self) -> list[str]:
         """End this feature's view; return failures, one line each."""
         failed = []
         while self._ends:
-            try:
-                self._ends.pop()()
-            except Exception as error:
-                failed.append(f"feature `{self.feature}` could not be ended whole: {type(error).__name__}: {error}")
+            failed += self._failures("ended whole", [self._ends.pop()])
         self._kept = {}
         if self in self._views:
             self._views.remove(self)
+        return failed
+
+    def _failures(self, what: str, callbacks: list[Callable[[], object]]) -> list[str]:
+        failed = []
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception as error:
+                failed.append(f"feature `{self.feature}` could not be {what}: {type(error).__name__}: {error}")
         return failed
 
     def fallback(self, feature: str, reason: str, *, is_logged: bool = False) -> None:

@@ -46,7 +46,7 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
         return torch.empty(shape, dtype=dtype)
     try:
         if device.type == "cpu":
-            return _file(shape, dtype)
+            return file(shape, dtype)
         if device.type == "cuda":
             return _pinned(shape, dtype, device)
         torch_npu = importlib.import_module("torch_npu")
@@ -64,9 +64,10 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
             _madvise(storage.data_ptr(), storage.nbytes())
 
 
-def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def file(shape: torch.Size, dtype: torch.dtype, folder: str | Path | None = None) -> torch.Tensor:
+    """Uninitialized tensor in an unnamed file, which ends with it. Raises OSError."""
     size = shape.numel() * dtype.itemsize
-    handle, name = tempfile.mkstemp(prefix="mindspeed-lite-", dir=_folder())
+    handle, name = tempfile.mkstemp(prefix="mindspeed-lite-", dir=folder or _folder())
     try:
         try:
             os.posix_fallocate(handle, 0, max(size, 1))

@@ -77,7 +77,11 @@ class HostMappedMoments:
         """Nothing: the device addresses them."""
 
     def offload(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
-        """Nothing: the next step places what was replaced."""
+        """Places what was replaced."""
+        for parameter in parameters:
+            state = state_of(parameter)
+            if all(name in state for name in _NAMES):
+                self.place(parameter, state)
 
     def restore(self) -> None:
         for state, places in self._held.values():
@@ -85,4 +89,3 @@ class HostMappedMoments:
                 if state.get(name) is place:
                     state[name] = place.clone()
         self._held.clear()
-        self._refused = True

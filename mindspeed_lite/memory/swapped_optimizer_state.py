@@ -131,7 +131,6 @@ class SwappedOptimizerState:
             self._ready([parameter])
         self._held.clear()
         self._own.clear()
-        self._refused = True
 
     def _groups(self, parameters: Sequence[torch.Tensor]) -> list[slice]:
         share, start, nbytes = self.nbytes / self._times, 0, 0

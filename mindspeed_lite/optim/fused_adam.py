@@ -186,10 +186,20 @@ class FusedStep(torch.optim.Optimizer):
         found: dict[str, Any] = self.state.get(parameter, {})
         return found
 
+    def pack(self) -> None:
+        """Bring existing state to its form and place."""
+        if self.quantized_moments is not None:
+            self.quantized_moments.narrow([*self.state])
+        if self.placement is not None:
+            self.placement.offload([*self.state], self._state_of)
+
     def restore(self) -> None:
+        """Convert everything to fp32 on the device, and forget form and place."""
         for form in (self.placement, self.quantized_moments, self.split_params):
             if form is not None:
                 form.restore()
+        for name in ("placement", "quantized_moments", "split_params"):
+            vars(self).pop(name, None)
 
     def reasons(self) -> list[str]:
         found = [f"{name} is set" for name in _UNSUPPORTED_ATTRIBUTES if getattr(self, name, False)]

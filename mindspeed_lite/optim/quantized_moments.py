@@ -49,7 +49,6 @@ class QuantizedMoments:
 
     def restore(self) -> None:
         self.widen(list(self._state))
-        self._dtype = lambda parameter: torch.float32
 
     def widen(self, parameters: Iterable[torch.Tensor]) -> None:
         """Make moments fp32 and writable."""

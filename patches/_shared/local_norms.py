@@ -14,7 +14,7 @@ from mindspeed_lite.engine import Context, Function, Override, Session
 from mindspeed_lite.ops.norm import reference
 
 from .conditions import Condition, every, local
-from .wrappers import at_end
+from .wrappers import act_again, at_end
 
 
 class FusedNorm(torch.nn.Module):
@@ -116,10 +116,12 @@ def norm_patch(norm_class: type[FusedNorm]) -> Override:
             adopt(norm, session)
             return norm
 
-        for norm in [*adopted]:
+        def adopt_again(norm: Any) -> None:
             if type(norm) is not norm_class:
                 norm.__class__, norm.zero_centered = norm_class, False
             adopt(norm, session)
+
+        act_again(session, adopted, adopt_again)
         return __new__
 
     # Outside the device layer's wrap of the same symbol, which would drop sequence parallelism.

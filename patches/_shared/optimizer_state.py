@@ -6,6 +6,7 @@ Checkpoints hold fp32 copies, as without the features.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from mindspeed_lite.engine import Around, Function, Session
 from mindspeed_lite.optim.fused_adam import FusedStep
 
-from .wrappers import after, at_end, within
+from .wrappers import within
 
 # Flags with which Megatron uses main parameters where these patches do not reach.
 MAIN_PARAM_ARGS = {
@@ -116,7 +117,7 @@ def state_patches(
 ) -> tuple[Around, ...]:
     """Call `use(optimizer, inner, session)` after `__init__` if the inner optimizer has the fused step.
 
-    When the feature ends, state returns to fp32 on the device.
+    When such a feature begins or ends, all optimizers get the forms of those that are on.
 
     Args:
         reads: attributes that `use` reads, by optimizer class.
@@ -133,19 +134,55 @@ def state_patches(
             session.fallback(feature, f"the optimizer is {type(inner).__qualname__}, without the fused step")
             return
         use(optimizer, inner, session)
-        # The fused step may have ended before.
-        at_end(session, inner, lambda found: has_fused_step(found) and found.restore())
+        _known.add(optimizer)
+
+    def init(wrapped: Function, session: Session) -> Function:
+        uses: list[Callable[[Any, Any], None]] = session.state(_USES[feature], list)
+        if not uses:
+
+            def end() -> None:
+                uses.clear()
+                _rearrange(session)
+
+            uses.append(lambda optimizer, inner: use(optimizer, inner, session))
+            session.on_begin(lambda: _rearrange(session))
+            session.on_end(end)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            wrapped(self, *args, **kwargs)
+            adopt(session, self)
+
+        return __init__
 
     kinds = ((FP32,) if has_fp32 else ()) + (FLOAT16, DISTRIBUTED)
     methods = [f"{each}._copy_model_params_to_main_params" for each in (FLOAT16, DISTRIBUTED) if moves_main_params]
     found = [
-        *(
-            Around(f"{each}.__init__", after(adopt), reads=("optimizer", *(reads or {}).get(each, ())))
-            for each in kinds
-        ),
+        *(Around(f"{each}.__init__", init, reads=("optimizer", *(reads or {}).get(each, ()))) for each in kinds),
         *(Around(each, with_materialized_state) for each in methods),
     ]
     return (*found, *_checkpoint_patches(has_fp32)) if is_in_checkpoints else (*found,)
+
+
+# Key of each feature's `use` in its session. Moments are quantized after the split has put a bit into their sign, and
+# placed in their last form.
+_USES = {
+    name: f"{name} of optimizers"
+    for name in ("reuse_fp32_param", "quant_states", "swap_optimizer", "virtual_optimizer")
+}
+#: Megatron's optimizers that have had such a state.
+_known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _rearrange(session: Session) -> None:
+    """Give state the forms of the features that are on."""
+    pairs = [(each, each.optimizer) for each in [*_known] if has_fused_step(each.optimizer)]
+    for _, inner in pairs:
+        inner.restore()
+    for optimizer, inner in pairs:
+        for key in _USES.values():
+            for use in session.find(key) or ():
+                use(optimizer, inner)
+        inner.pack()
 
 
 # Model parameter -> (inner optimizer, tensor that it updates).

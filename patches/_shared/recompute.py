@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
 from .conditions import CUDA_GRAPH_ARGS, config_reasons, every
+from .wrappers import act_again
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
@@ -88,6 +90,9 @@ def not_full_recompute(context: Context) -> list[str]:
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
+    #: Layer -> its `recompute_index`, for the next time that the feature begins.
+    known: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+
     def around(wrapped: Function, session: Session) -> Function:
         from megatron.core import parallel_state
 
@@ -101,8 +106,10 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
                 # Before 0.13 the chunk being built is global.
                 chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
             # `layer_number` counts within the chunk here.
-            prepare(layer, session, recompute_index(layer.config, given.get("layer_number", 1) - 1, chunk))
+            known[layer] = recompute_index(layer.config, given.get("layer_number", 1) - 1, chunk)
+            prepare(layer, session, known[layer])
 
+        act_again(session, known, lambda layer: prepare(layer, session, known[layer]))
         return __init__
 
     return Around(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Around, Feature, Function, OptionError, Session
@@ -36,6 +37,38 @@ def after(act: Callable[[Session, Any], object]) -> Make:
             return found
 
         return method
+
+    return make
+
+
+def act_again(session: Session, known: Iterable[Any], act: Callable[[Any], object]) -> None:
+    """When the feature begins, call `act` on each of `known`: objects of its earlier sessions."""
+
+    def begin() -> None:
+        for each in [*known]:
+            act(each)
+
+    session.on_begin(begin)
+
+
+def after_init(act: Callable[[Session, Any], object], again: Callable[[Session, Any], object] | None = None) -> Make:
+    """Call `act(session, self)` after `__init__`.
+
+    The next time that the feature begins, it calls `again` (default: `act`) on these objects.
+
+    Args:
+        act: returns False for objects that the feature leaves alone.
+    """
+    known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def make(wrapped: Function, session: Session) -> Function:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            wrapped(self, *args, **kwargs)
+            if act(session, self) is not False:
+                known.add(self)
+
+        act_again(session, known, functools.partial(again or act, session))
+        return __init__
 
     return make
 
@@ -114,8 +147,8 @@ def is_set(symbol: str) -> Callable[[], bool]:
     return lambda: bool(getattr(importlib.import_module(module), name, None))
 
 
-def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
-    """Clear `owner.name` when the feature ends, unless Megatron itself has the fused form.
+def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> bool:
+    """Clear `owner.name` when the feature ends, unless Megatron itself has the fused form; False if it is not set.
 
     Megatron reads it every step from an object that may outlive the feature. is_there: called after the undo.
     """
@@ -124,22 +157,30 @@ def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], b
         if not is_there():
             setattr(found, name, False)
 
-    if getattr(owner, name, False):
+    is_on = bool(getattr(owner, name, False))
+    if is_on:
         at_end(session, owner, clear)
+    return is_on
+
+
+def switch_on_again(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
+    """Set what `switch_off` has cleared."""
+    setattr(owner, name, True)
+    switch_off(owner, name, session, is_there)
 
 
 def config_field(name: str, is_there: Callable[[], bool]) -> Around:
     """Patch that applies `switch_off` to a field of every configuration a module is built with."""
+    # By id, since configurations are not hashable.
+    known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def around(wrapped: Function, session: Session) -> Function:
         def __init__(self: Any, config: Any) -> None:
             wrapped(self, config)
-            seen: dict[int, Any] = session.state(f"configurations with {name}", dict)
-            # Configurations are not hashable, and ids are reused.
-            if id(config) not in seen or seen[id(config)]() is not config:
-                seen[id(config)] = weakref.ref(config)
-                switch_off(config, name, session, is_there)
+            if known.get(id(config)) is not config and switch_off(config, name, session, is_there):
+                known[id(config)] = config
 
+        act_again(session, known.values(), lambda config: switch_on_again(config, name, session, is_there))
         return __init__
 
     return Around("megatron.core.transformer.module:MegatronModule.__init__", around)

@@ -132,6 +132,23 @@ def give(source: Any, target: Any) -> None:
         rewind(each)
 
 
+def finish_gathers(training: Any) -> None:
+    """Complete the weights that a gather still brings."""
+    for model in training.models if training.options.get("overlap_param_gather") else ():
+        model.start_param_sync(force_sync=True)
+
+
+def held(training: Any) -> list[bytes]:
+    """The bits of weights, main parameters and states."""
+    tensors = [each for model in training.models for each in model.parameters()]
+    for main, state in states(training):
+        tensors += [main, *(each for each in state.values() if torch.is_tensor(each))]
+    return [
+        each.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+        for each in tensors
+    ]
+
+
 def rewind(training: Any) -> None:
     from megatron.core import parallel_state as ps
 
@@ -219,6 +236,29 @@ class Bench:
         self.take_back("built under it")
         self.after("built under it", training)
 
+    def on_again(self, feature: Feature) -> None:
+        """A model that was built under a feature has all of it again, with the bits of one that never lost it."""
+        found = []
+        for is_switched in (False, True):
+            self.enable(feature)
+            training = self.build(feature)
+            losses = [training.step()]
+            if is_switched:
+                mindspeed_lite.disable()
+                self.enable(feature)
+            rewind(training)
+            # Some learn an order in the first step.
+            losses += [training.step(), training.step()]
+            finish_gathers(training)
+            found.append((losses, held(training), described(training)))
+        (losses, state, one), (losses_again, state_again, other) = found
+        self.expect(losses_again == losses, f"on again: losses and norms {losses_again}, and never off {losses}")
+        self.expect(state_again == state, "on again: weights or states have other bits")
+        for key in sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key)):
+            if key not in self.noise and not key.endswith("_profile_name"):
+                self.faults.append(f"on again: {key} is {other.get(key)}, and never off {one.get(key)}")
+        mindspeed_lite.disable()
+
     def built_plain(self, feature: Feature) -> None:
         training = core_loop.Training(self.options)
         for _ in range(2):
@@ -280,6 +320,7 @@ class Bench:
         scenarios: list[tuple[str, Callable[[], None]]] = [
             ("built under it", lambda: self.built_under(feature)),
             ("built plain", lambda: self.built_plain(feature)),
+            ("on again", lambda: self.on_again(feature)),
             *([("more on top", lambda: self.more_on_top(feature))] if tops else []),
             *((cut, functools.partial(self.cut_short, feature, cut)) for cut in CUTS),
         ]

@@ -215,3 +215,43 @@ def test_verify_compares_what_the_stored_form_stands_for(tmp_path, flags):
     optimizers.train(optimizers.KINDS["bf16"], 3)
     verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
     assert verdicts["adamw"] == "ok"
+
+
+# Flags of a training, and of blocks within it, which change where state is and not what it is. An optimizer that was
+# built without any such feature is left alone.
+NESTED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    ({**FUSED, "quant_states": "bf16"}, [SPLIT, SWAP, {**SPLIT, **SWAP}, HOST]),
+    ({**FUSED, **SWAP}, [SPLIT, {"verify": 1}, {"swap_optimizer_times": 2}]),
+    ({**FUSED, **SPLIT}, [SWAP, HOST, {}]),
+]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
+@forked("megatron")
+def test_blocks_that_begin_and_end_leave_every_bit(tmp_path, kind):
+    """Live optimizers get the forms of the features that are on, and what an outer block has stays."""
+    begin(tmp_path)
+
+    def states(inner: Any) -> set[str]:
+        return {name for name in ("placement", "split_params", "quantized_moments") if getattr(inner, name) is not None}
+
+    for outer, blocks in NESTED:
+        kept = []
+        for nested in (False, True):
+            with mindspeed_lite.enabled(**outer):
+                model, optimizer = optimizers.optimizer_of(**optimizers.KINDS[kind])
+                own = states(optimizers.inner(optimizer))
+                for number, flags in enumerate(blocks):
+                    optimizers.gradients(model, 2 * number)
+                    optimizer.step()
+                    with mindspeed_lite.enabled(**(flags if nested else {})):
+                        found = states(optimizers.inner(optimizer))
+                        assert not nested or "reuse_fp32_param" not in flags or "split_params" in found
+                        assert (
+                            not nested or not {*flags} & {"swap_optimizer", "virtual_optimizer"} or "placement" in found
+                        )
+                        optimizers.gradients(model, 2 * number + 1)
+                        optimizer.step()
+                    assert states(optimizers.inner(optimizer)) == own
+                kept.append(optimizers.saved(model, optimizer))
+        optimizers.assert_equal(*kept)

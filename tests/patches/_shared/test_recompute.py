@@ -46,17 +46,21 @@ def test_a_number_of_layers_turns_it_on(patch):
     )
 
 
+class Layer:
+    """What a feature prepares."""
+
+
 def test_a_model_built_without_arguments_is_asked_itself():
     said, prepared = [], []
     settings = Settings({"recompute_norm_num_layers": None})
-    session = SimpleNamespace(settings=settings, fallback=lambda *text: said.append(text))
+    session = SimpleNamespace(settings=settings, on_begin=lambda begin: None, fallback=lambda *text: said.append(text))
     feature = recompute.feature_of_layers(
         "recompute_norm", summary="", numerics="ulp", theme="memory", reads=(), patches=(),
         prepare=lambda layer, session: prepared.append(layer),
     )  # fmt: skip
     build = feature.patches[0].make(lambda layer, config: setattr(layer, "config", config), session)
     fields = {"recompute_granularity": None, "virtual_pipeline_model_parallel_size": None}
-    build(SimpleNamespace(), SimpleNamespace(**fields, cuda_graph_impl="none"))
+    build(Layer(), SimpleNamespace(**fields, cuda_graph_impl="none"))
     assert len(prepared) == 1 and not said
-    build(SimpleNamespace(), SimpleNamespace(**fields, fp8="e4m3", cuda_graph_impl="local"))
+    build(Layer(), SimpleNamespace(**fields, fp8="e4m3", cuda_graph_impl="local"))
     assert len(prepared) == 1 and len(said) == 1 and "fp8" in said[0][1] and "--cuda-graph-impl" in said[0][1]
