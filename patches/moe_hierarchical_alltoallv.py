@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Relation, Session, Settings
-from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
+from mindspeed_lite.parallel.expert.hierarchy import Route, collect, padded_map, route_of, spread
+from mindspeed_lite.parallel.node_groups import NodeGroups
 
 from ._shared import moe
 from ._shared.conditions import CUDA_GRAPH_ARGS, every

@@ -193,6 +193,13 @@ _TOGGLES = (
         # Megatron requires it for experts under TP.
         lambda training: training.tp > 1 and not (training.num_experts and training.sequence_parallel),
     ),
+    _Toggle(
+        "--grad-reduce-compression int8",
+        lambda training: bool(training.grad_reduce_compression),
+        {"grad_reduce_compression": "int8"},
+        {"grad_reduce_compression": ""},
+        lambda training: training.dp * training.cp > 1,
+    ),
     _switch("--grad-reduce-in-bf16", lambda training: training.bf16),
     _switch("--accumulate-allreduce-grads-in-fp32", lambda training: training.fp16),
     _switch("--moe-permute-fusion", lambda training: bool(training.num_experts)),

@@ -162,6 +162,8 @@ TEXTS = {
     "--moe-token-dispatcher-type": "moe_token_dispatcher_type",
     "--attention-backend": "attention_backend",
     "--quant-states": "quant_states",
+    "--grad-reduce-compression": "grad_reduce_compression",
+    "--grad-reduce-compression-scope": "grad_reduce_compression_scope",
     "--cuda-graph-impl": "cuda_graph_impl",
     "--window-attn-skip-freq": "window_attn_skip_freq",
     "--recompute-granularity": "recompute_granularity",
@@ -196,6 +198,8 @@ CHOICES = {
     "recompute_method": ("uniform", "block"),
     "moe_zero_memory": ("disable", "level0", "level1"),
     "normalization": ("LayerNorm", "RMSNorm"),
+    "grad_reduce_compression": ("int8", "fp8", "bf16"),
+    "grad_reduce_compression_scope": ("auto", "all", "between-nodes"),
 }
 # Flags with any number of values.
 LISTS = {

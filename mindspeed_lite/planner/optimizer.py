@@ -49,7 +49,7 @@ def states(training: TrainingConfig, parameters: Parameters, stage: int) -> Stat
         away = (0, _in_host_memory(training, moments, stage))
     return States(
         weights=parameters.total * training.width,
-        gradients=parameters.total * gradient_width(training),
+        gradients=parameters.total * gradient_width(training) + _error_feedback(training, parameters),
         main=main - away[0],
         moments=moments - away[1],
         host=sum(away),
@@ -66,6 +66,18 @@ def gradient_width(training: TrainingConfig) -> int:
     if training.bf16:  # Megatron's default is fp32
         return 2 if training.grad_reduce_in_bf16 else 4
     return 4 if training.accumulate_allreduce_grads_in_fp32 else training.width
+
+
+def _error_feedback(training: TrainingConfig, parameters: Parameters) -> int:
+    """bf16, of what a rank sends; a group of several nodes may keep less."""
+    if not training.grad_reduce_compression:
+        return 0
+    counts = ((parameters.dense, training.dp * training.cp), (parameters.experts, training.edp))
+    return sum(
+        2 * (count - count // ranks if training.use_distributed_optimizer else count)
+        for count, ranks in counts
+        if ranks > 1
+    )
 
 
 def _share(training: TrainingConfig, count: int, ranks: int) -> float:

@@ -10,11 +10,12 @@ from mindspeed_lite.pipeline.costs import Costs
 
 from . import layer_work, layers, optimizer, orders, parameters, seconds
 from .compiled import compiled
+from .gradients import compressed_reduction, exact_reduction
 from .layers import Chunk
 from .parameters import Parameters
 from .seconds import Parts, PassSeconds
 from .training import TrainingConfig
-from .work import Collective, CollectiveCall, DeviceCosts, Group
+from .work import CollectiveCall, DeviceCosts, Group
 
 # Gradient bucket in elements, Megatron's default; the last one overlaps with nothing.
 BUCKET = 40_000_000
@@ -225,10 +226,9 @@ def _groups(training: TrainingConfig, params: Parameters) -> list[tuple[float, G
 
 
 def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) -> float:
-    kind: Collective = "reduce_scatter" if training.use_distributed_optimizer else "all_reduce"
-    width = optimizer.gradient_width(training)
+    reduction = compressed_reduction if training.grad_reduce_compression else exact_reduction
     return sum(
-        device.message(CollectiveCall(kind, count * width, group, width))
+        reduction(training, count, group, device)
         for count, group in _groups(training, params)
         if count and group.size > 1
     )

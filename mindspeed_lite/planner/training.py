@@ -102,6 +102,8 @@ class TrainingConfig:
     use_distributed_optimizer: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
     grad_reduce_in_bf16: bool = False
+    grad_reduce_compression: str = ""
+    grad_reduce_compression_scope: str = "auto"
     num_experts: int = 0
     moe_layer_freq: str = "1"
     moe_router_topk: int = 2

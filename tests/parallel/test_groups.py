@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel import groups
-from mindspeed_lite.parallel.expert.hierarchy import NodeGroups
+from mindspeed_lite.parallel.node_groups import NodeGroups
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 

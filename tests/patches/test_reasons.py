@@ -40,6 +40,7 @@ BASE = {
     ),
     "enable_expert_placement": ({}, {**EXPERTS, "expert_model_parallel_size": 4}, "cpu"),
     "enable_recompute_layers_per_pp_rank": ({}, {"recompute_method": "block"}, "cpu"),
+    "grad_reduce_compression": ({"grad_reduce_compression": "int8"}, {"data_parallel_size": 2}, "cpu"),
     "gradient_accumulation_fusion": ({}, {}, "cpu"),
     "masked_softmax_fusion": ({}, {}, "cpu"),
     "moe_allgather_overlap_comm": ({}, {**EXPERTS, "moe_token_dispatcher_type": "allgather"}, "cpu"),
@@ -134,6 +135,12 @@ REASONS = {
         ({"ckpt_format": "torch"}, "--ckpt-format torch"),
     ],
     "enable_recompute_layers_per_pp_rank": [({"recompute_method": "uniform"}, "--recompute-method block")],
+    "grad_reduce_compression": [
+        ({"data_parallel_size": 1}, "no gradients are reduced"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
+        ({"reduce_scatter_with_fp32_accumulation": True}, "--reduce-scatter-with-fp32-accumulation"),
+        ({}, "LOCAL_WORLD_SIZE", {"settings": {"grad_reduce_compression_scope": "between-nodes"}}),
+    ],
     "gradient_accumulation_fusion": [
         (
             {"gradient_accumulation_fusion": False},

@@ -58,6 +58,8 @@ def test_sequence_parallelism_divides_all_of_it(h: int, s: int, b: int) -> None:
         ("--swap-optimizer --reuse-fp32-param", 1, 8.0),
         ("--swap-optimizer --quant-states fp8", 1, 6 + 1 / 64),
         ("", 4, 18.0),
+        ("--grad-reduce-compression int8", 4, 20.0),
+        ("--grad-reduce-compression int8 --use-distributed-optimizer", 4, 6 + 12 / 4 + 2 * 3 / 4),
         ("--use-distributed-optimizer", 4, 6 + 12 / 4),
         ("--use-distributed-optimizer --reuse-fp32-param", 4, 6 + 10 / 4),
         ("--use-distributed-optimizer --quant-states bf16", 4, 6 + 8 / 4),

@@ -96,6 +96,25 @@ def test_more_work_takes_longer_and_a_feature_less(one: str, two: str) -> None:
     assert seconds(one) < seconds(two)
 
 
+SLOW = {"network": 125e6}
+INT8 = "--grad-reduce-compression int8"
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_compression_pays_between_nodes_of_slow_links(optimizer: str) -> None:
+    def reduced(more: str, ranks: int = 128, **figures: float) -> float:
+        words = f"{BASE.replace('--use-distributed-optimizer', optimizer)} --global-batch-size 128 {more}".split()
+        return step_time.step(read(words, ranks), Pricer(device(**figures))).parts["gradients"]
+
+    # A quarter of the bytes cross, and an all-to-all reaches less of the links than a ring.
+    assert 2.5 < reduced("", **SLOW) / reduced(INT8, **SLOW) < 4
+    assert 1.3 < reduced("--grad-reduce-in-bf16", **SLOW) / reduced(INT8, **SLOW) < 2.2
+    assert reduced(INT8, network=1e15) > reduced("", network=1e15)
+    # Eight ranks of a node that each send all of their gradients.
+    assert reduced(f"{INT8} --grad-reduce-compression-scope all", **SLOW) > 3 * reduced(INT8, **SLOW)
+    assert reduced(f"{INT8} --grad-reduce-compression-scope between-nodes", 8) == reduced("", 8)
+
+
 def test_tokens_that_are_not_even_take_longer() -> None:
     training = read(EXPERTS.split(), 8)
     even, uneven = (step_time.step(training.replace(expert_load=load), Pricer(device())) for load in (1.0, 1.5))

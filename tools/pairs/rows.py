@@ -94,6 +94,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "enable_expert_placement": {
         "": {"enable_expert_placement": True, "expert_placement_freq": 1, "expert_placement_break_even": 0.0}
     },
+    "grad_reduce_compression": {each: {"grad_reduce_compression": each} for each in ("int8", "fp8", "bf16")},
     "moe_hierarchical_alltoallv": {"": {"moe_hierarchical_alltoallv": True, "moe_node_size": 1}},
     "moe_record_load": {"": {"moe_record_load": "/dev/null"}},
     "moe_wgrad_side_stream": {"": {"moe_wgrad_side_stream": "always"}},

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from mindspeed_lite.parallel.expert import hierarchy
 from mindspeed_lite.parallel.expert.exchange import AllToAll
-from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, padded_map, ranks_per_node
+from mindspeed_lite.parallel.expert.hierarchy import padded_map
+from mindspeed_lite.parallel.node_groups import NodeGroups, ranks_per_node
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 from tests.parallel.expert_hierarchy import HIDDEN, Counted, Problem, definition, rows_expected, run
