@@ -64,7 +64,7 @@ def install() -> None:
     adamw._pieces = _pieces  # type: ignore[assignment]
 
 
-def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+def _pieces(sizes: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, int]:
     count = sum(-(-size // adamw._BLOCK) for size in sizes)
     return torch.empty(count, 2, dtype=torch.int32, device=device), count
 

@@ -176,21 +176,22 @@ def _reduction(wrapped: Function, session: Session) -> Function:
         _complete_wrappers(session, module)
         at_end(session, self, _reduce_as_it_comes)
 
-    def again(ddp: Any) -> None:
-        if _order_asks(session):
-            session.mark(ddp.ddp_config, ARGUMENT, True)
-        for layer, handles in _given_back.pop(ddp).items():
-            _queue(session, layer)
-            for handle in handles:
-                handle.remove()
-                getattr(layer, _QUEUE).call_when_done(ddp._make_backward_post_hook(layer.weight))
-            if handles:
-                ddp.grad_accs.pop()
-        _complete_wrappers(session, ddp.module)
-        at_end(session, ddp, _reduce_as_it_comes)
-
-    act_again(session, _given_back, again)
+    act_again(session, _given_back, functools.partial(_reduce_later_again, session))
     return __init__
+
+
+def _reduce_later_again(session: Session, ddp: Any) -> None:
+    if _order_asks(session):
+        session.mark(ddp.ddp_config, ARGUMENT, True)
+    for layer, handles in _given_back.pop(ddp).items():
+        _queue(session, layer)
+        for handle in handles:
+            handle.remove()
+            getattr(layer, _QUEUE).call_when_done(ddp._make_backward_post_hook(layer.weight))
+        if handles:
+            ddp.grad_accs.pop()
+    _complete_wrappers(session, ddp.module)
+    at_end(session, ddp, _reduce_as_it_comes)
 
 
 def _complete_wrappers(session: Session, module: torch.nn.Module) -> None:

@@ -115,10 +115,10 @@ def _norm(wrapped: Function, session: Session) -> Function:
             or any(type(each) not in (Tensor, torch.nn.Parameter) for each in grads)
         ):
             return wrapped(grads_for_norm, norm_type, grad_stats_parallel_group)
-        from megatron.core.optimizer import clip_grads
+        from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
 
         unused = torch.zeros(1, dtype=torch.int, device=grads[0].device)
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, unused, [grads], False)
+        norm, _ = multi_tensor_applier(l2_norm_impl, unused, [grads], False)
         total = norm**2.0
         torch.distributed.all_reduce(total, group=grad_stats_parallel_group)
         # Megatron goes on in float64, on the host.
@@ -218,9 +218,7 @@ FEATURE = Feature(
     memory="not predicted: two values for each check between two logs",
     unsupported={"<0.17": "megatron.training is not in the wheel by which its functions are verified"},
     patches=(
-        Override(
-            f"{_CLIP}:get_grad_norm_fp32", _norm, reads=(f"{_CLIP}:multi_tensor_applier", f"{_CLIP}:l2_norm_impl")
-        ),
+        Override(f"{_CLIP}:get_grad_norm_fp32", _norm),
         Provide(f"{_CLIP}:multi_tensor_scale_tensor_impl", _scale),
         Override("megatron.core.rerun_state_machine:RerunStateMachine.validate_result", _validate),
         Around(f"{_OPTIMIZER}:MixedPrecisionOptimizer.get_loss_scale", _loss_scale),

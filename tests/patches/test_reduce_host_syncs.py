@@ -17,7 +17,7 @@ from tests.harness.processes import forked
 
 # What reads in a step of Megatron's loop, on a device too.
 READS = {
-    *("validate_result", "_reduce_any", "get_grad_norm_fp32", "training_log"),
+    *("validate_result", "_reduce_any", "get_grad_norm_fp32"),
     *("reduce_max_stat_across_model_parallel_group", "logical_and_across_model_parallel_group"),
 }
 
@@ -31,11 +31,12 @@ def test_a_step_reads_nothing_and_trains_to_the_same_bits(trainer, features):
 
     def reads(result):
         shown = result.log(0).partition("synchronisations in a step:")[2].partition("launches in a step")[0]
-        return {name for name in re.findall(r"megatron\S+:\d+ (\w+)$", shown, re.MULTILINE)} & READS
+        # A long place may be wrapped.
+        return {name for name in READS if name in re.sub(r"\s+", "", shown)}
 
     off, on = train(), train("--reduce-host-syncs")
     assert on.histories() == off.histories()
-    assert reads(off) == READS - {"training_log"} and reads(on) == set()
+    assert reads(off) == READS and reads(on) == set()
 
 
 def machine(mode="disabled"):
