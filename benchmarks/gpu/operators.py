@@ -21,6 +21,7 @@ SHAPES: Mapping[str, str] = {
     "rope": "s=4096,b=2,n=32,d=128",
     "bias_dropout_add": "8192x4096",
     "linear_cross_entropy": "8192x4096x128256",
+    "linear_log_prob": "8192x4096x128256",
     "moe_router": "32768x256x8,scores=sigmoid,groups=8,group_topk=4,bias=1",
     "permute": "8192x4096x64x8",
     "adamw": "4x67108864",

@@ -34,6 +34,7 @@ def test_a_tiny_run_writes_its_page(tmp_path, name):
     assert text.startswith("# ") and text.count("\n| ") >= 3 and "DIFFER" not in text
 
 
+@matrix.whole
 def test_weight_gradients_run_while_a_zero_bubble_schedule_would_wait():
     """Where a send holds up the next step until the other rank receives, zb-h1 waits longer than 1F1B."""
     words = ["-m", "benchmarks.pipeline_prediction", "--orders", "1f1b", "zb-h1", "--layer", "20"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite.memory import sleep as sleeping
-from mindspeed_lite.memory.copy_engine import Buffer
+from mindspeed_lite.memory.copy_engine import PinnedPiece
 from mindspeed_lite.platform import process_memory
 from tests.harness import core_loop, live_undo, simulated
 from tests.harness.rows import flags_of, options_of
@@ -54,7 +54,7 @@ def blocks() -> list[torch.Tensor]:
 def live_bytes() -> int:
     """Of all tensors that Python knows, without what is host memory on a device."""
     everything = gc.get_objects()
-    hosts = [*blocks(), *(each.tensor for each in everything if type(each) is Buffer)]
+    hosts = [*blocks(), *(each.tensor for each in everything if type(each) is PinnedPiece)]
     host_storages = {each.untyped_storage()._cdata for each in hosts}
     storages = {}
     for each in everything:

@@ -186,6 +186,7 @@ SETTING: dict[str, tuple[int, str, str]] = {
     ),
     "two micro-batches": (2, f"{EP2} --moe-fb-overlap --gradient-accumulation-fusion", "moe_fb_overlap"),
     "V": (2, "--pipeline-model-parallel-size 2 --num-layers 4 --schedules-method dualpipev", "schedules_method"),
+    "host": (2, "--tensor-model-parallel-size 2 --reduce-host-syncs", "reduce_host_syncs"),
     "context": (2, f"--context-parallel-size 2 {RING}", "context_parallel_algo"),
 }  # fmt: skip
 

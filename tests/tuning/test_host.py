@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mindspeed_lite.tuning.host import StepWatch, SynchronizationRecorder
+from tests.harness import matrix
 
 
 def calls(run, host_is_device=True):
@@ -112,6 +113,7 @@ def test_launches_and_times_are_those_of_the_modules():
     assert re.search(r"^1 synchronisation in a step:\n.*\n.*\n +1 +\[mask\] +outside of the model\n", text), text
 
 
+@matrix.whole
 def test_counting_changes_no_bit():
     # Under a mode of the dispatcher a compiled function would run uncompiled, with other random numbers.
     dropped = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5, True))
