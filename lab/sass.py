@@ -162,7 +162,7 @@ def passes(ttir: str) -> dict[str, int]:
         stored = re.match(r"\s*tt\.store (%\w+)", line)
         if stored:
             writes.add(base.get(stored[1], stored[1]))
-    # One value read outside the loops costs nothing beside them.
+    # One value read outside the loops does not count.
     return {
         name.lstrip("%"): (len(reads.get(name, set()) - {0}) or name in reads) + (name in writes)
         for name in sorted({*reads, *writes})

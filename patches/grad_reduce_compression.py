@@ -21,7 +21,8 @@ from mindspeed_lite.parallel.node_groups import NodeGroups
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from ._shared.conditions import CUDA_GRAPH_ARGS, fsdp_args
-from ._shared.wrappers import after
+from ._shared.steps import current_step
+from ._shared.wrappers import after_init
 
 NAME = "grad_reduce_compression"
 SCOPE = "grad_reduce_compression_scope"
@@ -76,28 +77,29 @@ class _Compression:
             self._session.log_decision(f"{NAME}: buckets differ from the checkpoint's: error feedback starts at zero")
 
 
-class _Compressions:
-    def __init__(self) -> None:
-        self.of: weakref.WeakKeyDictionary[Any, _Compression] = weakref.WeakKeyDictionary()
-        self.chunks = 0
+# Model chunk -> its number, which names its bucket groups in checkpoints.
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _state(session: Session) -> _Compressions:
-    return session.state(NAME, _Compressions)
+def _compressions(session: Session) -> weakref.WeakKeyDictionary[Any, _Compression]:
+    """By bucket group."""
+    return session.state(NAME, weakref.WeakKeyDictionary)
 
 
 def _register(session: Session, ddp: Any) -> None:
     """Name the bucket groups that several ranks reduce."""
-    state, config = _state(session), ddp.ddp_config
-    state.chunks += 1
+    found, config = _compressions(session), ddp.ddp_config
+    chunks: weakref.WeakSet[Any] = session.state(f"{NAME} chunks", weakref.WeakSet)
+    number = _numbers.setdefault(ddp, max((_numbers[each] for each in chunks), default=0) + 1)
+    chunks.add(ddp)
     for kind, groups in (("dense", ddp.bucket_groups), ("experts", ddp.expert_parallel_bucket_groups)):
         for place, each in enumerate(groups):
             scatters = config.use_distributed_optimizer
             group = each.intra_distributed_optimizer_instance_group if scatters else each.data_parallel_group
             if group.size() > 1 and (nodes := _nodes_of(session, group)) is not _EXACT:
                 ranks = torch.distributed.get_process_group_ranks(group)
-                key = f"{state.chunks} {kind} {place} of ranks {ranks}"
-                state.of[each] = _Compression(session, key, group, nodes)
+                key = f"{number} {kind} {place} of ranks {ranks}"
+                found[each] = _Compression(session, key, group, nodes)
 
 
 # Of groups that nothing is compressed for.
@@ -126,17 +128,19 @@ def _node_size() -> int:
 
 
 def _start_grad_sync(wrapped: Function, session: Session) -> Function:
-    state, warmup = _state(session), session.settings[WARMUP]
+    found, warmup = _compressions(session), session.settings[WARMUP]
 
     def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
-        compression, config = state.of.get(self), self.ddp_config
+        compression, config = found.get(self), self.ddp_config
         is_started = getattr(self, "is_first_batch", False) and self.grad_reduce_handle is not None
         if compression is None or is_started:
             return wrapped(self, force_all_reduce)  # type: ignore[no-any-return]
         compression.steps += 1
         if any(getattr(bucket, "params_with_extra_main_grads", ()) for bucket in self.buckets):
             session.fallback(NAME, "gradients of some parameters are summed in another precision")
-        elif compression.steps > warmup and not (force_all_reduce and config.use_distributed_optimizer):
+        elif (current_step(session.context) or compression.steps) > warmup and not (
+            force_all_reduce and config.use_distributed_optimizer
+        ):
             return _start_compressed(self, compression, config)
         return wrapped(self, force_all_reduce)  # type: ignore[no-any-return]
 
@@ -173,7 +177,7 @@ def _file(checkpoint_dir: Any) -> str:
 def _save(wrapped: Function, session: Session) -> Function:
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        states = {each.key: each.state() for each in _state(session).of.values()}
+        states = {each.key: each.state() for each in _compressions(session).values()}
         try:
             if states:
                 torch.save(states, _file(checkpoint_dir))
@@ -187,7 +191,7 @@ def _save(wrapped: Function, session: Session) -> Function:
 def _load(wrapped: Function, session: Session) -> Function:
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        compressions, file = list(_state(session).of.values()), _file(checkpoint_dir)
+        compressions, file = list(_compressions(session).values()), _file(checkpoint_dir)
         if not compressions or session.context.arg("finetune", False):
             return found
         states = torch.load(file, map_location="cpu", weights_only=True) if os.path.exists(file) else {}
@@ -255,7 +259,7 @@ FEATURE = Feature(
     patches=(
         Around(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            after(_register),
+            after_init(_register),
             reads=(
                 "bucket_groups",
                 "ddp_config",

@@ -22,6 +22,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
 from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.steps import current_step, is_last_step
 
 NAME = "moe_record_load"
 INTERVAL = "moe_record_load_interval"
@@ -66,9 +67,9 @@ class _Recorder:
         counter = self._counter_of(config, next(model[0].parameters()).device)
         if counter is None:
             return
-        self._step = _iteration(self._session.context) or self._step + 1
+        self._step = current_step(self._session.context) or self._step + 1
         counter.end_step(self._step, self._experts_at(counter))
-        if not (counter.is_full or _is_last(self._session.context, self._step)):
+        if not (counter.is_full or is_last_step(self._session.context, self._step)):
             return
         if not parallel_state.model_parallel_is_initialized():
             self._session.fallback(NAME, "the groups of ranks are not those of megatron.core.parallel_state")
@@ -129,16 +130,6 @@ def _row(router: Any) -> int:
     # Before 0.17 Megatron numbers them so.
     beyond = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
     return (router.layer_number or 0) + beyond - 1  # type: ignore[no-any-return]
-
-
-def _iteration(context: Context) -> int | None:
-    before = context.arg("curr_iteration", None)
-    return before + 1 if isinstance(before, int) else None
-
-
-def _is_last(context: Context, step: int) -> bool:
-    every = context.arg("exit_interval", None)
-    return step == context.arg("train_iters", None) or bool(every and step % every == 0)
 
 
 def _forward(wrapped: Function, session: Session) -> Function:

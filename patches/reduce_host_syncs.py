@@ -1,14 +1,16 @@
 """`--reduce-host-syncs`: the host waits for the device at log intervals instead of several times a step.
 
 Reaches `get_grad_norm_fp32` and `multi_tensor_scale_tensor_impl` (norm and clip coefficient stay on the device),
-`validate_result` (checks of losses and gradients are read together), `get_loss_scale` (a constant without fp16), and
-the reductions of `train_step` for the log. `training_log` and `save_checkpoint` read the checks first. Reruns by which
-Megatron tells hardware faults from others need an answer in each step; they are off. Falls back for norms other than 2
-and for gradients that are DTensors.
+`validate_result` (a training's checks of losses and gradients are read together), `get_loss_scale` (a constant without
+fp16), and the reductions of `train_step` for the log. `training_log` and `save_checkpoint` read the checks first.
+Reruns, by which Megatron tells hardware faults from others, need an answer in each step; they are off. Leaves
+norms other than 2, DTensors, and clipping by Transformer Engine's kernel to Megatron.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Override, Provide, Session
-from mindspeed_lite.optim.grad_norm import clip_coefficient_dtype
+from mindspeed_lite.optim.grad_norm import scale_into, total_norm
+
+from ._shared.steps import current_step, is_last_step
 
 NAME = "reduce_host_syncs"
 _TRAINING = "megatron.training"
@@ -35,10 +39,11 @@ class _Check(NamedTuple):
 
 
 class _Checks:
-    """Checks of results since they were last read."""
+    """Checks of results since they were last read; the last are read when the feature ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
         self.waiting: list[_Check] = []
+        session.on_end(self.read)
 
     def read(self) -> None:
         """Let Megatron report the first refused result, as it does at once without this feature."""
@@ -51,7 +56,7 @@ class _Checks:
 
 
 def _checks(session: Session) -> _Checks:
-    return session.state(NAME, _Checks)
+    return session.state(NAME, lambda: _Checks(session))
 
 
 def _validate(wrapped: Function, session: Session) -> Function:
@@ -69,7 +74,9 @@ def _validate(wrapped: Function, session: Session) -> Function:
                 self.current_iteration = now
 
         is_refused, iteration = rejection_func(result), self.current_iteration
-        if self.mode.value != "disabled" or not isinstance(is_refused, Tensor) or is_refused.numel() != 1:
+        # Nobody logs after an evaluation.
+        is_training = self.mode.value == "disabled" and self.state.name == "INITIAL_RUN"
+        if not is_training or not isinstance(is_refused, Tensor) or is_refused.numel() != 1:
             decided(is_refused, iteration)
             return
         result = result.detach()
@@ -84,12 +91,8 @@ def _log(wrapped: Function, session: Session) -> Function:
     checks = _checks(session)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        given = get_args()
-        # Of the step that has ended.
-        iteration = given.curr_iteration + 1
-        if iteration % given.log_interval == 0 or iteration >= (given.train_iters or 0):
+        step, interval = current_step(session.context), session.context.arg("log_interval", None)
+        if step is None or not interval or step % interval == 0 or is_last_step(session.context, step):
             checks.read()
         return wrapped(*args, **kwargs)
 
@@ -115,51 +118,63 @@ def _norm(wrapped: Function, session: Session) -> Function:
             or any(type(each) not in (Tensor, torch.nn.Parameter) for each in grads)
         ):
             return wrapped(grads_for_norm, norm_type, grad_stats_parallel_group)
-        from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
+        from megatron.core.optimizer.clip_grads import (
+            l2_norm_impl,
+            multi_tensor_applier,
+            multi_tensor_scale_tensor_impl,
+        )
 
+        if multi_tensor_scale_tensor_impl is not multi_tensor_scale_tensor:
+            # With Transformer Engine's Megatron itself leaves the norm on the device.
+            return wrapped(grads_for_norm, norm_type, grad_stats_parallel_group)
         unused = torch.zeros(1, dtype=torch.int, device=grads[0].device)
         norm, _ = multi_tensor_applier(l2_norm_impl, unused, [grads], False)
-        total = norm**2.0
-        torch.distributed.all_reduce(total, group=grad_stats_parallel_group)
-        # Megatron goes on in float64, on the host.
-        return total.reshape(()).to(clip_coefficient_dtype(total.device)).sqrt()
+        return total_norm(norm, grad_stats_parallel_group)
 
     return get_grad_norm_fp32
 
 
-def _scale(session: Session) -> Function:
-    def multi_tensor_scale_tensor(chunk_size: int, noop_flag: Any, tensor_lists: Any, scale: Tensor) -> None:
-        sources, targets = tensor_lists
-        if sources:
-            torch._foreach_copy_(targets, torch._foreach_mul(sources, scale.float()))
+def multi_tensor_scale_tensor(chunk_size: int, noop_flag: Any, tensor_lists: Any, scale: Tensor) -> None:
+    sources, targets = tensor_lists
+    if sources:
+        scale_into(targets, sources, scale.float().reshape(()))
 
-    return multi_tensor_scale_tensor
+
+class _LossScales:
+    """Constant loss scales on the host, for the log; the loss is multiplied by those on the device."""
+
+    def __init__(self) -> None:
+        self.on_host: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self.is_multiplying = False
+
+
+def _loss_scales(session: Session) -> _LossScales:
+    return session.state(f"{NAME} scales", _LossScales)
 
 
 def _loss_scale(wrapped: Function, session: Session) -> Function:
-    state: dict[Any, Any] = session.state(f"{NAME} scale", dict)
+    scales = _loss_scales(session)
 
     def get_loss_scale(self: Any) -> Any:
         scale = wrapped(self)
-        if getattr(self, "grad_scaler", None) is not None or state.get("is_multiplied"):
+        if getattr(self, "grad_scaler", None) is not None or scales.is_multiplying:
             return scale
-        # Constant: read once.
-        if self not in state:
-            state[self] = scale.cpu()
-        return state[self]
+        if self not in scales.on_host:
+            scales.on_host[self] = scale.cpu()
+        return scales.on_host[self]
 
     return get_loss_scale
 
 
 def _scale_loss(wrapped: Function, session: Session) -> Function:
-    state: dict[Any, Any] = session.state(f"{NAME} scale", dict)
+    scales = _loss_scales(session)
 
     def scale_loss(self: Any, loss: Any) -> Any:
-        state["is_multiplied"] = True
+        scales.is_multiplying = True
         try:
             return wrapped(self, loss)
         finally:
-            state["is_multiplied"] = False
+            scales.is_multiplying = False
 
     return scale_loss
 
@@ -172,7 +187,7 @@ def _reduce_max(wrapped: Function, session: Session) -> Function:
         from megatron.core import parallel_state
 
         if isinstance(stat, Tensor):
-            value = stat.detach().to(torch.float32, copy=True)
+            value = stat.detach().to(torch.float32, copy=True).reshape(())
         else:
             value = torch.full((), stat, dtype=torch.float32, device=session.context.device)
         group = parallel_state.get_model_parallel_group() if group is None else group
@@ -196,6 +211,8 @@ def _why_not(context: Context) -> list[str]:
         reasons.append("with --fp16 every step must know whether gradients overflowed")
     if "rerun_mode" in context.explicit and context.arg("rerun_mode", None) != "disabled":
         reasons.append("--rerun-mode needs an answer in every step")
+    if math.isfinite(context.arg("grad_norm_skip_threshold", None) or math.inf):
+        reasons.append("--grad-norm-skip-threshold skips steps by the norm")
     return reasons
 
 
@@ -219,7 +236,7 @@ FEATURE = Feature(
     unsupported={"<0.17": "megatron.training is not in the wheel by which its functions are verified"},
     patches=(
         Override(f"{_CLIP}:get_grad_norm_fp32", _norm),
-        Provide(f"{_CLIP}:multi_tensor_scale_tensor_impl", _scale),
+        Provide(f"{_CLIP}:multi_tensor_scale_tensor_impl", lambda session: multi_tensor_scale_tensor),
         Override("megatron.core.rerun_state_machine:RerunStateMachine.validate_result", _validate),
         Around(f"{_OPTIMIZER}:MixedPrecisionOptimizer.get_loss_scale", _loss_scale),
         Around(f"{_OPTIMIZER}:FP32Optimizer.get_loss_scale", _loss_scale),

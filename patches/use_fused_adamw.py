@@ -21,7 +21,7 @@ from torch import Tensor
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.optim.fused_adam import StepData, adopt, release
-from mindspeed_lite.optim.grad_norm import l2norm
+from mindspeed_lite.optim.grad_norm import l2norm, scale_into
 
 from ._shared.conditions import fsdp_args
 from ._shared.megatron_arguments import fused_adam
@@ -162,7 +162,7 @@ def _scale(wrapped: Function, session: Session) -> Function:
     def local_multi_tensor_scale(chunk_size: Any, noop_flag: Any, tensor_lists: Any, scale: Any) -> None:
         sources, targets = tensor_lists[0], tensor_lists[1]
         if sources and all(source is target for source, target in zip(sources, targets, strict=True)):
-            torch._foreach_mul_(targets, scale)
+            scale_into(targets, sources, scale)
         elif sources and scale == 1.0:
             torch._foreach_copy_(targets, sources)
         else:

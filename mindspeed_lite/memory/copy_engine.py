@@ -112,6 +112,10 @@ class PinnedBufferPool:
         return found, missing
 
     def _any(self, nbytes: int) -> tuple[list[PinnedPiece], list[int]]:
+        """The smallest free piece that holds `nbytes`, else the largest ones, and the sizes of others."""
+        fitting = [piece for piece in self._free if piece.tensor.numel() >= nbytes]
+        if fitting:
+            return [min(fitting, key=lambda each: each.tensor.numel())], []
         found, rest = [], nbytes
         for piece in sorted(self._free, key=lambda each: each.tensor.numel(), reverse=True):
             if rest > 0:
@@ -128,7 +132,7 @@ class PinnedBufferPool:
 
 def _sizes(nbytes: int) -> list[int]:
     """At most four powers of two that hold `nbytes` and at most an eighth more."""
-    unit = max(_SMALLEST, (1 << nbytes.bit_length() - 1) // 8)
+    unit = max(_SMALLEST, (1 << max(nbytes, 1).bit_length() - 1) // 8)
     units = -(-nbytes // unit)
     return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
 

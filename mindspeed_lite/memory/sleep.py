@@ -110,6 +110,14 @@ class _SleepingPart:
                 rest = rest[len(piece) :]
             start += _aligned(size)
 
+    def keep_only(self, storages: Sequence[UntypedStorage]) -> None:
+        """Free and forget the others, which nothing else refers to; they count in `nbytes`."""
+        kept = {each._cdata for each in storages}
+        for storage, _ in self._storages:
+            if storage._cdata not in kept:
+                storage.resize_(0)
+        self._storages = [(each, size) for each, size in self._storages if each._cdata in kept]
+
     def free(self) -> None:
         for storage, _ in self._storages:
             storage.resize_(0)
@@ -139,13 +147,19 @@ class Sleeper:
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
+    @property
+    def asleep(self) -> list[str]:
+        """Names of the parts that sleep."""
+        return [*self._asleep]
+
     def sleep(self, chunks: Sequence[Any], optimizer: Any, keep: Sequence[str], to: Path | None) -> SleepReport:
         wanted = [name for name in PARTS if name not in keep and name not in self._asleep]
         if not wanted:
             raise SleepError(f"sleep: nothing is left to move: asleep {_list(self._asleep)}, kept {_list(keep)}")
         _refuse_fixed_addresses(chunks)
-        for chunk in chunks if WEIGHTS in wanted else ():
-            # A running gather would write after the weights are copied.
+        is_first = not {WEIGHTS, GRADIENTS} & {*self._asleep} and {WEIGHTS, GRADIENTS} & {*wanted}
+        for chunk in chunks if is_first else ():
+            # A running gather would write after the weights are copied; some receive in the gradients' buffer.
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 chunk.start_param_sync(force_sync=True)
         self._synchronize()
@@ -157,6 +171,7 @@ class Sleeper:
         self._synchronize()
         if GRADIENTS in parts:
             drop_gradients(chunks, optimizer)
+            parts[GRADIENTS].keep_only(storages_by_part(chunks, optimizer, self._device)[GRADIENTS])
         place = "host memory" if to is None else f"files in {to}"
         for name, part in parts.items():
             part.free()
@@ -172,10 +187,13 @@ class Sleeper:
         stays = [(name, sum(each.nbytes() for each in its), f"stays on {self._device}") for name, its in found.items()]
         return SleepReport((*self._rows(), *(row for row in stays if row[1] and row[0] not in self._asleep)))
 
-    def wake(self, names: Sequence[str]) -> SleepReport:
+    def check_asleep(self, names: Sequence[str]) -> None:
         awake = [name for name in names if name not in self._asleep]
         if awake or not self._asleep:
             raise SleepError(f"wake: awake {_list(awake or PARTS)}, asleep {_list(self._asleep)}")
+
+    def wake(self, names: Sequence[str]) -> SleepReport:
+        self.check_asleep(names)
         woken = []
         for name in dict.fromkeys(names or [*self._asleep]):
             part, _ = self._asleep[name]
@@ -225,12 +243,18 @@ def sleep(model: Any, optimizer: Any, keep: Sequence[str], to: str | Path | None
 
 def wake(parts: Sequence[str], model: Any) -> SleepReport:
     _check_parts("wake", parts)
-    chosen = [each for each in _sleepers.values() if each.is_asleep]
+    chosen = {each: parts for each in _sleepers.values() if each.is_asleep}
     if model is not None:
-        chosen = [_sleepers[each] for each in _chunks("wake", model)[:1] if each in _sleepers]
+        chosen = {_sleepers[each]: parts for each in _chunks("wake", model)[:1] if each in _sleepers}
+    elif parts:
+        # Of several models each wakes the parts that it has asleep.
+        had, chosen = chosen, {each: [part for part in parts if part in each.asleep] for each in chosen}
+        chosen = {each: its for each, its in chosen.items() if its} or had
     if not chosen:
         raise SleepError("wake: nothing sleeps: call mindspeed_lite.sleep(model, optimizer) first")
-    return SleepReport(tuple(row for each in chosen for row in each.wake(parts).rows))
+    for each, its in chosen.items():
+        each.check_asleep(its)
+    return SleepReport(tuple(row for each, its in chosen.items() for row in each.wake(its).rows))
 
 
 def _check_of(sleeper: weakref.ref[Sleeper]) -> Callable[[str, Iterable[str]], None]:

@@ -12,7 +12,10 @@ import torch
 from mindspeed_lite.memory.storages import GRADIENTS, OPTIMIZER, PARTS, WEIGHTS, optimizers
 
 # What a method needs awake.
-_MODEL_METHODS: dict[str, tuple[str, ...]] = {"zero_grad_buffer": (GRADIENTS,), "start_param_sync": (WEIGHTS,)}
+_MODEL_METHODS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("zero_grad_buffer", "start_grad_sync", "finish_grad_sync", "scale_gradients"), (GRADIENTS,)),
+    **dict.fromkeys(("start_param_sync", "broadcast_params"), (WEIGHTS,)),
+}
 _OPTIMIZER_METHODS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("step", "prepare_grads", "step_with_ready_grads"), PARTS),
     **dict.fromkeys(("state_dict", "sharded_state_dict", "load_state_dict"), (WEIGHTS, OPTIMIZER)),

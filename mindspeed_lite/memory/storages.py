@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mindspeed_lite.memory.copy_engine import Buffer
+from mindspeed_lite.memory.copy_engine import Buffer, PinnedPiece
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
 PARTS = (WEIGHTS, OPTIMIZER, GRADIENTS)
@@ -79,7 +79,7 @@ def _tensors(roots: Sequence[Any], deep: bool = True) -> Iterator[tuple[str, Ten
     seen: dict[int, Any] = {}
     while stack:
         name, each = stack.pop()
-        if each is None or isinstance(each, (*_LEAVES, Buffer)) or id(each) in seen:
+        if each is None or isinstance(each, (*_LEAVES, Buffer, PinnedPiece)) or id(each) in seen:
             continue
         seen[id(each)] = each
         if isinstance(each, Tensor):

@@ -9,6 +9,7 @@ device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -304,10 +305,14 @@ def _fused_class(optimizer: torch.optim.Optimizer) -> type[FusedStep] | None:
     for ours in (FusedAdamW, FusedAdam):
         if type(optimizer) is ours.replaced:
             return ours
-    theirs = type(optimizer)
+    theirs: Any = type(optimizer)
     if theirs.__name__ != "FusedAdam" or theirs.__module__.partition(".")[0] not in ("transformer_engine", "apex"):
         return None
-    decoupled = bool(getattr(optimizer, "adam_w_mode", True))
+    return _fused_class_of(theirs, bool(getattr(optimizer, "adam_w_mode", True)))
+
+
+@functools.cache
+def _fused_class_of(theirs: Any, decoupled: bool) -> type[FusedStep]:
     members = {"decoupled": decoupled, "replaced": theirs, "counts_by_group": True, "__module__": __name__}
     return type("FusedAdamW" if decoupled else "FusedAdam", (FusedStep, theirs), members)
 

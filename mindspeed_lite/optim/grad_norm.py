@@ -1,11 +1,13 @@
-"""2-norm of a list of gradients, for clipping."""
+"""2-norm of gradients, and their scaling, for clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @torch.no_grad()
@@ -20,6 +22,18 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def clip_coefficient_dtype(device: torch.device) -> torch.dtype:
-    """float64, in which Python divides, where the device computes it."""
-    return torch.float32 if device.type == "npu" else torch.float64
+def total_norm(norm: Tensor, group: ProcessGroup | None) -> Tensor:
+    """2-norm over all ranks of `group`, 0-d, of each rank's fp32 `norm`.
+
+    float64 where the device has it, as Megatron goes on with on the host.
+    """
+    total = norm**2
+    dist.all_reduce(total, group=group)
+    return total.reshape(()).to(torch.float32 if total.device.type == "npu" else torch.float64).sqrt()
+
+
+def scale_into(targets: Sequence[Tensor], sources: Sequence[Tensor], scale: float | Tensor) -> None:
+    """targets = scale * sources, in place where they are the same tensors. scale: a number or a 0-d tensor."""
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(list(targets), list(sources))
+    torch._foreach_mul_(list(targets), scale)  # type: ignore[arg-type]

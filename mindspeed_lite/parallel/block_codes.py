@@ -1,7 +1,8 @@
-"""Gradients in 8 or 16 bits on the wire: blocks of 64 values with an fp32 scale each, in one byte tensor.
+"""Gradients in 8 or 16 bits on the wire, in one byte tensor.
 
-A row holds the codes of all values, padded to whole blocks, then the scales. A block with a NaN or an infinity decodes
-to NaN. Values are converted in pieces that stay in a cache.
+A row holds the codes of all values, padded to whole blocks of 64. With int8 and fp8 an fp32 scale for each block
+follows, and a block with a NaN or an infinity decodes to NaN; bf16 has no scales and keeps each value's. Values are
+converted in pieces that stay in a cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PIECE_VALUES_ON_DEVICE = 1 << 24
 
 
 class BlockCodes:
-    """Converts `values` numbers to and from rows of `row_bytes` bytes."""
+    """Encodes rows of `values` floats as `row_bytes` bytes, and decodes them."""
 
     def __init__(self, code: str, values: int) -> None:
         self.dtype, self._top = FORMATS[code]

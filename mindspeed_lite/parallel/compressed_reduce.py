@@ -1,10 +1,11 @@
-"""Sums a gradient buffer over ranks with messages of 8 bits, and keeps what rounding took for the next step.
+"""Sums a gradient buffer over ranks with messages of 8 or 16 bits, and keeps what rounding took for the next step.
 
     reduce-scatter: encode each peer's shard -> all-to-all -> the owner adds decoded shards to its own in fp32
     all-reduce:     the owner encodes the sum again -> all-gather -> all ranks decode the same bytes
 
 Error feedback: the sender adds what its last message lost to the next one; so does the owner of a sum. No sum is ever
-rounded but the final one. With `nodes`, ranks of a node first reduce-scatter exactly, and codes cross nodes only.
+rounded but the final one. With `nodes`, ranks of a node first reduce-scatter in the gradients' own dtype, and codes
+cross nodes only.
 
 Sources: 1-bit Adam (arXiv 2102.02888), ZeRO++ (arXiv 2306.10209, quantized gradient communication).
 """
@@ -51,6 +52,8 @@ class CompressedReduce:
         scatters: bool,
         nodes: NodeGroups | None = None,
     ) -> None:
+        if scatters and numel % group.size():
+            raise ValueError(f"a reduce-scatter of {numel} values over {group.size()} ranks: pad the buffer")
         self._peers, self._within = (group, None) if nodes is None else (nodes.between, nodes.within)
         self._ranks, self._rank = group.size(), group.rank()
         self._place = self._peers.rank()

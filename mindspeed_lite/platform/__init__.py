@@ -97,6 +97,7 @@ def activate(requested: str | None = None) -> Device:
         if line := binding.bind(chosen.name):
             print(f"mindspeed_lite: {line}", flush=True)
     except BaseException:
+        binding.unbind()
         megatron.detach()
         redirects.close()
         raise

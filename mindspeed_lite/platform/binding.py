@@ -151,16 +151,18 @@ def place(
     result: list[frozenset[int]] = [frozenset()] * ranks
     for group in set(near):
         members = [rank for rank in range(ranks) if near[rank] == group]
-        units = [tuple(group.intersection(core.cpus)) for core in machine if group.intersection(core.cpus)]
+        units = [tuple(sorted(group.intersection(core.cpus))) for core in machine if group.intersection(core.cpus)]
         if len(units) < len(members):
-            units = [(cpu,) for unit in units for cpu in sorted(unit)]
+            units = [(cpu,) for unit in units for cpu in unit]
         if len(units) < len(members):
             note = f"{len(members)} ranks share CPUs {format_cpus(group)}"
-            units = [tuple(group)] * len(members)
+            result = [group if near[rank] == group else result[rank] for rank in range(ranks)]
+            continue
         for position, rank in enumerate(members):
             mine = units[position * len(units) // len(members) : (position + 1) * len(units) // len(members)]
             if most < len(everything):
-                mine = mine[:most]
+                # A thread for each core; its sibling would use up the limit twice as fast.
+                mine = [unit[:1] for unit in mine[:most]]
             result[rank] = frozenset(cpu for unit in mine for cpu in unit)
     return Placement(result, note)
 
@@ -223,7 +225,8 @@ class Binding:
         self._before, self._cpus = os.sched_getaffinity(0), cpus
         self._ended = threading.Event()
         _set_affinity(cpus)
-        threading.Thread(target=self._restore, daemon=True, name="cpu binding").start()
+        self._thread = threading.Thread(target=self._restore, daemon=True, name="cpu binding")
+        self._thread.start()
 
     def _restore(self) -> None:
         while not self._ended.wait(SECONDS_BETWEEN_CHECKS):
@@ -233,6 +236,7 @@ class Binding:
 
     def end(self) -> None:
         self._ended.set()
+        self._thread.join()
         _set_affinity(self._before)
 
 

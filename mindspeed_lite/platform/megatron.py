@@ -356,15 +356,10 @@ def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch
     return always(name, summary, *patches, condition=condition)
 
 
-def fused_adam_packages() -> list[str]:
-    """Installed packages whose Adam Megatron takes instead of torch's."""
-    names = {"transformer_engine": "Transformer Engine", "apex": "Apex"}
-    return [name for package, name in names.items() if importlib.util.find_spec(package) is not None]
-
-
 def _has_torch_adam(context: Context) -> Sequence[str]:
-    others = fused_adam_packages() if context.device == "cuda" else []
-    return [f"{name} is installed, and Megatron takes its fused Adam" for name in others]
+    names = {"transformer_engine": "Transformer Engine", "apex": "Apex"} if context.device == "cuda" else {}
+    found = [name for package, name in names.items() if importlib.util.find_spec(package) is not None]
+    return [f"{name} is installed, and Megatron takes its fused Adam" for name in found]
 
 
 ASSUMPTIONS: tuple[Feature, ...] = (

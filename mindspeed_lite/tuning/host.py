@@ -59,8 +59,9 @@ class SynchronizationRecorder:
 
     def __enter__(self) -> SynchronizationRecorder:
         for name in sorted(_READS | _SIZED | _MOVES):
-            for owner in (Tensor, torch):
-                if hasattr(owner, name) and not (owner is torch and name.startswith("__")):
+            # Of torch itself `cpu` and `cuda` are modules.
+            for owner in (Tensor,) if name.startswith("__") else (Tensor, torch):
+                if callable(getattr(owner, name, None)):
                     self._replace(owner, name, functools.partial(self._call, name))
         for owner_name, name in _WAITS:
             owner = functools.reduce(getattr, owner_name.split(".")[1:], torch)
@@ -249,7 +250,7 @@ class TimeRecorder:
     def _leave(self, kind: str, module: torch.nn.Module, args: Any, options: Mapping[str, Any], output: Any) -> None:
         is_again = torch._C._current_autograd_node() is not None
         self._add(kind, "recompute" if is_again else "forward", time.perf_counter() - self._starts.pop())
-        given, made = _first_with_gradient((*args, *options.values())), _first_with_gradient(output)
+        given, made = _first_in_graph((*args, *options.values())), _first_in_graph(output)
         if given is None or made is None or given is made:
             return
         started: list[float] = []
@@ -270,9 +271,10 @@ def module_kinds(model: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Mo
             yield module, re.sub(r"\b\d+\b", "*", path)
 
 
-def _first_with_gradient(given: Any) -> Tensor | None:
+def _first_in_graph(given: Any) -> Tensor | None:
+    """The first tensor with an autograd node; a hook of a leaf would stay after the step."""
     values = given if isinstance(given, (tuple, list)) else (given,)
-    return next((each for each in values if isinstance(each, Tensor) and each.requires_grad), None)
+    return next((each for each in values if isinstance(each, Tensor) and each.grad_fn is not None), None)
 
 
 def _place() -> str:

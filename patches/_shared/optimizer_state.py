@@ -178,11 +178,17 @@ def _rearrange(session: Session) -> None:
     pairs = [(each, each.optimizer) for each in [*_known] if has_fused_step(each.optimizer)]
     for _, inner in pairs:
         inner.restore()
-    for optimizer, inner in pairs:
-        for key in _USES.values():
-            for use in session.find(key) or ():
-                use(optimizer, inner)
-        inner.pack()
+    # One that fails does not leave the others in fp32.
+    with contextlib.ExitStack() as stack:
+        for optimizer, inner in reversed(pairs):
+            stack.callback(_arrange, session, optimizer, inner)
+
+
+def _arrange(session: Session, optimizer: Any, inner: FusedStep) -> None:
+    for key in _USES.values():
+        for use in session.find(key) or ():
+            use(optimizer, inner)
+    inner.pack()
 
 
 # Model parameter -> (inner optimizer, tensor that it updates).

@@ -42,11 +42,15 @@ def after(act: Callable[[Session, Any], object]) -> Make:
 
 
 def act_again(session: Session, known: Iterable[Any], act: Callable[[Any], object]) -> None:
-    """When the feature begins, call `act` on each of `known`: objects of its earlier sessions."""
+    """When the feature begins, call `act` on each of `known`: objects of its earlier sessions.
+
+    One that fails does not keep the others from it.
+    """
 
     def begin() -> None:
-        for each in [*known]:
-            act(each)
+        with contextlib.ExitStack() as stack:
+            for each in [*known][::-1]:
+                stack.callback(act, each)
 
     session.on_begin(begin)
 

@@ -46,7 +46,7 @@ DRIFT = 2.0**-8
 FIRST_NORM, NORM_DRIFT = 2.0**-10, 2.0**-5
 
 
-# Reads of tensors that are on the host beside a device too, or for gloo alone.
+# Reads of tensors that are on the host in a training on a device too, or for gloo alone.
 READ_ON_THE_HOST = {
     "mindspeed_lite.optim.fused_adam _update",  # the number of steps
     "mindspeed_lite.ops.permute.chunks <genexpr>",

@@ -72,6 +72,11 @@ def test_a_refused_result_ends_the_run_when_checks_are_read():
         with pytest.raises(RuntimeError, match="iteration 5"):
             validate(made, 4, 1.0, lambda result: True)
         validate(made, 5, 1.0, lambda result: False)
+        # An evaluation has no log.
+        made.state = type(made.state).NOT_RUNNING_YET
+        with pytest.raises(RuntimeError, match="iteration 6"):
+            validate(made, 5, float("nan"))
+        made.state = type(made.state).INITIAL_RUN
         # Not fatal: a warning.
         validate(made, 6, float("nan"), fatal=False)
         checkpointing.save_checkpoint(3)
@@ -79,19 +84,22 @@ def test_a_refused_result_ends_the_run_when_checks_are_read():
         with pytest.raises(RuntimeError, match="iteration 8"):
             for _ in range(patch._MOST_CHECKS):
                 validate(made, 7, float("nan"))
+    mindspeed_lite.enable(reduce_host_syncs=True)
+    validate(machine(), 8, float("nan"))
+    # What was not read is told at the end.
+    (left,) = mindspeed_lite.disable()
+    assert "iteration 9: Unexpected result nan" in left
     checkpointing.save_checkpoint = original
     with pytest.raises(RuntimeError, match="iteration 1"):
         validate(machine(), 0, float("nan"))
 
 
 @pytest.mark.parametrize(("iteration", "reads"), [(1, False), (2, True), (3, True)])
-def test_the_log_reads_at_its_interval_and_after_the_last_step(monkeypatch, iteration, reads):
-    from megatron import training
-
-    given = types.SimpleNamespace(log_interval=2, train_iters=3, curr_iteration=iteration - 1)
-    monkeypatch.setattr(training, "get_args", lambda: given)
-    checks = patch._Checks()
-    session = types.SimpleNamespace(state=lambda name, make: checks)
+def test_the_log_reads_at_its_interval_and_after_the_last_step(iteration, reads):
+    given = {"log_interval": 2, "train_iters": 3, "curr_iteration": iteration - 1}
+    context = Context(Settings({patch.NAME: True}), "cpu", {}, given)
+    session = types.SimpleNamespace(context=context, on_end=lambda act: None, state=lambda name, make: checks)
+    checks = patch._Checks(session)
     checks.waiting.append(patch._Check(torch.tensor(True), 0, lambda: told.append(1)))
     told, logged = [], []
     patch._log(lambda *args: logged.append(args), session)(1, 2)
@@ -105,6 +113,8 @@ def test_the_log_reads_at_its_interval_and_after_the_last_step(monkeypatch, iter
         ({"fp16": True}, (), "gradients overflowed"),
         ({"rerun_mode": "validate_results"}, ("rerun_mode",), "--rerun-mode needs an answer in every step"),
         ({"rerun_mode": "disabled"}, ("rerun_mode",), ""),
+        ({"grad_norm_skip_threshold": 10.0}, (), "skips steps by the norm"),
+        ({"grad_norm_skip_threshold": float("inf")}, (), ""),
         ({"rerun_mode": "validate_results"}, (), ""),
     ],
 )

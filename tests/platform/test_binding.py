@@ -150,6 +150,9 @@ def test_a_quota_limits_each_rank_to_its_share(tmp_path, files, limit):
     assert binding.quota(tmp_path) == limit
     shares = {math.inf: "0-3 4-7", 4: "0-1 4-5", 1.5: "0 4"}
     assert placed(tmp_path, 2, kind="cpu")[0] == shares[limit].split()
+    machine(tmp_path, 2, 4, smt=2)
+    shares[math.inf] = "0-3,8-11 4-7,12-15"
+    assert placed(tmp_path, 2, kind="cpu")[0] == shares[limit].split(), "a thread of each core counts"
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def _arguments(given: ast.arguments) -> str:
 
 
 def _value(default: ast.expr | None) -> str:
-    """A default as text, numbers by their value."""
+    """A default as text; `1` and `1.0` are equal."""
     if default is None:
         return ""
     text = ast.unparse(default)

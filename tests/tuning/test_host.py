@@ -85,7 +85,7 @@ def test_launches_and_times_are_those_of_the_modules():
     model, watch = Block(), StepWatch(host_is_device=True)
 
     def step() -> None:
-        made = model(torch.ones(2, 8, requires_grad=True))
+        made = model(torch.ones(2, 8, requires_grad=True) + 0)
         made[made > 0].sum().backward()
 
     hooks = lambda: sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())  # noqa: E731

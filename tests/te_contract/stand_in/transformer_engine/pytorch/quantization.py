@@ -1,4 +1,4 @@
-"""Quantization is off: what asks is told so, and what turns it on fails."""
+"""Quantization, which is off: queries answer so, and enabling it raises an error."""
 
 from __future__ import annotations
 
