@@ -38,7 +38,7 @@ PURPOSE = {
     "Fused operators": "The same mathematics in fewer passes over memory",
     "Mixture of experts": "Grouped GEMMs, fused routing and permutation, overlapped exchange, balanced load",
     "Memory": "Smaller, recomputed or offloaded optimizer states and activations",
-    "Host": "Fewer waits for the device",
+    "Host": "Fewer synchronisations with the device",
     "Communication": "Collectives overlapped with GEMMs, context parallelism, pipeline schedules",
 }
 
@@ -223,7 +223,7 @@ def with_transformer_engine() -> list[str]:
         (page_link(each, "../"), "yes" if found[each.name][0] else "no", found[each.name][1])
         for each in runtime.catalogue()
     ]
-    return table(("Feature", "Trained", "Not where Transformer Engine does it"), rows)
+    return table(("Feature", "Trained", "Why not, or what is left to Transformer Engine"), rows)
 
 
 EXAMPLES = {

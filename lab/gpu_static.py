@@ -205,7 +205,7 @@ def page(table: dict[str, Any]) -> str:
                 )
                 for who in ("ours", "liger")
             )
-            shorter = "-" if None in (ours, theirs) else "ours" if ours <= theirs else "Liger's"  # type: ignore[operator]
+            shorter = _shorter(ours, theirs, statistics.median(errors) if errors else 0.0)
             lines.append(f"| {operator} | {shape} | {_us(ours)} | {_us(theirs)} | {shorter} |")
     for who, title in (("ours", "Our kernels"), ("liger", "Liger's kernels")):
         lines += [
@@ -224,6 +224,14 @@ def page(table: dict[str, Any]) -> str:
             for row in table[who]
         ]
     return "\n".join(lines) + "\n"
+
+
+def _shorter(ours: float | None, theirs: float | None, error: float) -> str:
+    if ours is None or theirs is None:
+        return "-"
+    if abs(ours - theirs) <= error * min(ours, theirs):
+        return "undecided"
+    return "ours" if ours < theirs else "Liger's"
 
 
 def _us(value: float | None) -> str:

@@ -233,7 +233,7 @@ FEATURE = Feature(
         ),
         Option(
             "--grad-reduce-compression-scope",
-            help="Compress messages between all ranks, or between nodes after an exact sum in each node; auto: the "
+            help="Compress messages between all ranks, or between nodes after a sum in each node; auto: the "
             "latter where a group has several nodes.",
             default="auto",
             choices=("auto", "all", "between-nodes"),

@@ -113,7 +113,7 @@ CASES = [
     (4, "fp8", False, 2, torch.float32, 1201),
     (4, "int8", True, 2, torch.float32, 2048),
     (4, "bf16", False, 2, torch.float32, 999),
-    (2, "bf16", True, 0, torch.bfloat16, 640),
+    (2, "fp8", True, 0, torch.bfloat16, 640),
 ]
 
 
@@ -125,7 +125,7 @@ def test_all_that_was_sent_arrives_or_is_owed(tmp_path, case):
     def body(rank):
         error = _error(rank, ranks, tmp_path, code, scatters, node_size, dtype, size)
         # Residuals lose 2^-9 of what a message loses; bf16 gradients round once more.
-        assert error < (3e-2 if dtype == torch.bfloat16 else 2e-3), error
+        assert error < (2e-2 if dtype == torch.bfloat16 else 2e-3), error
 
     on_ranks(ranks, body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -150,6 +151,11 @@ def test_error_feedback_goes_on_where_the_checkpoint_has_it(tmp_path):
             _checkpoint(model, folder, "save")
             second = _reduced(model, rank, 0)
             assert not torch.equal(first, second), "the same gradient, and what the first message lost"
+        exact = _reduced(model, rank, 0)
+        with mindspeed_lite.enabled(**{NAME: "int8", "strict": True}):
+            assert torch.equal(_reduced(model, rank, 0), first) and not torch.equal(exact, first), "on again"
+        model = None
+        gc.collect()
         file = folder / f"{NAME}_{rank:05d}.pt"
         notices = {}
         for case in ("whole", "other size", "missing"):
@@ -164,6 +170,8 @@ def test_error_feedback_goes_on_where_the_checkpoint_has_it(tmp_path):
                 model = _model()
                 _checkpoint(model, folder, "load")
                 assert torch.equal(_reduced(model, rank, 0), second if case == "whole" else first), case
+                model = None
+                gc.collect()
                 notices[case] = [each for each in mindspeed_lite.report().notices if NAME in each]
         assert notices["whole"] == [] and "starts at zero" in notices["missing"][0]
         assert "buckets differ" in notices["other size"][0]

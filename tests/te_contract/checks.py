@@ -219,6 +219,9 @@ def norms_of_lists(te: Any) -> None:
     _near(norm, torch.cat([tensor.flatten() for tensor in tensors]).norm()[None])
     _near(each, torch.stack([tensor.norm() for tensor in tensors[:2]]))
     targets = [torch.empty_like(tensor) for tensor in tensors]
+    half = torch.tensor([0.5])
+    optimizers.multi_tensor_applier(optimizers.multi_tensor_scale_tensor, flag, [tensors, targets], half)
+    assert all(torch.equal(target, tensor * 0.5) for tensor, target in zip(tensors, targets, strict=True))
     optimizers.multi_tensor_applier(optimizers.multi_tensor_scale, flag, [tensors, targets], 0.5)
     _near(targets[1], tensors[1] * 0.5)
 

@@ -172,6 +172,15 @@ def multi_tensor_scale(chunk: int, is_overflow: torch.Tensor, lists: list[list[t
         target.copy_(source * scale)
 
 
+def multi_tensor_scale_tensor(
+    chunk: int, is_overflow: torch.Tensor, lists: list[list[torch.Tensor]], scale: torch.Tensor
+) -> None:
+    """`multi_tensor_scale` with a scale on the device, in fp32."""
+    if scale.dtype != torch.float32:
+        raise RuntimeError(f"Invalid type: {scale.dtype}")
+    multi_tensor_scale(chunk, is_overflow, lists, float(scale))
+
+
 def multi_tensor_l2norm(
     chunk: int, is_overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
