@@ -19,7 +19,6 @@ class Count(NamedTuple):
     issued: int = 0
     special: int = 0
     bytes: int = 0
-    accesses: int = 0
     tensor: int = 0
 
 
@@ -34,7 +33,6 @@ class Kernel(NamedTuple):
     loops: Count
     # By argument: how many times its memory is read and written.
     passes: dict[str, int]
-    unrolled: int
 
     @property
     def programs(self) -> int:
@@ -75,7 +73,6 @@ def compile_launch(launch: Launch, arch: int) -> Kernel:
             [knobs.nvidia.nvdisasm.path, "-c", str(cubin)], check=True, capture_output=True, text=True
         ).stdout
     once, loops = count_sass(text)
-    in_ptx = _loop_accesses(compiled.asm["ptx"])
     return Kernel(
         registers=int(re.findall(r"Used (\d+) registers", said)[0]),
         spills=sum(int(number) for number in re.findall(r"(\d+) bytes spill", said)),
@@ -84,7 +81,6 @@ def compile_launch(launch: Launch, arch: int) -> Kernel:
         once=once,
         loops=loops,
         passes=passes(compiled.asm["ttir"]),
-        unrolled=max(1, round(loops.accesses / in_ptx)) if in_ptx else 1,
     )
 
 
@@ -108,7 +104,7 @@ def count_sass(text: str) -> tuple[Count, Count]:
 
 
 def _count(lines: list[str]) -> Count:
-    issued = special = size = accesses = tensor = 0
+    issued = special = size = tensor = 0
     for line in lines:
         name = re.sub(r"^@!?U?P\w+\s+", "", line).split()[0]
         parts = name.split(".")
@@ -116,24 +112,8 @@ def _count(lines: list[str]) -> Count:
         special += parts[0] == "MUFU"
         tensor += parts[0] in ("HGMMA", "HMMA", "UTCHMMA")
         if parts[0] in ("LDG", "STG", "LDGSTS"):
-            accesses += 1
             size += 32 * next((_WIDTHS[part] for part in parts if part in _WIDTHS), 4)
-    return Count(issued, special, size, accesses, tensor)
-
-
-def _loop_accesses(ptx: str) -> int:
-    """Accesses to global memory inside the loops of a PTX text."""
-    labels: dict[str, int] = {}
-    lines = ptx.splitlines()
-    inside: set[int] = set()
-    for place, line in enumerate(lines):
-        label = re.match(r"(\$L\w+):", line)
-        if label:
-            labels[label[1]] = place
-        branch = re.search(r"\bbra(?:\.uni)?\s+(\$L\w+);", line)
-        if branch and branch[1] in labels:
-            inside.update(range(labels[branch[1]], place))
-    return sum(bool(re.search(r"\b(ld|st)\.global|cp\.async\.c", lines[place])) for place in inside)
+    return Count(issued, special, size, tensor)
 
 
 def passes(ttir: str) -> dict[str, int]:

@@ -74,7 +74,7 @@ def _validate(wrapped: Function, session: Session) -> Function:
                 self.current_iteration = now
 
         is_refused, iteration = rejection_func(result), self.current_iteration
-        # Nobody logs after an evaluation.
+        # No log follows an evaluation.
         is_training = self.mode.value == "disabled" and self.state.name == "INITIAL_RUN"
         if not is_training or not isinstance(is_refused, Tensor) or is_refused.numel() != 1:
             decided(is_refused, iteration)

@@ -408,6 +408,7 @@ def _allocator(machine: Machine) -> Findings:
 def _binding(machine: Machine) -> Findings:
     try:
         choice = binding.wanted()
+        platform.check_launcher()
     except platform.DeviceError as error:
         yield "problem", str(error), f"unset it, or set it to {binding.AUTO} or {binding.NONE}"
         return

@@ -5,7 +5,7 @@ shell script that calls them: it is run with a torchrun and a python that only w
 
 Of up to 8 ranks all are run; of more, rank 0 and the other stages of its pipeline, but for stages that are like those
 before and after. Data are mock data; pipelines run as few micro-batches as keep the most activations. Tokens are spread
-evenly over experts.
+evenly over experts, or as --expert-load says.
 
 examples:
   mindspeed-lite dryrun -- torchrun --nnodes 32 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 ...
@@ -198,8 +198,8 @@ def _show_time(step: timing.PredictedStep, device: PublishedDevice, world_size: 
         rates += f", {step.tokens / step.seconds / world_size:,.0f} tokens/s a device"
     if step.operations:
         share = step.operations / step.seconds / world_size / device.figures.flops
-        rates += f", {share:.0%} of its operations a second by Megatron's count"
-    say(f"\na step takes {seconds(step.seconds)}{rates}; {step.exposed / step.seconds:.0%} waits for messages")
+        rates += f", {share:.0%} of its peak (MFU, operations as Megatron counts them)"
+    say(f"\na step takes {seconds(step.seconds)}{rates}; {step.exposed / step.seconds:.0%} for messages")
     rows = sorted(step.parts.items(), key=lambda each: -each[1])
     table(("time goes to", "", ""), [(name, seconds(value), f"{value / step.seconds:.0%}") for name, value in rows])
     say(f"Predicted, from operators and messages of this run on {device.name}: {device.figures.source}.")

@@ -35,7 +35,7 @@ class Clock:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSING):
             frame = frame.f_back
-        if not frame.f_globals.get("__name__", "").startswith("mindspeed_lite."):
+        if not frame.f_globals.get("__name__", "").startswith("mindspeed_lite.ops."):
             self._host = max(self._host, self._now)
 
     def message(self, during: str, name: str, group: tuple[int, ...], seconds: float, is_async: bool) -> float:

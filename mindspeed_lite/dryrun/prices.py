@@ -59,4 +59,4 @@ def message(device: PublishedDevice, kind: str, group: Sequence[int], size: int,
 
 
 # Calls whose size is that of all ranks' parts.
-_WHOLE = ("broadcast", "reduce", "gather", "scatter")
+_WHOLE = ("broadcast", "reduce")

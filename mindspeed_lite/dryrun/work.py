@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,15 +14,13 @@ from torch.utils.flop_counter import flop_registry
 
 from mindspeed_lite.ops import traced
 from mindspeed_lite.planner.work import Product, Scores
+from mindspeed_lite.tuning.operators import NodeModules, module_paths, moves_nothing
 
 from . import prices
 from .clock import Clock
 from .fake_tensors import StoragelessMode
 
 _READ = torch.ops.aten._local_scalar_dense.default
-# Operators that start nothing on a device although they return a tensor of its own.
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "resize_", "set_",
-         "_unsafe_view", "_local_scalar_dense"}  # fmt: skip
 
 
 class WorkRecorder:
@@ -44,24 +40,20 @@ class WorkRecorder:
         self._scores: tuple[Scores, bool] | None = None
         self._names: dict[int, str] = {}
         self._stack: list[str] = [""]
-        # Autograd nodes from `_firsts[i]` to the next belong to `_modules[i]`.
-        self._firsts: list[int] = []
-        self._modules: list[str] = []
+        self._nodes = NodeModules()
 
     @contextmanager
     def recording(self, mode: StoragelessMode, model: Sequence[torch.nn.Module]) -> Iterator[None]:
-        for chunk in model:
-            for name, module in chunk.named_modules():
-                path = _kind(name)
-                self._names[id(module)] = path
-                self._names |= {id(each): path for each in module.parameters(recurse=False)}
+        for module, path in module_paths(model):
+            self._names[id(module)] = path
+            self._names |= {id(each): path for each in module.parameters(recurse=False)}
         # Until the first module runs.
         self._during = "preparation" if model else ""
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        self._mark()
+        self._nodes.mark(self._stack[-1])
         mode.observe, traced.observer = self._operator, self._kernel
         try:
             yield
@@ -114,7 +106,7 @@ class WorkRecorder:
             self._operations += operations
             self._products += products
         else:
-            self._add(name, operations, _bytes(args) + _bytes(result), products, None, result)
+            self._add(name, operations, _bytes(args) + _bytes(result), products, None, (args, result))
 
     def _kernel(self, run: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Runs a kernel of this package: one launch, with the operations of those within."""
@@ -130,21 +122,22 @@ class WorkRecorder:
         if not self._kernels:
             # A kernel saves some of its inputs.
             size = _bytes((given, result))
-            self._add(run.__module__, self._operations - before, size, self._products, self._scores, result)
+            self._add(run.__module__, self._operations - before, size, self._products, self._scores, (given, result))
             self._products, self._scores = [], None
         return result
 
     def _add(
         self, name: str, operations: int, size: int, products: Sequence[Product], scores: tuple[Scores, bool] | None,
-        result: Any,
+        operands: Any,
     ) -> None:  # fmt: skip
+        """operands: whose narrowest floating-point dtype sets the rate of products."""
         place = self.place()
         count = self._counts.setdefault(place, [0, 0, 0])
         count[0] += 1
         count[1] += operations
         count[2] += size
         if self.clock is not None:
-            width = next((each.itemsize for each in tree_iter(result) if isinstance(each, torch.Tensor)), 2)
+            width = min((each.itemsize for each in tree_iter(operands) if _is_floating(each)), default=2)
             priced = prices.operator(self.clock.device, name, products, scores, size, width)
             self.clock.operator(place[1], *priced)
 
@@ -152,33 +145,25 @@ class WorkRecorder:
         if self._during == "preparation":
             self._during = ""
         self._stack.append(self._names.get(id(module), self._stack[-1]))
-        self._mark()
+        self._nodes.mark(self._stack[-1])
 
     def _leave(self, module: torch.nn.Module, *_: Any) -> None:
         self._stack.pop()
-        self._mark()
-
-    def _mark(self) -> None:
-        self._firsts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._modules.append(self._stack[-1])
+        self._nodes.mark(self._stack[-1])
 
     def _module_of(self, node: Any) -> str:
         if hasattr(node, "variable"):
             return self._names.get(id(node.variable), "")
-        return self._modules[max(0, bisect.bisect_right(self._firsts, node._sequence_nr()) - 1)]
+        return self._nodes.of(node._sequence_nr())
 
 
-def _kind(name: str) -> str:
-    """`decoder.layers.*.mlp`, without wrappers."""
-    path = ".".join(word for word in name.split(".") if word != "module")
-    return re.sub(r"\b\d+\b", "*", path)
+def _is_floating(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.is_floating_point()
 
 
 @functools.cache
 def _moves_nothing(func: Any) -> bool:
-    returned = func._schema.returns
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
-    return is_view or not returned or func.overloadpacket.__name__ in _FREE or func.namespace != "aten"
+    return func.namespace != "aten" or moves_nothing(func)
 
 
 @functools.cache

@@ -71,8 +71,8 @@ class World:
     """The world that this process claims to be a rank of.
 
     groups: ranks of this rank's group by its name in Megatron. values: what ranks read from each other's messages.
-    on_pipeline: called once with the ranks of the pipeline. on_message: called with each message; its result with the
-    message when this rank waits for it.
+    on_pipeline: called once with the ranks of the pipeline. on_message: called with each collective; its result,
+    without arguments, when this rank waits for an asynchronous one.
     """
 
     size: int
@@ -143,8 +143,10 @@ class World:
     def _coalescing(self, group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Coalesced]:
         requests: list[_Request] = []
         self._coalesced = requests
-        yield _Coalesced(requests)
-        self._coalesced = None
+        try:
+            yield _Coalesced(requests)
+        finally:
+            self._coalesced = None
         for each in () if async_ops else requests:
             each.wait()
 

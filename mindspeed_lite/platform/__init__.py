@@ -79,7 +79,7 @@ def activate(requested: str | None = None) -> Device:
     Raises DeviceError as `choose`, if another is active, or if a variable has a wrong value.
     """
     global _active
-    _check_launcher()
+    check_launcher()
     if _active is not None:
         if requested not in (None, "auto", _active[0].name):
             raise DeviceError(
@@ -105,7 +105,7 @@ def activate(requested: str | None = None) -> Device:
     return chosen
 
 
-def _check_launcher() -> None:
+def check_launcher() -> None:
     for name in _LAUNCHER_VARIABLES:
         value = os.environ.get(name, "0")
         try:

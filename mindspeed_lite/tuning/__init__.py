@@ -3,4 +3,5 @@
 ab_test            a feature off and on in alternate steps
 chunk_autotuner    chunk count of each pass of a layer
 host               synchronisations, launches and host time of a step
+operators          modules that operators belong to, and operators that start nothing
 """

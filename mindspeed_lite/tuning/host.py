@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import re
@@ -21,6 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mindspeed_lite.ops import traced
 from mindspeed_lite.text_layout import table, wrapped
 
+from .operators import NodeModules, module_paths, moves_nothing
+
 PASSES = ("forward", "recompute", "backward")
 
 # Read a tensor's values on the host.
@@ -31,7 +32,8 @@ _READS = {
 # Make tensors whose size depends on values.
 _SIZED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "is_nonzero"}
 _SIZED |= {"allclose"}
-_MOVES = {"cpu", "to", "cuda", "copy_", "tensor", "as_tensor", "repeat_interleave"}
+_MADE = {"tensor", "as_tensor", "new_tensor"}
+_MOVES = {"cpu", "to", "cuda", "copy_", "repeat_interleave"} | _MADE
 # Stop the host until a device is done.
 _WAITS = (
     ("torch.cuda", "synchronize"),
@@ -109,7 +111,7 @@ class SynchronizationRecorder:
 
     def _waits(self, name: str, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> bool:
         first = args[0] if args else None
-        if name in ("tensor", "as_tensor"):
+        if name in _MADE:
             # Values of the host go to a device in a copy that waits.
             return isinstance(result, Tensor) and result.device.type not in ("cpu", "meta")
         if not isinstance(first, Tensor):
@@ -137,14 +139,12 @@ class LaunchRecorder:
         # Indexing by a mask, which counts its elements on the host, by module.
         self.masks: Counter[str] = Counter()
         self._stack: list[tuple[str, Any]] = []
-        # Autograd nodes from `_firsts[i]` to the next belong to `_modules[i]`.
-        self._firsts: list[int] = []
-        self._modules: list[str] = []
+        self._nodes = NodeModules()
 
     @contextlib.contextmanager
     def recording(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
         hooks: list[Any] = []
-        for module, kind in module_kinds(model):
+        for module, kind in module_paths(model):
             if not hasattr(module, "module"):  # a wrapper
                 hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, kind)))
                 hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -173,19 +173,17 @@ class LaunchRecorder:
         self._mark()
 
     def _mark(self) -> None:
-        self._firsts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._modules.append(self._stack[-1][0] if self._stack else "")
+        self._nodes.mark(self._stack[-1][0] if self._stack else "")
 
     def _count(self, event: Any, module: str, during: str) -> None:
         name = event.name
         if name.startswith(_MODULE):
             module, during = name.removeprefix(_MODULE), "forward" if during == "forward" else "recompute"
         elif name.startswith(_NODE):
-            place = bisect.bisect_right(self._firsts, event.sequence_nr) - 1
-            module, during = self._modules[max(0, place)] if event.sequence_nr >= 0 else module, "backward"
+            module, during = self._nodes.of(event.sequence_nr) if event.sequence_nr >= 0 else module, "backward"
         elif name.startswith(_KERNELS) or (name.startswith("aten::") and _launches(name)):
             self.counts[module, during] += 1
-            if name.startswith("aten::index") and any(each.name == "aten::nonzero" for each in event.cpu_children):
+            if name.startswith(("aten::index", "aten::_index_put")) and _contains(event, "aten::nonzero"):
                 self.masks[module or "outside of the model"] += 1
             return
         elif name.startswith("aten::") and not _is_composite(name):
@@ -196,8 +194,10 @@ class LaunchRecorder:
 
 _MODULE, _KERNEL, _NODE = "module of the model: ", "kernel of mindspeed_lite: ", "autograd::engine::evaluate_function"
 _KERNELS = (_KERNEL, "## Call CompiledFxGraph")
-# Operators that start nothing on a device although they return a tensor of its own.
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "resize_", "set_", "resolve_conj"}
+
+
+def _contains(event: Any, name: str) -> bool:
+    return any(each.name == name or _contains(each, name) for each in event.cpu_children)
 
 
 def _as_kernel(run: Callable[..., Any], *given: Any, **options: Any) -> Any:
@@ -209,10 +209,9 @@ def _as_kernel(run: Callable[..., Any], *given: Any, **options: Any) -> Any:
 def _launches(name: str) -> bool:
     """Whether an operator, `aten::name`, computes or copies."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-    if packet is None or packet.__name__ in _FREE or _is_composite(name):
+    if packet is None or _is_composite(name):
         return False
-    returned = getattr(packet, packet.overloads()[0])._schema.returns
-    return bool(returned) and not any(each.alias_info and not each.alias_info.is_write for each in returned)
+    return not moves_nothing(getattr(packet, packet.overloads()[0]))
 
 
 @functools.cache
@@ -234,7 +233,7 @@ class TimeRecorder:
     @contextlib.contextmanager
     def recording(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
         hooks: list[Any] = []
-        for module, kind in module_kinds(model):
+        for module, kind in module_paths(model):
             if not hasattr(module, "module"):  # a wrapper
                 hooks.append(module.register_forward_pre_hook(self._enter))
                 hooks.append(module.register_forward_hook(functools.partial(self._leave, kind), with_kwargs=True))
@@ -261,14 +260,6 @@ class TimeRecorder:
 
     def _add(self, kind: str, during: str, seconds: float) -> None:
         self.seconds.setdefault((kind, during), []).append(seconds)
-
-
-def module_kinds(model: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Modules with their paths, as `decoder.layers.*.mlp`, without wrappers."""
-    for chunk in model:
-        for name, module in chunk.named_modules():
-            path = ".".join(word for word in name.split(".") if word != "module")
-            yield module, re.sub(r"\b\d+\b", "*", path)
 
 
 def _first_in_graph(given: Any) -> Tensor | None:

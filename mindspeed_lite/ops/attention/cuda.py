@@ -41,7 +41,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     # With batch and heads folded the kernel writes [s, b * n, d], the layout to return; else [b, s, n, d].
     folded = b > 1 and (visible is None or visible.dim() == 2 or visible.shape[:2] == (1, 1))
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) if folded else t.permute(1, 2, 0, 3) for t in (q, k, v))
-    with cuda_flash.order(masked=visible is not None, queries=sq, keys=sk):
+    is_served = q.dtype in (torch.float16, torch.bfloat16) and max(d, dv) <= 128
+    with cuda_flash.order(masked=visible is not None, queries=sq, keys=sk, is_served=is_served):
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, dropout_p=spec.dropout_p, is_causal=causal, scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],

@@ -108,15 +108,18 @@ def takes_cudnn(*, masked: bool, queries: int, keys: int) -> bool:
     return length in _lengths
 
 
-def order(*, masked: bool, queries: int, keys: int) -> contextlib.AbstractContextManager[Any]:
-    """Context in which scaled_dot_product_attention tries cuDNN first where it is to be taken, and else never."""
+def order(*, masked: bool, queries: int, keys: int, is_served: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Context in which scaled_dot_product_attention tries cuDNN first where it is to be taken, and else never.
+
+    is_served: whether cuDNN takes the dtype and head size; others use up none of its lengths.
+    """
     attention: Any = torch.nn.attention
     switches: Any = torch.backends.cuda
     if not switches.cudnn_sdp_enabled() or not (_errs(masked, queries, keys) or _is_faster()):
         return contextlib.nullcontext()
     found = attention.SDPBackend
     enabled = {
-        found.CUDNN_ATTENTION: takes_cudnn(masked=masked, queries=queries, keys=keys),
+        found.CUDNN_ATTENTION: is_served and takes_cudnn(masked=masked, queries=queries, keys=keys),
         found.FLASH_ATTENTION: switches.flash_sdp_enabled(),
         found.EFFICIENT_ATTENTION: switches.mem_efficient_sdp_enabled(),
         found.MATH: switches.math_sdp_enabled(),

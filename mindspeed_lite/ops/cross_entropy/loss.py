@@ -35,9 +35,10 @@ def merge(parts: Tensor) -> Tensor:
     top = parts[:, 0].amax(0)  # [T]
     merged: Tensor = parts.sum(0)
     merged[0] = top
-    torch.sum(parts[:, 1] * (parts[:, 0] - top).exp_(), dim=0, out=merged[1])
+    # Parts may be all -inf.
+    lower = shifted(parts[:, 0], torch.where(top == float("-inf"), 0.0, top))
+    torch.sum(parts[:, 1] * lower.exp(), dim=0, out=merged[1])
     if parts.shape[1] == 4:
-        lower = shifted(parts[:, 0], top)
         torch.sum(lower.exp() * (parts[:, 3] + parts[:, 1] * lower), dim=0, out=merged[3])
     return merged
 

@@ -60,10 +60,10 @@ class Head(NamedTuple):
         if self.temperature != 1.0:
             x.div_(self.temperature)
 
-    def slope(self, logits: Tensor) -> Tensor | None:
+    def slope(self, logits: Tensor) -> Tensor | float | None:
         """dlogits / dx, from logits; None for ones."""
         if self.soft_cap is None:
-            return None if self.temperature == 1.0 else logits.new_tensor(1 / self.temperature)
+            return None if self.temperature == 1.0 else 1 / self.temperature
         bent = logits * (self.temperature / self.soft_cap)  # tanh(x / soft_cap)
         return bent.square_().neg_().add_(1).div_(self.temperature)
 
@@ -77,9 +77,8 @@ def loss_and_entropy(
     accumulate: Accumulate | None,
     head: Head,
 ) -> tuple[Tensor, Tensor | None]:
-    elements = COLUMNS * target.numel() if hidden.is_cuda else CHUNK
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    parts = _parts(target.numel(), weight, elements, keeps)
+    parts = _parts(target.numel(), weight, keeps)
     found: tuple[Tensor, Tensor | None] = _Chunks.apply(  # type: ignore[no-untyped-call]
         hidden, weight, target, kernels, parts, shard, accumulate, head
     )
@@ -95,8 +94,9 @@ class _Parts(NamedTuple):
         return [slice(first, min(first + self.step, self.width)) for first in range(self.kept, self.width, self.step)]
 
 
-def _parts(count: int, weight: Tensor, elements: int, keeps: bool) -> _Parts:
+def _parts(count: int, weight: Tensor, keeps: bool) -> _Parts:
     width = weight.shape[0]
+    elements = COLUMNS * count if weight.is_cuda else CHUNK
     fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
     kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0
     rest = max(width - kept, 1)
@@ -154,7 +154,7 @@ class _Chunks(torch.autograd.Function):
         accumulate = ctx.accumulate if wants_weight else None
         # Kept logits are overwritten, unseen by autograd: a second backward pass recomputes them.
         parts, kept = ctx.parts, kept.data if ctx.parts.kept else None
-        ctx.parts = parts._replace(kept=0)
+        ctx.parts = _parts(target.numel(), weight, keeps=False)
         alone = parts.kept == parts.width
         dhidden = None
         if wants_hidden and not alone:
