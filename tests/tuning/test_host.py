@@ -103,7 +103,8 @@ def test_launches_and_times_are_those_of_the_modules():
     times = {key: sum(each) for key, each in watch.times.seconds.items()}
     assert times["", "forward"] > times["layers.*", "forward"] > times["layers.*.linear", "forward"] > 0
     text = watch.to_text(100)
-    # An index by a mask counts in both passes. A linear layer: addmm; backward two products and a sum. The activation: one kernel each.
+    # An index by a mask counts in both passes.
+    # A linear layer: addmm; backward two products and a sum. The activation: one kernel each.
     rows = {line.split()[0]: line.split()[1:4] for line in text.splitlines() if line.startswith("layers.*")}
     assert rows == {
         "layers.*": ["3", "2", "4"],
