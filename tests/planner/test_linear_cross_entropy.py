@@ -15,6 +15,6 @@ from mindspeed_lite.planner import activations
 )
 def test_the_planner_keeps_what_the_operator_keeps(rows: int, width: int, itemsize: int) -> None:
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    parts = chunks._parts(rows, torch.empty(width, 1, dtype=dtype), 1 << 22, True)
+    parts = chunks._parts(rows, torch.empty(width, 1, dtype=dtype), keeps=True)
     assert activations._kept(rows * width * itemsize, rows * itemsize) == parts.kept * rows * itemsize
     assert 0 <= parts.kept * rows * itemsize <= chunks.KEPT_BYTES
