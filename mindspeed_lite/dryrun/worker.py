@@ -23,6 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import wrapt
+
 # Arguments whose schedules hold more micro-batches than a pipeline has stages.
 _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
@@ -51,6 +53,8 @@ def main() -> None:
     is_module = words[0] == "-m"
     sys.argv[:] = words[is_module:]
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
+    if request["replaces_engine"] and not importlib.util.find_spec("transformer_engine"):
+        wrapt.register_post_import_hook(_use_local_bert, "megatron.core.models.bert.bert_layer_specs")
     _import_ahead(words)
     gc.freeze()
     read_end, write_end = os.pipe()
@@ -92,6 +96,10 @@ def _end(folder: Path, rank: int, code: int) -> None:
         memory = "; this machine's memory may not suffice" if code == -signal.SIGKILL else ""
         result.write_text(json.dumps({"error": f"its process ended {cause} before the step did{memory}"}))
     PassedValues(folder, rank, set()).end()
+
+
+def _use_local_bert(module: Any) -> None:
+    module.bert_layer_with_transformer_engine_spec = module.bert_layer_local_spec
 
 
 def _import_ahead(words: Sequence[str]) -> None:
@@ -152,7 +160,7 @@ def _end_in_time(request: dict[str, Any], values: Any) -> None:
 def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
-    from mindspeed_lite.dryrun import fake_tensors, timing
+    from mindspeed_lite.dryrun import fake_tensors, masked_data, timing
     from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
     from mindspeed_lite.dryrun.world import PIPELINE
@@ -175,6 +183,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             found["is_engine_replaced"] = replace_transformer_engine(args)
         found["left_out"] = leave_out(args, (*_DEVICE_ONLY, *_ENGINE_ONLY * found.get("is_engine_replaced", False)))
         replace_tokenizer(args, request["vocabulary"])
+        masked_data.install()
         found["micro_batches"] = shorten(args, world.size)
         train_step.leave_no_trace(args)
 
@@ -289,6 +298,8 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
         return
     if size is None:
         raise ValueError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
+    if kind.startswith("BertWordPiece"):
+        size += getattr(args, "vocab_extra_ids", 0)
     args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file = "NullTokenizer", None, None, None
     # It adds a token for the end of a document.
     args.vocab_size = size - 1

@@ -42,7 +42,7 @@ _OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_l
 # Megatron's name of the group of a pipeline's stages.
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 # Elements of the largest tensor of flags or shapes.
-_FLAGS = 16
+_FLAGS = 64
 _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
 
 

@@ -15,7 +15,11 @@ from .training import ArgumentError, TrainingConfig, pattern
 
 _SWITCHES = {**flags.ON, **flags.GATED, **flags.TIMED}
 # Vocabulary size by tokenizer type.
-VOCABULARIES = {"GPT2BPETokenizer": 50257}
+VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+}
 
 
 def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite.dryrun import match, rank, worker
+from mindspeed_lite.dryrun import masked_data, match, rank, worker
 from mindspeed_lite.dryrun.launch import TrainingLaunch
 from tests.harness import matrix, recorded_script
 from tests.harness.counted_trainings import TRAININGS
@@ -62,10 +63,14 @@ def test_memory_and_messages_are_those_of_the_real_rank(tmp_path, name):
         assert of_group(own, even) == of_group(real["messages"], even)
 
 
+# Sizes of what a script of BERT reads arrive.
 DIES = """
 import os, signal
-import torch.distributed as dist
+import torch, torch.distributed as dist
 dist.init_process_group("gloo")
+sizes = torch.arange(30) * (1 - dist.get_rank())
+dist.broadcast(sizes, 0)
+assert sizes.tolist() == [*range(30)]
 if dist.get_rank() == 1:
     if not os.fork():
         raise SystemExit(7)
@@ -83,6 +88,33 @@ def test_a_rank_that_dies_is_said_and_not_waited_for(tmp_path):
     waits, dies = rank.run(launch, 60)
     assert "ended by SIGKILL before the step did" in dies.error
     assert waits.error.startswith("ValueError: [0, 0]") and dies.ended_at < waits.ended_at
+
+
+@pytest.mark.parametrize(
+    "name, lengths",
+    [
+        ("T5", {"text_enc": 64, "text_dec": 40, "labels": 40, "loss_mask": 40, "enc_mask": 64, "dec_mask": 40}),
+        ("BERT", {"text": 64, "types": 64, "labels": 64, "padding_mask": 64, "loss_mask": 64}),
+    ],
+)
+def test_masked_data_needs_no_files(monkeypatch, name, lengths):
+    masked = importlib.import_module("megatron.core.datasets.masked_dataset").MaskedWordPieceDatasetConfig
+    builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
+    monkeypatch.setattr(masked, "__post_init__", masked.__post_init__)
+    monkeypatch.setattr(builder.BlendedMegatronDatasetBuilder, "build", builder.BlendedMegatronDatasetBuilder.build)
+    masked_data.install()
+    module = importlib.import_module(f"megatron.core.datasets.{name.lower()}_dataset")
+    own = {"T5": {"sequence_length_decoder": 40}, "BERT": {"classification_head": True}}
+    config = getattr(module, f"{name}MaskedWordPieceDatasetConfig")(
+        random_seed=1, sequence_length=64, split="1,0,0", tokenizer=argparse.Namespace(vocab_size=100),
+        masking_probability=0.15, short_sequence_probability=0.1, masking_max_ngram=3, masking_do_full_word=True,
+        masking_do_permutation=False, masking_use_longer_ngrams=False, masking_use_geometric_distribution=False,
+        **own[name],
+    )  # fmt: skip
+    kind = getattr(module, f"{name}MaskedWordPieceDataset")
+    train, *others = builder.BlendedMegatronDatasetBuilder(kind, [3, None, None], lambda: True, config).build()
+    assert others == [None, None] and len(train) == 3
+    assert {key: len(each) for key, each in train[2].items() if getattr(each, "ndim", 0)} == lengths
 
 
 HANGS = """
