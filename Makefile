@@ -15,7 +15,7 @@ help:
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
 	@echo "make bench-gpu     correctness, kernels and trainings on one GPU, in 570 seconds (docs/bench.md)"
 	@echo "make bench-overlap communication overlapped with computation on links of chosen speed (about 3 minutes)"
-	@echo "make gpu-static    predicted times of CUDA kernels from their machine code, without a GPU (about 2 minutes)"
+	@echo "make gpu-static    predicted times of CUDA kernels and of overlap, without a GPU (about 2 minutes)"
 	@echo "make test          lint, types and tests, on four Megatron-core releases and one older; with test-npu where it can run"
 	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
@@ -56,6 +56,7 @@ bench-overlap: install
 
 gpu-static: install
 	@$(BIN)/python -m lab.gpu_static
+	@$(BIN)/python -m lab.queues
 
 .releases/.prepared: $(VENV)/.installed tests/harness/checkouts.py
 	@$(BIN)/python -m tests.harness.checkouts

@@ -67,7 +67,7 @@ class Lane:
         """Append work; `finish()` completes it. Its tensors stay alive until then."""
         self._issued += 1
         held = (*reads, *writes)
-        item = _Item(self._issued, finish, held, frozenset(map(_storage, writes)), frozenset(map(_storage, held)))
+        item = _Item(self._issued, finish, held, frozenset(map(storage_id, writes)), frozenset(map(storage_id, held)))
         self._items.append(item)
         self._written.update(dict.fromkeys(item.writes, self._issued))
         self._used.update(dict.fromkeys(item.uses, self._issued))
@@ -76,7 +76,7 @@ class Lane:
     def follow(self, mark: Mark) -> None:
         """Append a wait for another lane, which writes what that lane is still to write."""
         items = [each for each in mark.lane._items if each.number <= mark.issued]
-        writes = [one for each in items for one in each.held if _storage(one) in each.writes]
+        writes = [one for each in items for one in each.held if storage_id(one) in each.writes]
         self.put(functools.partial(mark.lane.finish, mark.issued), writes=writes)
 
     def last(self, memory: Iterable[Memory], *, writing: bool = False) -> int:
@@ -85,7 +85,7 @@ class Lane:
         writing: count work that reads them too, since they are about to be written.
         """
         places = self._used if writing else self._written
-        return max((places.get(_storage(each), 0) for each in memory), default=0)
+        return max((places.get(storage_id(each), 0) for each in memory), default=0)
 
     def is_done(self, issued: int) -> bool:
         return not self._items or self._items[0].number > issued
@@ -119,7 +119,7 @@ def _below_autograd() -> Iterator[None]:
         yield
 
 
-def _storage(memory: Memory) -> int:
+def storage_id(memory: Memory) -> int:
     found: int = (memory if isinstance(memory, torch.UntypedStorage) else memory.untyped_storage())._cdata
     return found
 
@@ -163,21 +163,21 @@ class Queueing(TorchDispatchMode):
         lane = self._lane
         if not lane or func in _SHAPE_ONLY:
             return func(*args, **kwargs)
-        given = _tensors_in((*args, *kwargs.values()))
-        written = _written(func, args, kwargs)
-        last = max(lane.last(given), lane.last(written, writing=True))
+        given = tensors_in((*args, *kwargs.values()))
+        writes = written(func, args, kwargs)
+        last = max(lane.last(given), lane.last(writes, writing=True))
         if not last or func.is_view:
             return func(*args, **kwargs)
         if not self.is_current:
             pass
-        elif written:
-            if _returns_only_written(func):
-                lane.put(functools.partial(func, *args, **kwargs), given, written)
-                return _returned(func, args, kwargs)
-        elif _has_shapes(func):
-            results = _empty_results(func, args, kwargs)
+        elif writes:
+            if returns_only_written(func):
+                lane.put(functools.partial(func, *args, **kwargs), given, writes)
+                return returned(func, args, kwargs)
+        elif has_shapes(func):
+            results = empty_results(func, args, kwargs)
             if results is not None:
-                lane.put(functools.partial(_fill, results, func, args, kwargs), given, _tensors_in((results,)))
+                lane.put(functools.partial(_fill, results, func, args, kwargs), given, tensors_in((results,)))
                 return results
         lane.finish(last)
         return func(*args, **kwargs)
@@ -209,12 +209,12 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     places = _places_written(func)
-    return _tensors_in([args[index] if index < len(args) else kwargs.get(name) for index, name in places])
+    return tensors_in([args[index] if index < len(args) else kwargs.get(name) for index, name in places])
 
 
-def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """Tensors among an operator's arguments, one level of lists included."""
     found: list[torch.Tensor] = []
     for each in values:
@@ -226,7 +226,7 @@ def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _returns_only_written(func: Any) -> bool:
+def returns_only_written(func: Any) -> bool:
     """In-place operators, and those with one result to write."""
     return (
         len(_places_written(func)) == 1
@@ -236,13 +236,13 @@ def _returns_only_written(func: Any) -> bool:
     )
 
 
-def _returned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def returned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     (index, name) = _places_written(func)[0]
     return args[index] if index < len(args) else kwargs[name]
 
 
 @functools.cache
-def _has_shapes(func: Any) -> bool:
+def has_shapes(func: Any) -> bool:
     """Whether it returns only new tensors, whose shapes do not depend on values."""
     returns = func._schema.returns
     return (
@@ -268,7 +268,7 @@ _MOST_CALLS = 4096
 _returned_shapes: dict[Any, Any] = {}
 
 
-def _empty_results(func: Any, args: Any, kwargs: Any) -> Any:
+def empty_results(func: Any, args: Any, kwargs: Any) -> Any:
     """Uninitialised results; None if their shapes are unknown."""
     key = (func, torch.get_default_dtype(), _shapes_in(args), _shapes_in(kwargs))
     try:

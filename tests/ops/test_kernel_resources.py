@@ -56,13 +56,14 @@ def cross_entropies() -> Iterator[Row]:
 
 
 def moe_router() -> Iterator[Row]:
-    types = "rows=i32 stride=i32 scale=fp32 indices=*i64"
+    types = "rows=i32 stride=i32 scale=fp32 indices=*i32"
     for experts, topk in ((64, 6), (256, 8)):
         tile = launch(experts)
         how = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk, "KBLOCK": 8}
         scores = {**how, "SCORES": "sigmoid", "NORMALISED": True}
-        forward = f"{types} scores=*fp32 probs=*bf16 chosen=*i1 kept=*fp32"
-        yield "moe_router.kernels:forward_kernel", forward, {**scores, "KEEPS": True}, tile.warps, 128
+        groups = {"GROUPS": 8, "GROUPS_CHOSEN": 4, "GROUP_BEST": 2, "GBLOCK": 8, "KEEPS": True}
+        forward = f"{types} scores=*fp32 bias=*fp32 probs=*bf16 chosen=*i1 kept=*fp32"
+        yield "moe_router.kernels:forward_kernel", forward, {**scores, **groups}, tile.warps, 128
         back = f"{types} dprobs=*bf16 kept=*fp32 dlogits=*bf16"
         yield "moe_router.kernels:backward_kernel", back, {**scores, "SCORES": "sqrtsoftplus"}, tile.warps, 128
         back = f"{types} dprobs=*bf16 logits=*bf16 dlogits=*bf16 logits_stride=i32"

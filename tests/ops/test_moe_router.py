@@ -108,16 +108,24 @@ def test_the_loss_is_the_formula() -> None:
 # ---- kernels and torch_npu's operators against the reference ----
 
 
-def megatron_choice(scores: torch.Tensor, topk: int, groups: tuple[int, int] | None) -> torch.Tensor:
+def megatron_choice(
+    scores: torch.Tensor, topk: int, groups: tuple[int, int] | None, top: Any = torch.topk
+) -> torch.Tensor:
     """The experts, by the operators that Megatron's group_limited_topk and topk_routing call."""
     if groups is None:
-        return torch.topk(scores, k=topk, dim=1).indices
+        return top(scores, topk)[1]
     number, chosen = groups
     tokens, experts = scores.shape
-    worth = scores.view(tokens, number, -1).topk(topk // chosen, dim=-1)[0].sum(dim=-1)
-    mask = torch.zeros_like(worth).scatter_(1, torch.topk(worth, k=chosen, dim=-1, sorted=False)[1], 1)
+    worth = top(scores.view(tokens, number, -1), topk // chosen)[0].sum(dim=-1)
+    mask = torch.zeros_like(worth).scatter_(1, top(worth, chosen)[1], 1)
     wide = mask.unsqueeze(-1).expand(tokens, number, experts // number).reshape(tokens, -1)
-    return torch.topk(scores.masked_fill(~wide.bool(), float("-inf")), k=topk, dim=-1)[1]
+    return top(scores.masked_fill(~wide.bool(), float("-inf")), topk)[1]
+
+
+def lowest_first(scores: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.topk as on CUDA: of equal scores the first."""
+    values, places = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :topk], places[..., :topk]
 
 
 @st.composite
@@ -196,6 +204,26 @@ def test_groups_of_16_bit_logits_are_judged_by_rounded_sums() -> None:
     ours = on("cpu", topk_routing)(x, 4, **options)[1]
     assert torch.equal(ours, routing_map(x, megatron_choice(x, 4, (8, 2))))
     assert not torch.equal(ours, routing_map(x, megatron_choice(x.float(), 4, (8, 2))))
+
+
+@pytest.mark.parametrize(
+    ("experts", "topk", "groups"), [(64, 4, None), (33, 33, None), (60, 4, (12, 4)), (60, 10, (5, 2))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("triton_runs")
+def test_triton_chooses_the_first_of_equal_experts(
+    experts: int, topk: int, groups: tuple[int, int] | None, dtype: torch.dtype
+) -> None:
+    x = torch.randint(0, 9, (5, experts), generator=torch.Generator().manual_seed(0)).to(dtype) / 7 - 1
+    x[0, 3], x[1, ::2], x[2, 5] = torch.nan, -torch.inf, torch.inf
+    options = {} if groups is None else {"num_groups": groups[0], "group_topk": groups[1]}
+    bias = torch.arange(experts) % 3 / 4
+    for how, by in (
+        ({}, x),
+        ({"score_function": "sigmoid", "expert_bias": bias}, x.float().sigmoid() + bias),
+    ):
+        chosen = on("triton", topk_routing)(x, topk, **options, **how)[1]
+        assert torch.equal(chosen, routing_map(x, megatron_choice(by, topk, groups, lowest_first)))
 
 
 @pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "group_topk": 2}])

@@ -16,7 +16,6 @@ from mindspeed_lite.ops.moe_router.reference import (
     SOFTMAX,
     Form,
     Groups,
-    aux_loss_scores,
     load_balancing_loss,
 )
 
@@ -62,7 +61,7 @@ def topk_routing(
         sqrtsoftplus                 s = sqrt(softplus(x)),  p as for sigmoid
     times scaling_factor, unless None or 0. expert_bias [E] is added to s for the choice only, without gradient; softmax
     ignores it. group_topk: choose within the group_topk of num_groups equal groups with the highest sums of their
-    topk // group_topk highest s. Ties as in torch.topk on that device.
+    topk // group_topk highest s. Ties as in torch.topk on that device (on CUDA the first).
 
     logits: any strides. Computed in fp32 (float64 for float64); p is rounded once. Returns probs [T, E] in the logits'
     dtype, 0 where not chosen, and routing_map [T, E] bool.
@@ -78,6 +77,21 @@ def topk_routing(
     route: Any = OPERATOR.choose(Case(logits.device.type, logits.dtype, logits.shape[1], form), logits)
     probs, chosen = route(logits, bias, form)
     return probs, chosen
+
+
+def aux_loss_scores(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
+    """Top-k of logits [T, E] without groups and bias, and scores that sum to 1 per token.
+
+    Returns (routing_map, scores): [T, E] bool; [T, E] fp32 (float64 for float64): softmax(x), or s / (sum of all s +
+    1e-20) for the scores s of `topk_routing`. Differentiable through the scores.
+
+    Raises ValueError for an unknown score function or unfit topk.
+    """
+    reference.check(logits, topk, score_function)
+    scores = reference.scores_of(logits, score_function)
+    if score_function != SOFTMAX:
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + reference.EPS)
+    return topk_routing(scores.detach(), topk)[1], scores
 
 
 @functools.lru_cache(maxsize=64)

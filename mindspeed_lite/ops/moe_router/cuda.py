@@ -1,4 +1,7 @@
-"""moe_router on CUDA: torch.topk for the choice, one Triton kernel per direction for the rest."""
+"""moe_router on CUDA: one Triton kernel per direction.
+
+PyTorch computes sigmoid, softplus and softmax before the choice: another rounding would choose other experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.moe_router import Case, kernels, reference
-from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SOFTMAX, Form
+from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SOFTMAX, Form, Groups
 from mindspeed_lite.ops.row_kernels import WIDEST, launch, on
 from mindspeed_lite.ops.rows import as_rows
 
@@ -31,21 +34,24 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
     (logits, expert_bias), (form, experts) = inputs, options
     tokens, topk = logits.shape[0], form.topk
     scores = logits if form.scores == SOFTMAX else reference.scores_of(logits, form.scores)
-    by = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
-    indices = reference.choose(by, form)[1].contiguous()
+    indices = logits.new_empty((tokens, topk), dtype=torch.int32)
     probs = logits.new_empty(tokens, experts)
     chosen = logits.new_empty((tokens, experts), dtype=torch.bool)
     # The chosen scores, for SOFTMAX their softmax; the softmax over all experts is recomputed from the logits.
     kept = None if form.scores == PRE_SOFTMAX else logits.new_empty((tokens, topk), dtype=torch.float32)
     rows, stride = as_rows(scores)
+    groups = form.groups or Groups(1, 1, 1)
+    padded = triton.next_power_of_2(groups.number)
     if tokens:
-        tile = launch(experts)
+        tile = launch(padded * triton.next_power_of_2(experts // groups.number))
         with on(logits):
             kernels.forward_kernel[(triton.cdiv(tokens, tile.rows),)](
-                rows, indices, probs, chosen, kept, tokens, stride, form.scale,
+                rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, chosen, kept,
+                tokens, stride, form.scale,
                 SCORES=form.scores, NORMALISED=form.normalised, KEEPS=kept is not None,
+                GROUPS=groups.number, GROUPS_CHOSEN=groups.chosen, GROUP_BEST=groups.best,
                 EXPERTS=experts, TOPK=topk, KBLOCK=triton.next_power_of_2(topk), ROWS=tile.rows, BLOCK=tile.block,
-                num_warps=tile.warps,
+                GBLOCK=padded, num_warps=tile.warps,
             )  # fmt: skip
     return (probs, chosen), (indices, logits if kept is None else kept)
 

@@ -92,21 +92,6 @@ def routing_map(logits: Tensor, indices: Tensor) -> Tensor:
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
 
 
-def aux_loss_scores(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
-    """Top-k of logits [T, E] without groups and bias, and scores that sum to 1 per token.
-
-    Returns (routing_map, scores): [T, E] bool; [T, E] fp32 (float64 for float64): softmax(x), or s / (sum of all s +
-    1e-20) for the scores s of `topk_routing`. Differentiable through the scores.
-
-    Raises ValueError for an unknown score function or unfit topk.
-    """
-    check(logits, topk, score_function)
-    scores = scores_of(logits, score_function)
-    if score_function != SOFTMAX:
-        scores = scores / (scores.sum(dim=-1, keepdim=True) + EPS)
-    return routing_map(logits, torch.topk(scores, topk, dim=1).indices), scores
-
-
 def load_balancing_loss(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, topk: int, num_experts: int, coeff: float
 ) -> Tensor:
