@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import predicted_time
 from benchmarks.__main__ import keep, page_of
 from benchmarks.agreement import worst
 from benchmarks.configurations import CONFIGURATIONS
@@ -34,17 +33,6 @@ def test_a_tiny_run_writes_its_page(tmp_path, name):
     assert text.startswith("# ") and text.count("\n| ") >= 3 and "DIFFER" not in text
 
 
-@matrix.whole
-def test_weight_gradients_run_while_a_zero_bubble_schedule_would_wait():
-    """Where a send holds up the next step until the other rank receives, zb-h1 waits longer than 1F1B."""
-    words = ["-m", "benchmarks.pipeline_prediction", "--orders", "1f1b", "zb-h1", "--layer", "20"]
-    ran = python(*words, cwd=ROOT, path=[ROOT], timeout=200)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = [line.split("|") for line in ran.stdout.splitlines() if line.startswith("| `")]
-    recorded = {row[1].strip(" `"): float(row[3].strip(" %")) for row in rows}
-    assert recorded["zb-h1"] < recorded["1f1b"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_input_is_one_line(name, capsys):
     benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
@@ -52,21 +40,6 @@ def test_bad_input_is_one_line(name, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--no-such-option"])
     assert f"python -m benchmarks.{name}: error: unrecognized arguments" in capsys.readouterr().err
-
-
-def test_trainings_whose_ranks_share_cores_are_judged_separately():
-    found = (
-        ("a", "two processes", 2, 1.0, 1.1),
-        ("b", "two processes", 2, 2.0, 1.0),
-        ("c", "two processes", 2, 3.0, 0.9),
-        ("d", "four processes", 4, 1.0, 4.0),
-    )
-    rows = [dict(zip(("name", "group", "processes", "predicted", "measured"), row, strict=True)) for row in found]
-    text = "\n".join(predicted_time.summary(rows, 2))
-    assert "Mean error where every rank has a core: 114.1% over 3 trainings" in text and "+233.3% (c)" in text
-    assert "Mean error where ranks share cores: 75.0% over 1 trainings" in text
-    assert "Of 3 layouts on two processes, the one predicted fastest is number 3 as measured." in text
-    assert "four processes" not in text, "one layout alone is no choice"
 
 
 def test_losses_are_shown_at_their_worst():
