@@ -1,6 +1,6 @@
 """Everything that one GPU is to tell, in one command of at most 570 seconds: `python -m benchmarks.gpu`.
 
-    python -m benchmarks.gpu [--seconds 570] [--only PART ...] [--wheels DIR] [--fresh] [--again UNIT ...]
+    python -m benchmarks.gpu [--seconds 570] [--only PART ...] [--wheels DIR] [--fresh]
     python -m benchmarks.gpu --tiny [--device cpu|cuda]
 
 Writes NAME.md and NAME.json, named after the device, into $OUT, else into docs/benchmarks/gpu/, after every part.
@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     campaign.notes = [f"{package} is not installed: {what} is left out" for package, what in missing_packages().items()]
     if not options.fresh:
         campaign.resume([scratch, out, KEPT])
-    campaign.forget(options.again or ())
     parts = [part for part in PARTS if not options.only or part.name in options.only]
     try:
         return campaign.run(parts, began + options.seconds)
@@ -67,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that the campaign runs")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default)g)")
     parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
-    parser.add_argument("--again", nargs="+", metavar="UNIT", help="measure these units or parts again")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--wheels", metavar="DIR", help="wheels that come before what is installed")
     return parser

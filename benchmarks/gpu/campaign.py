@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import subprocess
 import sys
@@ -22,8 +21,6 @@ from mindspeed_lite.child_process import child_process, terminate
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA_VERSION = 2
 _POLL_SECONDS = 0.1
-_MEASURED_ROOMS = ("mindspeed_lite", "patches", "examples", "benchmarks/gpu")
-_FINISHED = ("ok", "failed")
 
 Record = dict[str, Any]
 
@@ -37,7 +34,6 @@ class _Worker:
     log: Path
     share: str
     read: int = 0
-    planned: list[str] | None = None
     running: str = ""
     since: float = field(default_factory=time.monotonic)
 
@@ -52,7 +48,6 @@ class Campaign:
         self.scratch, self.out, self.environment = scratch, out, environment
         self.notes: list[str] = []
         self.records: dict[str, Record] = {part.name: _blank(part) for part in PARTS}
-        self.code = _code()
         for folder in (scratch, out):
             output.check_writable(folder)
 
@@ -65,14 +60,6 @@ class Campaign:
                 if part["name"] in self.records:
                     self.records[part["name"]] |= {key: part[key] for key in part if key != "about"}
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Drop what is recorded of these parts or units."""
-        for record in self.records.values():
-            for unit in [*record["units"]]:
-                if unit in names or record["name"] in names:
-                    del record["units"][unit]
-                    record |= {"state": "stopped", "reason": "to be measured again"}
-
     def run(self, parts: Sequence[Part], deadline: float) -> int:
         """Measure what is missing; 1 where a unit of these parts failed."""
         self.write()
@@ -83,7 +70,7 @@ class Campaign:
             record = self.records[part.name]
             if part.repeats:
                 record["units"] = {}
-            elif record["state"] == "complete" and not self._to_do(record, record["units"]):
+            elif record["state"] == "complete" and all(each["state"] == "ok" for each in record["units"].values()):
                 print(f"== {part.name}: finished in an earlier call", flush=True)
                 continue
             if limit < part.least:
@@ -94,6 +81,8 @@ class Campaign:
                 self.write()
                 continue
             print(f"== {part.name}: {part.about}; at most {limit:.0f} s", flush=True)
+            # What failed or was skipped is measured again.
+            record["units"] = {name: unit for name, unit in record["units"].items() if unit["state"] == "ok"}
             self._measure(part, record, limit)
             self.write()
         print(f"wrote {self.name}.md and {self.name}.json", flush=True)
@@ -107,7 +96,6 @@ class Campaign:
             "kind": "campaign",
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "tiny": self.tiny,
-            "code": self.code,
             "notes": self.notes,
             "parts": [*self.records.values()],
         }
@@ -119,16 +107,6 @@ class Campaign:
         except Exception as error:  # the JSON has every figure, and what is not measured yet is worth more than a page
             text = f"# {self.name}\n\nThe page could not be rendered: {type(error).__name__}: {error}. See the JSON.\n"
         output.write_file(self.out / f"{self.name}.md", text)
-
-    def _to_do(self, record: Record, names: Sequence[str] | Mapping[str, Any]) -> list[str]:
-        """A failed unit is measured again when the code has changed."""
-        units = record["units"]
-        return [
-            name
-            for name in names
-            if units.get(name, {}).get("state") not in _FINISHED
-            or (units[name]["state"] == "failed" and units[name]["code"] != self.code)
-        ]
 
     def _measure(self, part: Part, record: Record, limit: float) -> None:
         began = time.monotonic()
@@ -157,9 +135,9 @@ class Campaign:
         number = share.partition("/")[0]
         lines, log = folder / f"{number}.jsonl", folder / f"{number}.log"
         lines.write_text("")
-        done = [name for name in record["units"] if name not in self._to_do(record, record["units"])]
-        command = [sys.executable, "-m", "benchmarks.gpu.units", part.module, "--device", self.device]
-        command += ["--lines", str(lines), "--share", share, *(["--tiny"] if self.tiny else []), "--done", *done]
+        command = [sys.executable, "-m", "benchmarks.gpu.units", part.module, part.name, "--device", self.device]
+        command += ["--lines", str(lines), "--share", share, *(["--tiny"] if self.tiny else [])]
+        command += ["--done", *(name for name, unit in record["units"].items() if unit["state"] != "running")]
         with log.open("w") as file:
             process = stack.enter_context(
                 # Asked to end, it ends the training that it has started, whose session is another.
@@ -179,11 +157,8 @@ class Campaign:
         """Read what the worker has written; None when it is done, another worker when it had to be replaced."""
         ended = worker.process.poll() is not None
         for entry in _new_lines(worker):
-            if "plan" in entry:
-                worker.planned = entry["plan"]
-                continue
             name = entry.pop("unit")
-            record["units"][name] = entry | {"code": self.code}
+            record["units"][name] = entry
             worker.running = name if entry["state"] == "running" else ""
             worker.since = time.monotonic()
             if not worker.running:
@@ -200,9 +175,9 @@ class Campaign:
         if not worker.running:
             # It does not even start: nothing can be learnt from starting it again.
             record["reason"] = reason
-            record["units"]["start"] = _unit("failed", reason, self.code)
+            record["units"]["start"] = {"state": "failed", "reason": reason, "seconds": 0.0, "figures": {}}
             return None
-        record["units"][worker.running] |= {"state": "failed", "reason": reason, "code": self.code}
+        record["units"][worker.running] |= {"state": "failed", "reason": reason}
         print(f"   {worker.running}: failed: {reason}", flush=True)
         return self._start(stack, part, record, worker.share)
 
@@ -229,10 +204,6 @@ def _blank(part: Part) -> Record:
     }
 
 
-def _unit(state: str, reason: str, code: str) -> Record:
-    return {"state": state, "reason": reason, "seconds": 0.0, "figures": {}, "code": code}
-
-
 def _read(path: Path) -> Record | None:
     try:
         found: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -244,12 +215,3 @@ def _read(path: Path) -> Record | None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-def _code() -> str:
-    """A digest of the code that is measured."""
-    found = hashlib.sha256()
-    paths = [path for room in _MEASURED_ROOMS for path in (ROOT / room).rglob("*")]
-    for path in sorted(path for path in paths if path.suffix in (".py", ".cpp", ".h")):
-        found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:12]

@@ -16,7 +16,7 @@ from mindspeed_lite.ops.case import Contender, Problem
 Function = Callable[..., torch.Tensor]
 
 
-def units(device: str, tiny: bool) -> list[Unit]:
+def units(part: str, device: str, tiny: bool) -> list[Unit]:
     """A unit for each decision."""
     return [
         case_unit("rms_norm", "16384x4096", device, tiny, functools.partial(_triton_norm, False)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -15,19 +14,19 @@ from mindspeed_lite.bench import ceiling, environment
 _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,temperature.gpu"
 
 
-def units(device: str, tiny: bool) -> list[Unit]:
+def units(part: str, device: str, tiny: bool) -> list[Unit]:
     """Versions, nvidia-smi and ceilings."""
 
-    def versions(keep: Callable[[Figures], None]) -> Figures:
+    def versions() -> Figures:
         return environment.describe(platform.choose(device))
 
-    def ceilings(keep: Callable[[Figures], None]) -> Figures:
+    def ceilings() -> Figures:
         return asdict(ceiling.measure(device, torch.bfloat16))
 
     return [Unit("versions", versions), Unit("nvidia-smi", _nvidia_smi), Unit("ceilings", ceilings)]
 
 
-def _nvidia_smi(keep: Callable[[Figures], None]) -> Figures:
+def _nvidia_smi() -> Figures:
     try:
         asked = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=10

@@ -31,10 +31,9 @@ SHAPES: Mapping[str, str] = {
 _HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 EFFORT = timing.Effort(sample_seconds=0.02, rounds=(5, 5), warmup=2)
 Extra = Callable[[Problem], Sequence[Contender]]
-Keep = Callable[[Figures], None]
 
 
-def units(device: str, tiny: bool) -> list[Unit]:
+def units(part: str, device: str, tiny: bool) -> list[Unit]:
     """A unit for each operator; one without a CUDA backend says so instead of a time."""
 
     def measured(name: str, text: str) -> Unit:
@@ -45,25 +44,25 @@ def units(device: str, tiny: bool) -> list[Unit]:
     return [measured(name, text) for name, text in SHAPES.items()]
 
 
-def _left_out(keep: Keep) -> Figures:
+def _left_out() -> Figures:
     raise SkippedError("it has no CUDA backend: its calls run PyTorch's own")
 
 
 def case_unit(operator: str, text: str, device: str, tiny: bool, extra: Extra = lambda case: ()) -> Unit:
     """The unit of one case in bf16, with contenders besides those that the operator declares."""
 
-    def run(keep: Keep) -> Figures:
+    def run() -> Figures:
         declared = discovery.cases(operator)
         shape = declared.correctness[1 if "main" in text else 0] if tiny else text
         case = declared.problem(shape, device, torch.bfloat16)
         contenders = [each for each in case.contenders if each.name != COMPILED]
         peers = liger.contenders(operator, declared.parse(shape)) if device == "cuda" and _HAS_LIGER else []
-        return measure_case(case, [*contenders, *peers, *extra(case)], keep)
+        return measure_case(case, [*contenders, *peers, *extra(case)])
 
     return Unit(operator, run)
 
 
-def measure_case(case: Problem, contenders: Sequence[Contender], keep: Keep) -> Figures:
+def measure_case(case: Problem, contenders: Sequence[Contender]) -> Figures:
     """Times of every contender that agrees with ours, forward and forward with backward; and why the others have none.
 
     Forward builds the graph, so that the difference of the two is the backward pass.
@@ -88,7 +87,6 @@ def measure_case(case: Problem, contenders: Sequence[Contender], keep: Keep) -> 
             name: {"device": each.device, "host": each.host, "waits": any(one.waits for one in each.samples)}
             for name, each in timed.items()
         } | {name: {"error": error} for name, error in failed.items()}
-        keep(figures)
     ours = errors.get(OURS) or figures["times"]["forward"].get(OURS, {}).get("error")
     if ours:
         figures["failed"] = f"mindspeed_lite: {ours}"

@@ -40,8 +40,6 @@ def render(found: Json, data: str) -> str:
         lines += [f"## {heading}", "", *_operators(parts[name], reached)]
     for name in ("dense", "experts"):
         lines += [f"## Training: {name}", "", *_training(parts[name], reached)]
-    lines += ["## Tools", "", *_tools(parts)]
-    lines += _other_code(found)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -242,31 +240,6 @@ def _training(part: Json, reached: Json | None) -> list[str]:
     lines = [text, "", *table(header, rows), f"- On: {features}"]
     fallbacks = dict.fromkeys(text for run in runs.get(ON, ()) for text in run["fallbacks"])
     return [*lines, *(f"- fallback: {_cell(text)}" for text in fallbacks), ""]
-
-
-def _tools(parts: Mapping[str, Json]) -> list[str]:
-    lines = [
-        f"- {name}: {_cell(unit['figures']['summary'])}; {', '.join(unit['figures']['operators'])}"
-        for name, unit in parts["sanitizer"]["units"].items()
-        if unit["figures"].get("summary")
-    ]
-    rows = [
-        (name.removeprefix("ncu "), _cell(row["kernel"])[:60], *(row.get(key, "-") for key in keys))
-        for keys in [("time", "memory", "compute", "registers")]
-        for name, unit in parts["profile"]["units"].items()
-        for row in unit["figures"].get("kernels", ())
-    ]
-    found = table(("ncu", "Kernel", "Time", "Memory", "Compute", "Registers"), rows) if rows else []
-    return [*lines, *([""] if lines else []), *found] or ["Nothing was measured.", ""]
-
-
-def _other_code(found: Json) -> list[str]:
-    """How much was measured with other code than the last."""
-    counts = {
-        part["name"]: sum(unit["code"] != found["code"] for unit in part["units"].values()) for part in found["parts"]
-    }
-    old = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
-    return [f"Measured with earlier code (units): {old}.", ""] if old else []
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,7 +13,7 @@ class Part:
     """Units of one module, measured in processes of their own.
 
     Attributes:
-        module: its `units(device, tiny)` lists what is measured.
+        module: its `units(part, device, tiny)` lists what is measured for the part of that name.
         seconds: when the part is stopped; slack of earlier parts is added.
         least: with less time left the part does not start.
         unit_seconds: a unit that takes longer has hung.
@@ -36,10 +36,8 @@ PARTS = (
     Part("numerics", "every operator against float64", "benchmarks.gpu.numerics", 50, 10, 20, workers=8),
     Part("tests", "the tests of CUDA kernels", "benchmarks.gpu.cuda_tests", 40, 15, 120),
     Part("decisions", "kernels of which one is to be chosen", "benchmarks.gpu.decisions", 50, 15, 30),
-    Part("dense", "4 layers, hidden 4096, sequence 4096, vocabulary 128,256", "benchmarks.gpu.dense", 220, 75, 90),
-    Part("experts", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", "benchmarks.gpu.experts", 80, 40, 60),
-    Part("sanitizer", "compute-sanitizer on small cases", "benchmarks.gpu.sanitizer", 35, 20, 60),
-    Part("profile", "ncu on five kernels", "benchmarks.gpu.ncu_kernels", 30, 20, 60),
+    Part("dense", "4 layers, hidden 4096, sequence 4096, vocabulary 128,256", "benchmarks.gpu.training", 220, 75, 90),
+    Part("experts", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", "benchmarks.gpu.training", 80, 40, 60),
     Part("operators", "the remaining operators", "benchmarks.gpu.operators", 25, 10, 20),
     Part("machine again", "ceilings after everything else", "benchmarks.gpu.machine", 10, 5, 15, repeats=True),
 )

@@ -1,14 +1,13 @@
-"""Trainings with features off and on, and off with Liger-Kernel's patch of Megatron, in turns."""
+"""Trainings that the GPU bounds: off, dense with Liger-Kernel's patch of Megatron, on; in turns."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import statistics
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.configurations import Configuration
+from benchmarks.configurations import CONFIGURATIONS, Configuration
 from benchmarks.gpu.units import Figures, SkippedError, Unit
 from mindspeed_lite.bench import harness
 from mindspeed_lite.bench.plan import Arm
@@ -19,8 +18,10 @@ _ARMS = {OFF: Arm("off", "off"), ON: Arm("on", "all"), LIGER: Arm("off", "off")}
 _LIGER_SCRIPT = "benchmarks/gpu/liger_pretrain_gpt.py"
 
 
-def training_units(configuration: Configuration, arms: Sequence[str], device: str, tiny: bool) -> list[Unit]:
-    """Two runs of each arm, in turns."""
+def units(part: str, device: str, tiny: bool) -> list[Unit]:
+    """Two runs of each arm, in turns. Liger's kernels are Triton's, which need a GPU."""
+    configuration = next(each for each in CONFIGURATIONS["tiny" if tiny else "gpu"] if each.name == part)
+    arms = (OFF, LIGER, ON) if part == "dense" else (OFF, ON)
     return [
         Unit(f"{arm} {repeat}", functools.partial(_train, configuration, arm, repeat, device, tiny))
         for repeat in (1, 2)
@@ -28,9 +29,7 @@ def training_units(configuration: Configuration, arms: Sequence[str], device: st
     ]
 
 
-def _train(
-    configuration: Configuration, arm: str, repeat: int, device: str, tiny: bool, keep: Callable[[Figures], None]
-) -> Figures:
+def _train(configuration: Configuration, arm: str, repeat: int, device: str, tiny: bool) -> Figures:
     command = configuration.command()
     if arm == LIGER:
         if importlib.util.find_spec("liger_kernel") is None:

@@ -1,6 +1,6 @@
 """Runs the units of a part in this process and writes a line of JSON when each begins and ends.
 
-    python -m benchmarks.gpu.units MODULE --device cuda --lines FILE [--tiny] [--share 0/4] [--done NAME ...]
+    python -m benchmarks.gpu.units MODULE PART --device cuda --lines FILE [--tiny] [--share 0/4] [--done NAME ...]
 
 A killed or crashed process leaves the lines of the units that it finished.
 """
@@ -26,10 +26,10 @@ class SkippedError(Exception):
 
 
 class Unit(NamedTuple):
-    """One thing to measure; `run(keep)` returns its figures and may hand preliminary ones to `keep`."""
+    """One thing to measure; `run()` returns its figures."""
 
     name: str
-    run: Callable[[Callable[[Figures], None]], Figures]
+    run: Callable[[], Figures]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _end_with_parent()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.units")
     parser.add_argument("module")
+    parser.add_argument("part")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--lines", required=True)
     parser.add_argument("--tiny", action="store_true")
@@ -51,11 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
             file.flush()
 
-        listed: list[Unit] = importlib.import_module(options.module).units(options.device, options.tiny)
+        listed = importlib.import_module(options.module).units(options.part, options.device, options.tiny)
         number, count = map(int, options.share.split("/"))
-        own = listed[number::count]
-        tell(plan=[unit.name for unit in own])
-        for unit in own:
+        for unit in listed[number::count]:
             if unit.name not in options.done:
                 _run(unit, tell)
     return 0
@@ -77,7 +76,7 @@ def _run(unit: Unit, tell: Callable[..., None]) -> None:
 
     write("running", {})
     try:
-        figures = unit.run(lambda found: write("running", found))
+        figures = unit.run()
         state = "failed" if figures.get("failed") else "ok"
         write(state, figures, str(figures.get("failed") or ""))
     except SkippedError as error:
