@@ -12,6 +12,7 @@ from torch import Tensor
 from mindspeed_lite.ops import autograd, traced
 from mindspeed_lite.ops.rows import precision
 
+aten: Any = torch.ops.aten
 # Elements whose intermediates fit a CPU cache.
 _BLOCK = 1 << 17
 
@@ -47,6 +48,28 @@ PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "squared_relu": lambda x: F.relu(x).square(),
 }
+_FUNCTIONS = {**GATED, **PLAIN}
+
+
+def _gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    dx: Tensor = aten.gelu_backward(dy, x, approximate="tanh")
+    return dx
+
+
+def _quick_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    share = torch.sigmoid(1.702 * x)
+    dx: Tensor = dy * share + 1.702 * aten.sigmoid_backward(dy * x, share)
+    return dx
+
+
+# dy f'(x).
+_GRADIENTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": aten.silu_backward,
+    "geglu": _gelu_gradient,
+    "quick_geglu": _quick_gelu_gradient,
+    "gelu": _gelu_gradient,
+    "squared_relu": lambda dy, x: 2 * dy * F.relu(x),
+}
 
 
 def definition(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec) -> Tensor:
@@ -78,33 +101,57 @@ def activation(x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: Act
 def _forward(inputs: Any, spec: ActivationSpec) -> tuple[Tensor, autograd.Inputs]:
     x, bias, weights = inputs
     parts = [definition(rows, bias, w, spec) for rows, w in _blocks(x, weights)]
-    return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1]), inputs
+    return _joined(parts).view(*x.shape[:-1], parts[0].shape[-1]), inputs
 
 
 def _backward(dy: Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
     x, bias, weights = saved
-    dtype = precision(x.dtype)
-    # fp32, so that gradients of blocks are summed in fp32.
-    wide_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wanted[1])
     found: list[list[Tensor]] = [[], [], []]
     for (rows, w), (grad, _) in zip(_blocks(x, weights), _blocks(dy, None, x.shape[-1]), strict=True):
-        rows = rows.detach().requires_grad_(wanted[0])
-        w = None if w is None else w.detach().requires_grad_(wanted[2])
-        # Hooks that count or move activations must not see what lives for a block.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-            y = definition(rows, wide_bias, w, spec)
-        leaves = [(n, leaf) for n, leaf in enumerate((rows, wide_bias, w)) if leaf is not None and wanted[n]]
-        for (n, _), gradient in zip(leaves, torch.autograd.grad(y, [leaf for _, leaf in leaves], grad), strict=True):
-            found[n].append(gradient)
+        dx, dw = _gradients(grad, rows, bias, w, spec, wanted[2])
+        if dw is not None:
+            found[2].append(dw)
+        if wanted[1]:
+            found[1].append(dx.sum(0))
+        found[0].append(dx.to(x.dtype))
     return (
-        torch.cat(found[0]).view(x.shape) if wanted[0] else None,
+        _joined(found[0]).view(x.shape) if wanted[0] else None,
+        # Summed in fp32.
         torch.stack(found[1]).sum(0).to(bias.dtype) if wanted[1] else None,
-        torch.cat(found[2]).view(weights.shape) if wanted[2] else None,
+        _joined(found[2]).view(weights.shape) if wanted[2] else None,
     )
 
 
-def _unchanged(saved: Tensor) -> Tensor:
-    return saved
+def _gradients(
+    dy: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec, wants_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of x in fp32 (float64 for float64), and of weights."""
+    dtype = precision(x.dtype)
+    dy, wide = dy.to(dtype), x.to(dtype)
+    if bias is not None:
+        wide = wide + bias.to(dtype)
+    gate, up = wide.chunk(2, dim=-1) if spec.is_gated else (wide, None)
+    outside = None
+    if spec.clamp is not None and up is not None:
+        outside = gate > spec.clamp, up.abs() > spec.clamp
+        gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
+    if spec.linear_offset and up is not None:
+        up = up + spec.linear_offset
+    value, dw = _FUNCTIONS[spec.kind](gate), None
+    if weights is not None:
+        if wants_weights:
+            dw = (dy * (value if up is None else value * up)).sum(-1, keepdim=True).to(weights.dtype)
+        dy = dy * weights.to(dtype)
+    if up is None:
+        return _GRADIENTS[spec.kind](dy, gate), dw
+    parts = [_GRADIENTS[spec.kind](dy * up, gate), dy * value]
+    if outside is not None:
+        parts = [part.masked_fill(mask, 0.0) for part, mask in zip(parts, outside, strict=True)]
+    return torch.cat(parts, -1), dw
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _blocks(x: Tensor, weights: Tensor | None, width: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
