@@ -161,6 +161,24 @@ def counted(model, offload):
 
 
 @forked("megatron")
+def test_a_second_run_on_other_values_is_noticed():
+    with mindspeed_lite.enabled(**ON):
+        off = step(model_of())
+    with mindspeed_lite.enabled(**ON):
+        model = model_of()
+        inner = type(model.layers[1])._forward_attention
+        layer = model.layers[1]
+
+        def wrong(*args, **kwargs):
+            if torch.is_grad_enabled():
+                kwargs["hidden_states"] = kwargs["hidden_states"] * 1.01
+            return inner(layer, *args, **kwargs)
+
+        layer._forward_attention = wrong
+        assert not same(step(model), off)
+
+
+@forked("megatron")
 def test_a_model_that_computes_again_by_itself_is_left_alone_in_python_too():
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     with mindspeed_lite.enabled(**ON), pytest.raises(FallbackError, match="--recompute-granularity"):
