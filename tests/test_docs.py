@@ -14,7 +14,6 @@ import torch
 
 from mindspeed_lite import runtime
 from mindspeed_lite.cli import COMMANDS, doctor_checks
-from mindspeed_lite.patches._shared.megatron_arguments import DEFAULTS
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
 from tests.harness.plans import applied, context_of, session_of
 from tests.harness.process_groups import start
@@ -109,30 +108,6 @@ def test_flags_in_the_readme_and_on_their_page_exist() -> None:
     assert flags_in(README) >= OTHERS, "OTHERS has a flag that README does not name"
 
 
-def test_the_first_screen_of_the_readme_shows_results_and_the_start() -> None:
-    screen = text(README).split("## What it gives")[0]
-    assert len(screen.splitlines()) < 70
-    for part in (
-        "benchmarks/results.png",
-        "95 % interval",
-        "not run yet",
-        "make demo",
-        "import mindspeed_lite.megatron",
-    ):
-        assert part in screen
-
-
-def test_the_picture_shows_committed_reports() -> None:
-    sys.path.insert(0, str(DOCS))
-    try:
-        import picture
-    finally:
-        sys.path.remove(str(DOCS))
-    page = text(README)
-    for row in picture.results():
-        assert f"{row['speed_ratio']:.2f}x" in page and f"(docs/benchmarks/cpu/{row['name']}/report.md)" in page
-
-
 def test_the_site_has_every_page_in_its_navigation() -> None:
     site = text(ROOT / "mkdocs.yml")
     for page in DOCS.rglob("*.md"):
@@ -161,15 +136,6 @@ def test_commands_exist(page: Path) -> None:
 def test_examples_compile(page: Path) -> None:
     for number, block in enumerate(blocks(page, "python")):
         compile(block, f"{page.name}, example {number + 1}", "exec")
-
-
-def test_the_readme_has_one_test_command() -> None:
-    assert blocks(README, "sh").count("make test\n") == 1
-
-
-def test_every_switched_default_is_documented() -> None:
-    page = text(DOCS / "defaults.md")
-    assert all(f"`{default.flag}`" in page for default in DEFAULTS)
 
 
 def test_every_assumption_of_the_device_layer_is_documented() -> None:

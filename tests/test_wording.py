@@ -18,8 +18,6 @@ IDIOMS = re.compile(
     r"|in whose stead)\b",
     re.IGNORECASE,
 )
-# Files that have yet to be rewritten; each leaves this list when it is. None is added.
-TO_REWRITE: set[str] = set()
 # `Case` is one word for every operator's call. The others are to be renamed; none is added.
 SHARED_NAMES = {
     "Case",
@@ -49,11 +47,7 @@ def prose(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_docstrings_and_comments_use_the_terms_of_the_field(path: Path) -> None:
-    idioms = [found.group() for text in prose(path) for found in IDIOMS.finditer(text)]
-    if name(path) in TO_REWRITE:
-        assert idioms, f"{name(path)} is rewritten: take it off TO_REWRITE"
-    else:
-        assert not idioms
+    assert not [found.group() for text in prose(path) for found in IDIOMS.finditer(text)]
 
 
 # Reports under benchmarks/ quote the version that wrote them.
@@ -63,10 +57,6 @@ PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_pages_use_the_terms_of_the_field(page: Path) -> None:
     assert not [found.group() for found in IDIOMS.finditer(" ".join(page.read_text(encoding="utf-8").split()))]
-
-
-def test_only_files_that_exist_are_left_to_rewrite() -> None:
-    assert {name(path) for path in FILES} >= TO_REWRITE
 
 
 def test_a_public_class_name_is_defined_once() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindspeed_lite.bench.statistics import _T, TOO_FEW, paired_ratio, spread
+from mindspeed_lite.bench.statistics import TOO_FEW, paired_ratio, spread
 
 
 def test_nothing_against_nothing_is_one_nine_times_in_ten() -> None:
@@ -43,18 +43,6 @@ def test_one_pair_has_no_interval_and_none_no_ratio() -> None:
     assert found is not None and found.ratio == 2.0 and found.low is None
     assert found.verdict("faster", "slower") == "one pair: no interval"
     assert paired_ratio([], []) is None
-
-
-def test_the_table_of_t_is_that_of_student() -> None:
-    """Checked by integrating the density between the quantiles: 95 % of it."""
-    for degrees, t in enumerate(_T, 1):
-        scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
-        steps = 4000
-        width = 2 * t / steps
-        inside = sum(
-            scale * (1 + (-t + (index + 0.5) * width) ** 2 / degrees) ** (-(degrees + 1) / 2) for index in range(steps)
-        )
-        assert inside * width == pytest.approx(0.95, abs=2e-4), degrees
 
 
 def test_the_spread_is_between_the_10_and_90_per_cent_quantiles() -> None:

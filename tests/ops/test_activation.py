@@ -135,11 +135,6 @@ def test_what_does_not_fit_is_refused(arguments: tuple[Any, str], options: dict[
         activation(torch.zeros(shape), kind, **options)
 
 
-# ---- the NPU path on an emulation of torch_npu ----
-
-ON_NPU = [kind for kind in KINDS if kind not in ("quick_geglu", "squared_relu")]
-
-
 # ---- Triton ----
 
 

@@ -278,9 +278,6 @@ def test_the_npu_path_judges_groups_by_one_or_two(npu_twin: list[twin.Call]) -> 
     assert len(npu_twin) == 4
 
 
-# ---- Triton ----
-
-
 # ---- which backend, and what is refused ----
 
 

@@ -9,14 +9,8 @@ import pytest
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches.adaptive_memory import FEATURE
 
-ON = {"adaptive_memory": True, "memory_budget": 1.0}
-
-
-def context(settings=None, **args):
-    return Context(Settings(ON if settings is None else settings), "cpu", {}, args)
-
 
 def test_without_a_solver_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"scipy.*pip install mindspeed-lite\[adaptive\]"):
-        FEATURE.condition(context())
+        FEATURE.condition(Context(Settings({"adaptive_memory": True, "memory_budget": 1.0}), "cpu", {}, {}))

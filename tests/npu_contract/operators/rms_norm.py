@@ -133,8 +133,6 @@ CONTRACTS = {
     "npu_rms_norm_backward": rms_norm_backward,
 }
 
-_CALL = "torch_npu.npu_rms_norm(rows, scale, epsilon=eps)[0]"
-
 MUTATIONS = {
     "epsilon left out": Mutation("scale, epsilon=eps", "scale", "epsilon is 1e-06: want 1e-05"),
     "epsilon by position": Mutation("scale, epsilon=eps", "scale, eps", "epsilon not passed by name"),
