@@ -18,6 +18,7 @@ from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.parallel import overlapped_gemm
+from mindspeed_lite.parallel.compressed_reduce import CompressedReduce
 from mindspeed_lite.parallel.context.layout import zigzag
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.expert import exchange
@@ -110,15 +111,30 @@ def product_reduced(recorder: Recorder) -> None:
     overlapped_gemm.matmul_reduce(empty(TOKENS, WIDE), empty(WIDE, HIDDEN), TENSOR, 4).wait()  # type: ignore[arg-type]
 
 
-def shared_expert(recorder: Recorder) -> None:
+def shared_expert(recorder: Recorder, message: Any = None) -> None:
     """Tokens leave for experts while the shared expert computes."""
     x, weight = empty(TOKENS, 4096), empty(4096, 4096)
     messages = exchange.Messages()
     messages.begin()
-    out = exchange.issue(x, exchange.AllToAll(None, None, EXPERTS), messages, False)  # type: ignore[arg-type]
+    message = message or exchange.AllToAll(None, None, EXPERTS)  # type: ignore[arg-type]
+    out = exchange.issue(x, message, messages, False)
     shared = x @ weight
     messages.wait()
-    (out @ weight).add_(shared)
+    (out @ weight)[:TOKENS].add_(shared)
+
+
+def gathered_tokens(recorder: Recorder) -> None:
+    shared_expert(recorder, exchange.AllGather(Group("few experts", 2)))  # type: ignore[arg-type]
+
+
+def compressed_gradients(recorder: Recorder) -> None:
+    """A bucket's gradients travel while the layer before computes its own."""
+    numel, weight = 4096 * 4096, empty(4096, 4096)
+    reduce = CompressedReduce(numel, torch.device("meta"), EXPERTS, "int8", scatters=True)  # type: ignore[arg-type]
+    for _ in range(2):
+        pending = reduce.start(empty(numel).float(), 8)
+        empty(TOKENS, 4096) @ weight
+        pending.wait()
 
 
 def expert_gradients(recorder: Recorder) -> None:
@@ -195,6 +211,8 @@ SCHEDULES: dict[str, dict[str, Callable[[Recorder], None]]] = {
         "product, all-reduce": product_reduced,
     },
     "moe_alltoall_overlap_comm": {"tokens to experts, shared expert": shared_expert},
+    "moe_allgather_overlap_comm": {"tokens to experts, shared expert": gathered_tokens},
+    "grad_reduce_compression": {"gradients in 8 bits, backward": compressed_gradients},
     "moe_wgrad_side_stream": {"gradients of experts": expert_gradients},
     "context_parallel_algo": {"keys and values in a ring": ring},
     "swap_attention": {"activations of four layers": layers},
