@@ -1,4 +1,4 @@
-"""Laboratory: emulated CPU streams, throttled links and timelines, to measure overlap on one machine.
+"""Laboratory: emulated CPU streams, throttled links, timelines and predictions for GPUs, on one machine.
 
 Outside the wheel; benchmarks and tests use it, the package does not.
 """

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.adamw import cuda as adamw
@@ -43,7 +45,36 @@ class Launch(NamedTuple):
         return f"{'.'.join(self.kernel.fn.__module__.split('.')[-2:])}:{self.kernel.fn.__name__}"
 
 
-_recorded: list[Launch] = []
+class Torch(NamedTuple):
+    """A kernel of PyTorch's own, with the bytes of its inputs and results."""
+
+    name: str
+    bytes: int
+
+
+_recorded: list[Launch | Torch] = []
+_NO_KERNEL = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "_unsafe_view",
+)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records PyTorch's operators that launch kernels."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket._qualified_op_name
+        if not func.is_view and name.startswith("aten::") and name.partition("::")[2] not in _NO_KERNEL:
+            tensors = {id(each): each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)}
+            _recorded.append(Torch(name, sum(each.numel() * each.itemsize for each in tensors.values())))
+        return out
 
 
 def install() -> None:
@@ -71,25 +102,28 @@ def _pieces(sizes: tuple[int, ...], device: torch.device, stream: int) -> tuple[
 
 def record(
     function: Callable[..., Any], make: Callable[[Draw], Sequence[Tensor]], dtype: torch.dtype, backward: bool = True
-) -> list[Launch]:
+) -> list[Launch | Torch]:
     """Launches of the forward pass and, with `backward` and gradients, of the backward pass."""
-    _recorded.clear()
     draw = Draw("cpu", dtype)
     draw.device, draw.options = "cuda", {"device": "cuda"}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        out = function(*make(draw))
-        if backward and out.grad_fn is not None:
-            _backward(out.grad_fn, torch.empty_like(out))
+        inputs = make(draw)
+        _recorded.clear()
+        with _Operators():  # type: ignore[no-untyped-call]
+            out = function(*inputs)
+            if backward and out.grad_fn is not None:
+                _backward(out.grad_fn, torch.empty_like(out))
     return [*_recorded]
 
 
 def _backward(node: Any, *gradients: Any) -> None:
     """Run a chain of autograd nodes; torch's engine refuses CUDA tensors without CUDA."""
     found = getattr(node, "apply", node)(*gradients)  # of Python or of C++
-    for (following, _), gradient in zip(
-        node.next_functions, found if isinstance(found, tuple) else (found,), strict=False
-    ):
-        if following is not None and gradient is not None and following.name() != "torch::autograd::AccumulateGrad":
+    # Inputs that are no tensors, or need no gradient, have no following node, and no gradient.
+    wanted = [each for each, _ in node.next_functions if each is not None]
+    given = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+    for following, gradient in zip(wanted, given, strict=False):
+        if following.name() != "torch::autograd::AccumulateGrad":
             _backward(following, gradient)
 
 

@@ -5,6 +5,7 @@ Their schedules are recorded (`schedules`) and run on 8 hardware queues and on o
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.schedules import COMPUTE, FLOPS, FROM_HOST, HOST, LINK, MEMORY, TO_HOST, Op, Recorder
+from lab.schedules import COMPUTE, FLOPS, FROM_HOST, HOST, LINK, MEMORY, MESSAGES, TO_HOST, Op, Recorder
 from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.parallel import overlapped_gemm
+from mindspeed_lite.parallel.compressed_reduce import CompressedReduce
 from mindspeed_lite.parallel.context.layout import zigzag
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.expert import exchange
+from mindspeed_lite.parallel.tp_linear import TPCommConfig, column_linear, fixed_chunks
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "queues.md"
@@ -110,15 +113,38 @@ def product_reduced(recorder: Recorder) -> None:
     overlapped_gemm.matmul_reduce(empty(TOKENS, WIDE), empty(WIDE, HIDDEN), TENSOR, 4).wait()  # type: ignore[arg-type]
 
 
-def shared_expert(recorder: Recorder) -> None:
+def column_backward(recorder: Recorder, chunks: int = 4) -> None:
+    """Gradients of a column parallel layer: its input's are scattered while the weight's is computed."""
+    x, w = empty(TOKENS // 8, HIDDEN).requires_grad_(), empty(WIDE, HIDDEN).requires_grad_()
+    y = column_linear(x, w, None, TPCommConfig(TENSOR, True, fixed_chunks(chunks)))  # type: ignore[arg-type]
+    recorder.forget()
+    y.backward(empty(TOKENS, WIDE))  # type: ignore[no-untyped-call]
+
+
+def shared_expert(recorder: Recorder, message: Any = None) -> None:
     """Tokens leave for experts while the shared expert computes."""
     x, weight = empty(TOKENS, 4096), empty(4096, 4096)
     messages = exchange.Messages()
     messages.begin()
-    out = exchange.issue(x, exchange.AllToAll(None, None, EXPERTS), messages, False)  # type: ignore[arg-type]
+    message = message or exchange.AllToAll(None, None, EXPERTS)  # type: ignore[arg-type]
+    out = exchange.issue(x, message, messages, False)
     shared = x @ weight
     messages.wait()
-    (out @ weight).add_(shared)
+    (out @ weight)[:TOKENS].add_(shared)
+
+
+def gathered_tokens(recorder: Recorder) -> None:
+    shared_expert(recorder, exchange.AllGather(Group("few experts", 2)))  # type: ignore[arg-type]
+
+
+def compressed_gradients(recorder: Recorder) -> None:
+    """A bucket's gradients travel while the layer before computes its own."""
+    numel, weight = 4096 * 4096, empty(4096, 4096)
+    reduce = CompressedReduce(numel, torch.device("meta"), EXPERTS, "int8", scatters=True)  # type: ignore[arg-type]
+    for _ in range(2):
+        pending = reduce.start(empty(numel).float(), 8)
+        empty(TOKENS, 4096) @ weight
+        pending.wait()
 
 
 def expert_gradients(recorder: Recorder) -> None:
@@ -193,8 +219,12 @@ SCHEDULES: dict[str, dict[str, Callable[[Recorder], None]]] = {
         "gather, product": gathered_product,
         "product, reduce-scatter": product_scattered,
         "product, all-reduce": product_reduced,
+        "column parallel, backward": column_backward,
+        "column parallel, backward, one chunk": functools.partial(column_backward, chunks=1),
     },
     "moe_alltoall_overlap_comm": {"tokens to experts, shared expert": shared_expert},
+    "moe_allgather_overlap_comm": {"tokens to experts, shared expert": gathered_tokens},
+    "grad_reduce_compression": {"gradients in 8 bits, backward": compressed_gradients},
     "moe_wgrad_side_stream": {"gradients of experts": expert_gradients},
     "context_parallel_algo": {"keys and values in a ring": ring},
     "swap_attention": {"activations of four layers": layers},
@@ -218,19 +248,21 @@ def page() -> str:
         f"{FLOPS / 1e12:.0f} TFLOP/s, memory {MEMORY / 1e12:.0f} TB/s, links between GPUs {LINK / 1e9:.0f} GB/s and",
         f"the host {HOST / 1e9:.0f} GB/s each way.",
         "",
-        "Hidden: share of messages and copies that overlaps with computation or with each other.",
+        "Hidden: share of messages and copies that overlaps with computation or with each other, with 8 queues / one.",
+        f"Slow: links of a third, {LINK / 3e9:.0f} GB/s.",
         "",
-        "| Feature | Schedule | Computation | Messages, copies | Hidden, 8 queues | Hidden, one queue |",
+        "| Feature | Schedule | Computation | Messages, copies | Hidden | Hidden, slow |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for feature, schedules in SCHEDULES.items():
         for name, schedule in schedules.items():
             ops = record(schedule).ops
-            many, one = simulate(ops, 8), simulate(ops, 1)
-            compute = many.units[COMPUTE]
+            slow = [op._replace(seconds=3 * op.seconds) if op.unit == MESSAGES else op for op in ops]
+            units = simulate(ops, 1).units
+            hidden = (" / ".join(f"{simulate(each, queues).hidden:.0%}" for queues in (8, 1)) for each in (ops, slow))
             lines.append(
-                f"| [{feature}](../features/{feature}.md) | {name} | {1e3 * compute:.2f} ms "
-                f"| {1e3 * (sum(many.units.values()) - compute):.2f} ms | {many.hidden:.0%} | {one.hidden:.0%} |"
+                f"| [{feature}](../features/{feature}.md) | {name} | {1e3 * units[COMPUTE]:.2f} ms "
+                f"| {1e3 * (sum(units.values()) - units[COMPUTE]):.2f} ms | {' | '.join(hidden)} |"
             )
     return "\n".join(lines) + "\n"
 

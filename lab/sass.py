@@ -23,7 +23,8 @@ class Count(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a compiled kernel takes; counts once through the code, and of that inside loops."""
+    """What a compiled kernel takes; counts once through the code, of that inside loops, and of the innermost
+    loop with matrix products."""
 
     registers: int
     spills: int
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
     warps: int
     once: Count
     loops: Count
+    inner: Count
     # By argument: how many times its memory is read and written.
     passes: dict[str, int]
 
@@ -72,7 +74,7 @@ def compile_launch(launch: Launch, arch: int) -> Kernel:
         text = subprocess.run(
             [knobs.nvidia.nvdisasm.path, "-c", str(cubin)], check=True, capture_output=True, text=True
         ).stdout
-    once, loops = count_sass(text)
+    once, loops, inner = count_sass(text)
     return Kernel(
         registers=int(re.findall(r"Used (\d+) registers", said)[0]),
         spills=sum(int(number) for number in re.findall(r"(\d+) bytes spill", said)),
@@ -80,12 +82,15 @@ def compile_launch(launch: Launch, arch: int) -> Kernel:
         warps=compiled.metadata.num_warps,
         once=once,
         loops=loops,
+        inner=inner,
         passes=passes(compiled.asm["ttir"]),
     )
 
 
-def count_sass(text: str) -> tuple[Count, Count]:
-    """Counts of the listing of one kernel: all of it, and what lies between a backward branch and its label."""
+def count_sass(text: str) -> tuple[Count, Count, Count]:
+    """Counts of a kernel's listing: all, what lies between backward branches and their labels, and the least of these
+    with matrix products.
+    """
     lines: list[str] = []
     labels: dict[str, int] = {}
     backward: list[tuple[int, int]] = []
@@ -100,7 +105,8 @@ def count_sass(text: str) -> tuple[Count, Count]:
                 backward.append((labels[branch[1]], len(lines)))
             lines.append(found[1])
     inside = {place for start, end in backward for place in range(start, end + 1)}
-    return _count(lines), _count([lines[place] for place in sorted(inside)])
+    products = [one for one in (_count(lines[start : end + 1]) for start, end in backward) if one.tensor]
+    return _count(lines), _count([lines[place] for place in sorted(inside)]), min(products, default=Count())
 
 
 def _count(lines: list[str]) -> Count:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from lab.gpu_static import PAGE
+from lab.gpu_static import PAGE, median_error, page
 from lab.sass import count_sass, passes
 from tests.harness.checkouts import ROOT
 
@@ -29,9 +29,9 @@ LOOP = """
 
 
 def test_a_loop_is_told_from_what_runs_once() -> None:
-    once, loops = count_sass(LOOP)
+    once, loops, inner = count_sass(LOOP)
     assert (once.issued, once.special, once.bytes) == (6, 1, 32 * 24)
-    assert (loops.issued, loops.special, loops.bytes) == (3, 1, 32 * 8)
+    assert (loops.issued, loops.special, loops.bytes) == (3, 1, 32 * 8) and not inner.issued
 
 
 def test_each_loop_reads_a_tensor_anew() -> None:
@@ -81,3 +81,10 @@ def test_no_kernel_takes_more_than_in_the_table() -> None:
         if (reasons := worse(before, row))
     ]
     assert not found
+
+
+def test_predictions_are_near_what_was_measured_and_nothing_is_behind_liger() -> None:
+    table = json.loads(PAGE.with_suffix(".json").read_text())
+    assert PAGE.read_text() == page(table)
+    assert median_error(table) < 0.1
+    assert not [line for line in PAGE.read_text().splitlines() if line.endswith("| Liger's |")]

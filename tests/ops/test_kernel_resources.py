@@ -59,8 +59,8 @@ def moe_router() -> Iterator[Row]:
     types = "rows=i32 stride=i32 scale=fp32 indices=*i32"
     for experts, topk in ((64, 6), (256, 8)):
         tile = launch(experts)
-        how = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk, "KBLOCK": 8}
-        scores = {**how, "SCORES": "sigmoid", "NORMALISED": True}
+        how = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block, "TOPK": topk}
+        scores = {**how, "KBLOCK": 8, "SCORES": "sigmoid", "NORMALISED": True}
         groups = {"GROUPS": 8, "GROUPS_CHOSEN": 4, "GROUP_BEST": 2, "GBLOCK": 8, "KEEPS": True}
         forward = f"{types} scores=*fp32 bias=*fp32 probs=*bf16 chosen=*i1 kept=*fp32"
         yield "moe_router.kernels:forward_kernel", forward, {**scores, **groups}, tile.warps, 128

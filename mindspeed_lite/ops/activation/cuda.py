@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.activation import Case
 from mindspeed_lite.ops.activation.reference import ActivationSpec
-from mindspeed_lite.ops.row_kernels import on
+from mindspeed_lite.ops.row_kernels import cdiv, next_power_of_2, on
 from mindspeed_lite.ops.rows import as_rows
 
 # Columns per step: 16 bytes per thread of four warps, in 16 bit.
@@ -93,9 +93,9 @@ def _bent(spec: ActivationSpec) -> int:
 
 def _launch(rows: int, half: int, whole_rows: bool) -> tuple[tuple[int, int], int, int]:
     """Grid (rows, pieces per row), columns per piece, warps."""
-    block = min(_BLOCK, triton.next_power_of_2(half))
+    block = min(_BLOCK, next_power_of_2(half))
     # Weight gradients are sums over whole rows.
-    pieces = 1 if whole_rows else min(triton.cdiv(half, block), 65535)
+    pieces = 1 if whole_rows else min(cdiv(half, block), 65535)
     return (rows, pieces), block, max(1, block // 256)
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_lite.ops.row_kernels import on
+from mindspeed_lite.ops.row_kernels import cdiv, on
 
 # 8 KiB of bf16: two 16-byte vectors per thread.
 BLOCK = 4096
@@ -77,7 +77,7 @@ def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss
         block = _block(width)
         given = (rows, target, *statistics, dloss, out)
         with on(rows):
-            gradient_kernel[(count, triton.cdiv(width, block))](*given, width, start, block, num_warps=WARPS)
+            gradient_kernel[(count, cdiv(width, block))](*given, width, start, block, num_warps=WARPS)
 
 
 def _block(width: int) -> int:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_lite.ops.grouped_matmul import Case
-from mindspeed_lite.ops.row_kernels import on, programs
+from mindspeed_lite.ops.row_kernels import cdiv, next_power_of_2, on, programs
 from mindspeed_lite.ops.streams import stream_id
 from mindspeed_lite.ops.traced import addresses
 
@@ -84,11 +84,11 @@ def grouped_matmul(x: Tensor, weights: Tensors, counts: Tensor, biases: Tensors 
     biases = None if biases is None else list(map(Tensor.contiguous, biases))
     table, aligned = _addresses(weights)
     # Upper bound on tiles, without reading counts.
-    most = triton.cdiv(n, tiles.width) * (triton.cdiv(rows, tiles.rows) + len(weights))
+    most = cdiv(n, tiles.width) * (cdiv(rows, tiles.rows) + len(weights))
     with on(x):
         product_kernel[(programs(x.device, 8 // tiles.warps, most),)](
             x.contiguous(), table, None if biases is None else _addresses(biases)[0], counts.contiguous(), y,
-            N=n, K=k, EXPERTS=len(weights), PADDED=triton.next_power_of_2(len(weights)),
+            N=n, K=k, EXPERTS=len(weights), PADDED=next_power_of_2(len(weights)),
             TRANSPOSED=transposed, BIASED=biases is not None, ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
             ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
         )  # fmt: skip
@@ -101,9 +101,9 @@ def _multiply_gradients(out: Tensor, main_grads: Tensors | None, dy: Tensor, x: 
     tiles = WIDE if x.dtype == torch.float32 else GRADIENT
     table, aligned = (None, False) if main_grads is None else _addresses(main_grads)
     with on(x):
-        gradient_kernel[(triton.cdiv(k, tiles.width), triton.cdiv(n, tiles.rows), experts)](
+        gradient_kernel[(cdiv(k, tiles.width), cdiv(n, tiles.rows), experts)](
             dy.contiguous(), x.contiguous(), counts.contiguous(), out, table,
-            N=n, K=k, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ADDS=main_grads is not None,
+            N=n, K=k, EXPERTS=experts, PADDED=next_power_of_2(experts), ADDS=main_grads is not None,
             ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
             ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
         )  # fmt: skip

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.moe_router import Case, kernels, reference
 from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SOFTMAX, Form, Groups
-from mindspeed_lite.ops.row_kernels import WIDEST, launch, on
+from mindspeed_lite.ops.row_kernels import WIDEST, cdiv, launch, next_power_of_2, on
 from mindspeed_lite.ops.rows import as_rows
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,16 +40,16 @@ def _forward(inputs: Any, options: tuple[Form, int]) -> tuple[tuple[Tensor, ...]
     kept = None if form.scores == PRE_SOFTMAX else logits.new_empty((tokens, topk), dtype=torch.float32)
     rows, stride = as_rows(scores)
     groups = form.groups or Groups(1, 1, 1)
-    padded = triton.next_power_of_2(groups.number)
+    padded = next_power_of_2(groups.number)
     if tokens:
-        tile = launch(padded * triton.next_power_of_2(experts // groups.number))
+        tile = launch(padded * next_power_of_2(experts // groups.number))
         with on(logits):
-            kernels.forward_kernel[(triton.cdiv(tokens, tile.rows),)](
+            kernels.forward_kernel[(cdiv(tokens, tile.rows),)](
                 rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, chosen, kept,
                 tokens, stride, form.scale,
                 SCORES=form.scores, NORMALISED=form.normalised, KEEPS=kept is not None,
                 GROUPS=groups.number, GROUPS_CHOSEN=groups.chosen, GROUP_BEST=groups.best,
-                EXPERTS=experts, TOPK=topk, KBLOCK=triton.next_power_of_2(topk), ROWS=tile.rows, BLOCK=tile.block,
+                EXPERTS=experts, TOPK=topk, KBLOCK=next_power_of_2(topk), ROWS=tile.rows, BLOCK=tile.block,
                 GBLOCK=padded, num_warps=tile.warps,
             )  # fmt: skip
     return (probs, chosen), (indices, logits if kept is None else kept)
@@ -64,9 +63,8 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Seq
     if tokens == 0:
         return dlogits, None
     tile = launch(experts)
-    grid = (triton.cdiv(tokens, tile.rows),)
-    shape = {"EXPERTS": experts, "TOPK": topk, "KBLOCK": triton.next_power_of_2(topk), "ROWS": tile.rows}
-    shape |= {"BLOCK": tile.block, "num_warps": tile.warps}
+    grid = (cdiv(tokens, tile.rows),)
+    shape = {"EXPERTS": experts, "TOPK": topk, "ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
     with on(dprobs):
         if form.scores == PRE_SOFTMAX:
             logits, logits_stride = as_rows(kept)
@@ -76,7 +74,7 @@ def _backward(dprobs: Tensor, saved: Any, options: tuple[Form, int], wanted: Seq
         else:
             kernels.backward_kernel[grid](
                 grad, indices, kept, dlogits, tokens, stride, form.scale,
-                SCORES=form.scores, NORMALISED=form.normalised, **shape,
+                SCORES=form.scores, NORMALISED=form.normalised, KBLOCK=next_power_of_2(topk), **shape,
             )  # fmt: skip
     return dlogits, None
 

@@ -58,15 +58,13 @@ def _close_groups(key, score_type, NUMBER: tl.constexpr, CHOSEN: tl.constexpr, B
 
 
 @triton.jit
-def _spread(at, value, column, TOPK: tl.constexpr, KBLOCK: tl.constexpr):
-    """value [ROWS, KBLOCK] at the columns `at`, 0 elsewhere: [ROWS, BLOCK]."""
-    place = tl.arange(0, KBLOCK)[None, :]
-    out = tl.zeros([at.shape[0], column.shape[0]], dtype=value.dtype)
-    for j in range(TOPK):
-        here = tl.sum(tl.where(place == j, at, 0), axis=1)
-        this = tl.sum(tl.where(place == j, value, 0), axis=1)
-        out += tl.where(column[None, :] == here[:, None], this[:, None], 0)
-    return out
+def _chosen(indices, dprobs, row, place, rows, stride, scale, TOPK: tl.constexpr):
+    """Of the chosen experts `place`: where they are in `indices`, if at all, which they are, and their gradients."""
+    wanted = (row < rows) & (place < TOPK)
+    flat = row * TOPK + place
+    at = tl.load(indices + flat, mask=wanted, other=0)
+    g = tl.load(dprobs + row * stride + at, mask=wanted, other=0.0).to(tl.float32) * scale
+    return flat, wanted, at, g
 
 
 @triton.jit
@@ -142,43 +140,45 @@ def backward_kernel(
     SCORES: tl.constexpr, NORMALISED: tl.constexpr,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, KBLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, KBLOCK)
-    wanted = (row[:, None] < rows) & (place[None, :] < TOPK)
-    flat = row[:, None] * TOPK + place[None, :]
-    at = tl.load(indices + flat, mask=wanted, other=0)
-    s = tl.load(kept + flat, mask=wanted, other=0.0)
-    g = tl.load(dprobs + row[:, None] * stride + at, mask=wanted, other=0.0).to(tl.float32) * scale
-    dot = tl.sum(g * s, axis=1)[:, None]
-    if SCORES == SOFTMAX:
-        d = s * (g - dot)
-    else:
-        if NORMALISED:
-            total = (tl.sum(s, axis=1) + EPS)[:, None]
-            g = (g - dot / total) / total
-        d = tl.where(wanted, g, 0.0) * _slope(s, SCORES)
-    column = tl.arange(0, BLOCK)
-    inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)
-    out = _spread(at, d, column, TOPK, KBLOCK)
-    tl.store(dlogits + row[:, None] * EXPERTS + column[None, :], out.to(dlogits.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    places, present, _, gradients = _chosen(
+        indices, dprobs, row, tl.arange(0, KBLOCK)[None, :], rows, stride, scale, TOPK
+    )  # fmt: skip
+    chosen = tl.load(kept + places, mask=present, other=0.0)
+    dot = tl.sum(gradients * chosen, axis=1, keep_dims=True)
+    total = tl.sum(chosen, axis=1, keep_dims=True) + EPS
+    out = tl.zeros([ROWS, BLOCK], tl.float32)
+    # Again, one by one: every thread of a row needs them.
+    for j in range(TOPK):
+        flat, wanted, at, g = _chosen(indices, dprobs, row, j, rows, stride, scale, TOPK)
+        s = tl.load(kept + flat, mask=wanted, other=0.0)
+        if SCORES == SOFTMAX:
+            d = s * (g - dot)
+        elif NORMALISED:
+            d = (g - dot / total) / total * _slope(s, SCORES)
+        else:
+            d = g * _slope(s, SCORES)
+        out = tl.where(column == at, d, out)
+    inside = (row < rows) & (column < EXPERTS)
+    tl.store(dlogits + row * EXPERTS + column, out.to(dlogits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_all_kernel(
     dprobs, indices, logits, dlogits, rows, stride, logits_stride, scale,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, KBLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Backward through the softmax over all experts, recomputed."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, column = tl.arange(0, KBLOCK), tl.arange(0, BLOCK)
-    wanted = (row[:, None] < rows) & (place[None, :] < TOPK)
-    inside = (row[:, None] < rows) & (column[None, :] < EXPERTS)
-    at = tl.load(indices + row[:, None] * TOPK + place[None, :], mask=wanted, other=0)
-    g = tl.load(dprobs + row[:, None] * stride + at, mask=wanted, other=0.0).to(tl.float32) * scale
-    x = tl.load(logits + row[:, None] * logits_stride + column[None, :], mask=inside, other=float("-inf"))
-    x = x.to(tl.float32)
-    p = tl.exp(x - tl.max(x, axis=1)[:, None])
-    p = p / tl.sum(p, axis=1)[:, None]
-    g = _spread(at, g, column, TOPK, KBLOCK)
-    out = p * (g - tl.sum(tl.where(inside, g * p, 0.0), axis=1)[:, None])
-    tl.store(dlogits + row[:, None] * EXPERTS + column[None, :], out.to(dlogits.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < EXPERTS)
+    x = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    p = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+    p = p / tl.sum(p, axis=1, keep_dims=True)
+    gradient = tl.zeros([ROWS, BLOCK], tl.float32)
+    for j in range(TOPK):
+        _, _, at, g = _chosen(indices, dprobs, row, j, rows, stride, scale, TOPK)
+        gradient = tl.where(column == at, g, gradient)
+    out = p * (gradient - tl.sum(tl.where(inside, gradient * p, 0.0), axis=1, keep_dims=True))
+    tl.store(dlogits + row * EXPERTS + column, out.to(dlogits.dtype.element_ty), mask=inside)

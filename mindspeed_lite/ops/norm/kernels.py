@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
-from mindspeed_lite.ops.row_kernels import add_up, on, programs
+from mindspeed_lite.ops.row_kernels import add_up, cdiv, next_power_of_2, on, programs
 from mindspeed_lite.ops.rows import as_rows
 
 # Bytes in flight per multiprocessor (B200).
@@ -53,14 +53,14 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan_forward(width: int) -> Plan:
-    block: int = min(triton.next_power_of_2(width), 8192)
+    block: int = min(next_power_of_2(width), 8192)
     rows = max(1, 1024 // block)
     return Plan(rows, block, -(-width // block), max(4, min(8, rows * block // 512)))
 
 
 @functools.cache
 def plan_backward(width: int, itemsize: int, aligned: bool) -> Plan:
-    block: int = triton.next_power_of_2(width)
+    block: int = next_power_of_2(width)
     lanes = 16 if block > 1024 else 8  # elements per thread
     if not aligned:
         lanes //= 2
@@ -228,7 +228,7 @@ def _forward(inputs: Any, options: tuple[float, bool]) -> tuple[Tensor, autograd
     mean = None if bias is None else torch.empty_like(rstd)
     shape = plan_forward(width)
     with on(x):
-        forward_kernel[(triton.cdiv(count, shape.rows), shape.splits)](
+        forward_kernel[(cdiv(count, shape.rows), shape.splits)](
             rows, weight, None if bias is None else bias.contiguous(), y, mean, rstd, count, width, stride, eps,
             bias is not None, zero_centered, shape.rows, shape.block, shape.splits, **shape.options,
         )  # fmt: skip
@@ -241,7 +241,7 @@ def _backward(dy: Tensor, saved: Any, options: tuple[float, bool], wanted: Seque
     rows, stride = as_rows(x)
     grads, grad_stride = as_rows(dy)
     shape = plan_backward(width, x.element_size(), _is_aligned(width, stride, grad_stride))
-    size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
+    size = programs(x.device, shape.resident, cdiv(count, shape.rows), shape.splits)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = width if mean is None else 2 * width
     parts = torch.empty(size, sums, dtype=torch.float32, device=x.device)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from mindspeed_lite.ops.permute import autograd, kernels, rows
-from mindspeed_lite.ops.row_kernels import on
+from mindspeed_lite.ops.row_kernels import cdiv, next_power_of_2, on
 from mindspeed_lite.ops.rows import as_rows
 
 # Pairs per row-id program, columns per copy program (16 bytes of a 16-bit tensor per thread).
@@ -23,9 +22,9 @@ def row_ids(routing_map: Tensor, count: int, capacity: int | None) -> Tensor:
     tokens, experts = routing_map.shape
     device = routing_map.device
     flags = routing_map.contiguous().view(torch.uint8)
-    width = triton.next_power_of_2(experts)
-    block = max(1, min(_PAIRS // width, triton.next_power_of_2(tokens)))
-    blocks = triton.cdiv(tokens, block)
+    width = next_power_of_2(experts)
+    block = max(1, min(_PAIRS // width, next_power_of_2(tokens)))
+    blocks = cdiv(tokens, block)
     ids = torch.empty(rows.size(count, tokens), dtype=torch.int32, device=device)
     pair, order, offsets = rows.split(ids, count)
     counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
@@ -86,5 +85,5 @@ permute, unpermute = autograd.differentiable(__name__)
 
 
 def _launch(tokens: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    return (tokens, triton.cdiv(width, block)), {"WIDTH": width, "BLOCK": block, "num_warps": max(1, block // 256)}
+    block = min(_BLOCK, next_power_of_2(width))
+    return (tokens, cdiv(width, block)), {"WIDTH": width, "BLOCK": block, "num_warps": max(1, block // 256)}

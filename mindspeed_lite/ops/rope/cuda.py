@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from mindspeed_lite.ops.rope import Case, RotationSpec
-from mindspeed_lite.ops.row_kernels import on
+from mindspeed_lite.ops.row_kernels import cdiv, next_power_of_2, on
 
 # Elements of x per program: 16 per thread of 4 warps.
 _TILE = 2048
@@ -31,14 +31,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, spec: Ro
     if y.numel() == 0:
         return y
     into, out = spec.sides
-    block_pairs = triton.next_power_of_2(max(width // 2, 1))
-    block_heads = min(triton.next_power_of_2(n), max(1, _TILE // (2 * block_pairs)))
+    block_pairs = next_power_of_2(max(width // 2, 1))
+    block_heads = min(next_power_of_2(n), max(1, _TILE // (2 * block_pairs)))
     passed = d - width
     with on(x):
-        _kernel[s * b, triton.cdiv(n, block_heads)](
+        _kernel[s * b, cdiv(n, block_heads)](
             x, cos, sin, positions, y, b, n, d, width, spec.start, rows, *x.stride()[:3],
             batch * width, width if batch > 1 else 0, spec.scale,
-            INTO=into, OUT=out, TRANSPOSED=spec.transposed, PASSED=triton.next_power_of_2(passed) if passed else 0,
+            INTO=into, OUT=out, TRANSPOSED=spec.transposed, PASSED=next_power_of_2(passed) if passed else 0,
             BLOCK_PAIRS=block_pairs, BLOCK_HEADS=block_heads,
             num_warps=_WARPS if block_heads * block_pairs * 2 >= _TILE else 1,
         )  # fmt: skip
