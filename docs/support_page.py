@@ -152,6 +152,7 @@ def support() -> str:
     from packaging.version import Version
 
     from mindspeed_lite import runtime
+    from mindspeed_lite.cli.features import why_not_in_graphs
     from mindspeed_lite.ops.dispatch import OPERATORS, REFERENCE, operator
 
     known, engine = runtime.fingerprints(), transformer_engine()
@@ -162,6 +163,7 @@ def support() -> str:
     uses = {name: [page_link(each, "") for each in runtime.catalogue() if name in each.operators] for name in OPERATORS}
     operators = [(f"`{name}`", _summary(name), ", ".join(backends[name]), ", ".join(uses[name])) for name in OPERATORS]
     standing = dict.fromkeys(backend for each in backends.values() for backend in each)
+    captured = [(each, why_not_in_graphs(each)) for each in runtime.catalogue()]
     lines = [
         "# Support",
         "",
@@ -180,6 +182,14 @@ def support() -> str:
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
         "",
         *table(("Release", "Trained on"), [(name, _when(rows)) for name, rows in ran["releases"].items()]),
+        "",
+        "## CUDA graphs",
+        "",
+        "With `--cuda-graph-impl`, `--enable-cuda-graph` or `--external-cuda-graph` these are skipped, with their",
+        "reason. The others stay on: in their training on CPU none of their code reads from the device. None was",
+        "captured on a device.",
+        "",
+        *table(("Feature", "Why it cannot be captured"), [(page_link(each, ""), why) for each, why in captured if why]),
         "",
         "## With Transformer Engine",
         "",

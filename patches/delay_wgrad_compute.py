@@ -22,7 +22,7 @@ from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from . import moe_fb_overlap
 from ._shared import linear_layers, pipeline_orders
-from ._shared.conditions import every, local
+from ._shared.conditions import cuda_graph_args, every, local
 from ._shared.pipeline_passes import QUEUE as _QUEUE
 from ._shared.wrappers import act_again, after, at_end, before
 
@@ -252,7 +252,7 @@ FEATURE = Feature(
     condition=every(local("delays weight gradients itself, with this flag"), _why_not),
     conflicting_args={
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers takes inputs away that are still needed",
-        "cuda_graph_impl": "--cuda-graph-impl records a backward pass of which a part is missing",
+        **cuda_graph_args("records a backward pass of which a part is missing"),
     },
     enabled=lambda settings: (
         bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False))

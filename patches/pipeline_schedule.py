@@ -16,7 +16,7 @@ from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute, moe_fb_overlap
 from ._shared import pipeline_orders, pipeline_passes
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, several_stages
+from ._shared.conditions import config_reasons, conflict_reasons, cuda_graph_args, several_stages
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
@@ -28,7 +28,7 @@ _LEFT_TO_MEGATRON = {
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
-    **CUDA_GRAPH_ARGS,
+    **cuda_graph_args("creates graphs in Megatron's own schedules alone"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mindspeed_lite.engine import Context, Feature, Function, Option, OptionError, Override, Relation, Session
 
 from ._shared import pipeline_execution, pipeline_orders, recompute
-from ._shared.conditions import CUDA_GRAPH_ARGS, every, several_stages
+from ._shared.conditions import cuda_graph_args, every, several_stages
 
 NAME = "recompute_in_bubble"
 _IN_BUBBLE, _IN_ADVANCE = pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE
@@ -26,7 +26,7 @@ _CONFLICTING_ARGS = {
     "fp8": "--fp8-format recomputes by Transformer Engine",
     "fp4": "--fp4-format recomputes by Transformer Engine",
     "cpu_offloading": "--cpu-offloading moves the inputs that are recomputed from",
-    **CUDA_GRAPH_ARGS,
+    **cuda_graph_args("creates graphs in Megatron's own schedules alone"),
 }
 
 

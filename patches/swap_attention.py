@@ -18,7 +18,7 @@ from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
 from ._shared import linear_layers
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons
+from ._shared.conditions import config_reasons, cuda_graph_args
 from ._shared.wrappers import after_init, forward_pass_patch
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
@@ -31,7 +31,7 @@ CONFLICTING_ARGS = {
     "hybrid_override_pattern": "--hybrid-override-pattern runs layers in another block",
     "fp8": "--fp8-format saves activations in another form",
     "fp4": "--fp4-format saves activations in another form",
-    **CUDA_GRAPH_ARGS,
+    **cuda_graph_args("replays copies to one place, and each micro-batch has its own in host memory"),
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
 }
 _keys = itertools.count()

@@ -101,11 +101,23 @@ def describe(feature: Feature, known: Table) -> dict[str, Any]:
         "requires": [values(each, "feature", "reason") for each in feature.requires],
         "conflicts": [values(each, "feature", "reason") for each in feature.conflicts],
         "conflicting_args": dict(feature.conflicting_args),
+        "graphs": why_not_in_graphs(feature),
         "not_auto": feature.not_auto,
         "unsupported": dict(feature.unsupported),
         "doc": inspect.cleandoc(getattr(module, "__doc__", None) or ""),
         "page": f"docs/features/{feature.name}.md",
     }
+
+
+def why_not_in_graphs(feature: Feature) -> str:
+    """Why its forward or backward, or that of a feature it requires, cannot be captured; "" if they can."""
+    from mindspeed_lite import runtime
+
+    required = [runtime.catalogue()[each.feature] for each in feature.requires]
+    for each in (feature, *required):
+        if why := each.conflicting_args.get("cuda_graph_impl"):
+            return why if each is feature else f"requires {each.name}: {why}"
+    return ""
 
 
 def verified_releases(feature: Feature, known: Table) -> list[str]:
@@ -151,6 +163,9 @@ def _show(feature: dict[str, Any]) -> None:
     for name, why in feature["conflicting_args"].items():
         flag = "--" + name.replace("_", "-")
         rows.append(("not with", why if why.startswith(flag) else f"{flag}: {why}"))
+    if "cuda_graph_impl" not in feature["conflicting_args"]:
+        stays = "stays on with --cuda-graph-impl: reads nothing from the device in a training on CPU"
+        rows.append(("graphs", feature["graphs"] or stays))
     rows += [("lacking", f"in {releases}: {why}") for releases, why in feature["unsupported"].items()]
     if feature["not_auto"]:
         rows.append(("auto", f"leaves it off: {feature['not_auto']}"))

@@ -86,14 +86,19 @@ def cores(root: Path, allowed: frozenset[int]) -> list[Core]:
 
 
 def quota(root: Path) -> float:
-    """CPUs that the control group grants, or infinity."""
-    groups = root / "sys/fs/cgroup"
-    words = _read(groups / "cpu.max").split()
-    if not words:
-        words = [_read(groups / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    if not all(word.isdigit() for word in words):  # "max", "-1" or no file
-        return math.inf
-    return int(words[0]) / int(words[1])
+    """CPUs that this process's control group and those around it grant, or infinity."""
+    groups, limits = root / "sys/fs/cgroup", []
+    # As `0::/job/step`, or `4:cpu,cpuacct:/job` of version 1.
+    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    own = {"cpu" if "cpu" in names.split(",") else names: Path(path.lstrip("/")) for _, names, path in lines}
+    for folder, path in ((groups, own.get("", Path())), (groups / "cpu", own.get("cpu", Path()))):
+        for each in (folder / path, *(folder / above for above in path.parents)):
+            words = _read(each / "cpu.max").split() or [
+                _read(each / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+            ]
+            if all(word.isdigit() for word in words):  # not "max", "-1" or no file
+                limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=math.inf)
 
 
 def device_cpus(root: Path, kind: str, environment: Mapping[str, str]) -> list[frozenset[int]]:

@@ -9,11 +9,15 @@ from mindspeed_lite.engine import Context
 
 Condition = Callable[[Context], list[str]]
 
-CUDA_GRAPH_ARGS = {
-    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
-    "external_cuda_graph": "--external-cuda-graph records a layer once",
-    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
-}
+_CUDA_GRAPH_FLAGS = ("--enable-cuda-graph", "--external-cuda-graph", "--cuda-graph-impl")
+
+
+def cuda_graph_args(why: str) -> dict[str, str]:
+    """why: a feature cannot be captured."""
+    return {each[2:].replace("-", "_"): f"{each} {why}" for each in _CUDA_GRAPH_FLAGS}
+
+
+CUDA_GRAPH_ARGS = cuda_graph_args("replays kernels without the Python code that this needs in every call")
 # Up to 0.13 Megatron FSDP is called `custom`.
 FSDP_ARGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 

@@ -18,7 +18,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Ov
 from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conditions import CUDA_GRAPH_ARGS, config_reasons, every
+from .conditions import config_reasons, cuda_graph_args, every
 from .wrappers import act_again
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
@@ -28,7 +28,7 @@ CONFLICTING_ARGS = {
     "cpu_offloading": "--cpu-offloading moves what is recomputed here",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is recomputed here",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser runs an MLP as one operation",
-    **CUDA_GRAPH_ARGS,
+    **cuda_graph_args("replays a layer, whose memory is then never released"),
 }
 
 _READS = (

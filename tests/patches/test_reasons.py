@@ -475,6 +475,14 @@ def test_auto_leaves_rows_of_the_embedding_off_where_they_do_not_pay_or_repeat(d
     assert found == [] if text is None else text in found[0]
 
 
+def test_all_flags_of_cuda_graphs_are_refused_alike():
+    flags = ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph")
+    for feature in runtime.catalogue():
+        found = {flag: feature.conflicting_args.get(flag[2:].replace("-", "_"), "") for flag in flags}
+        whys = {why.removeprefix(f"{flag} ") for flag, why in found.items()}
+        assert len(whys) == 1 and all(why.startswith(flag) for flag, why in found.items() if why), (feature.name, found)
+
+
 @pytest.mark.parametrize("name", BASE)
 def test_every_conflicting_argument_is_a_reason(name):
     feature = runtime.catalogue()[name]

@@ -141,12 +141,23 @@ def test_npu_smi_says_which_cpus_are_near(tmp_path, monkeypatch):
         ({"cpu.max": "400000 100000"}, 4),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
         ({"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, 1.5),
+        # Of a job's own group, as Slurm and systemd make them, or of one around it.
+        ({"/": "0::/job/step", "job/step/cpu.max": "max 100000", "job/cpu.max": "400000 100000"}, 4),
+        ({"/": "0::/docker/7f", "cpu.max": "150000 100000"}, 1.5),
+        (
+            {
+                "/": "9:pids:/x\n4:cpu,cpuacct:/job",
+                "cpu/job/cpu.cfs_quota_us": "400000",
+                "cpu/job/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
     ],
 )
 def test_a_quota_limits_each_rank_to_its_share(tmp_path, files, limit):
     machine(tmp_path, 2, 4)
     for name, text in files.items():
-        write(tmp_path / "sys/fs/cgroup" / name, text)
+        write(tmp_path / ("proc/self/cgroup" if name == "/" else f"sys/fs/cgroup/{name}"), text)
     assert binding.quota(tmp_path) == limit
     shares = {math.inf: "0-3 4-7", 4: "0-1 4-5", 1.5: "0 4"}
     assert placed(tmp_path, 2, kind="cpu")[0] == shares[limit].split()
