@@ -215,15 +215,17 @@ def mindspeed_scripts() -> list[str]:
 
 
 def with_transformer_engine() -> list[str]:
-    """What each feature does with Transformer Engine's layers."""
+    """What each feature does with Transformer Engine's layers, and with quantized ones."""
     from mindspeed_lite import runtime
+    from tests.te_contract.table import quantized
 
     found = transformer_engine()
-    rows = [
-        (page_link(each, "../"), "yes" if found[each.name][0] else "no", found[each.name][1])
-        for each in runtime.catalogue()
-    ]
-    return table(("Feature", "Trained", "Why not, or what is left to Transformer Engine"), rows)
+    rows = []
+    for each in runtime.catalogue():
+        trains, why = found[each.name]
+        refused = ", ".join(f"`{reason.split()[0]}`" for reason in quantized(each))
+        rows.append((page_link(each, "../"), "yes" if trains else "no", why, refused))
+    return table(("Feature", "Trained", "Why not, or what is left to Transformer Engine", "Not with"), rows)
 
 
 EXAMPLES = {

@@ -90,16 +90,13 @@ def transformer_engine() -> dict[str, tuple[bool, str]]:
     """Feature -> whether it trains with Transformer Engine's layers, and what those do instead."""
     from mindspeed_lite import runtime
     from tests.harness.feature_layouts import LAYOUTS
-    from tests.te_contract.table import SCRIPTS, own_reasons
+    from tests.te_contract.table import own_reasons
 
     found = {}
     for feature in runtime.catalogue():
         reasons = [own_reasons(feature, layout) for layout in LAYOUTS]
         text = "; ".join(dict.fromkeys(why.partition("transformer_engine ")[2] for each in reasons for why in each))
-        if feature.name in SCRIPTS:
-            found[feature.name] = (False, f"it {text}" if text else "accepted; not trained with it")
-        else:
-            found[feature.name] = (not all(reasons), f"it {text}" if text else "")
+        found[feature.name] = (not all(reasons), f"it {text}" if text else "")
     return found
 
 

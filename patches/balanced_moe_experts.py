@@ -251,6 +251,8 @@ FEATURE = Feature(
         **CUDA_GRAPH_ARGS,
         **dict.fromkeys(FSDP_ARGS, "FSDP holds shards of the experts' parameters, which are copied whole"),
         **_PADS,
+        "fp8": "--fp8-format keeps the weights of a layer's own experts in fp8, not those of copies",
+        "fp4": "--fp4-format keeps the weights of a layer's own experts in fp4, not those of copies",
         "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm calls parts of the layer",
         "delay_wgrad_compute": "--delay-wgrad-compute: gradients of copies are sent in the backward pass",
     },

@@ -246,7 +246,7 @@ def _why_not(context: Context) -> list[str]:
     if not _is_split(context.settings):
         given = _given_options(context.settings)
         return [f"{', '.join(given)} with --context-parallel-size 1: no sequence is split"] if given else []
-    if reasons := local("splits attention by itself, with --cp-comm-type")(context):
+    if reasons := local("splits attention itself: --cp-comm-type p2p is the ring, a2a Ulysses")(context):
         return reasons
     check(context)
     return []

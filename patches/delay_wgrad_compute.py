@@ -1,9 +1,9 @@
 """`--delay-wgrad-compute`: compute weight gradients when the schedule asks for them.
 
 Reaches local linear layers of transformer layers: their `grad_output_buffer` queues weight gradients until
-`backward_dw()`, which Megatron's combined schedule calls, or until reduction. Bitwise equal. Leaves embedding, output
-layer and Transformer Engine alone. Falls back without `--gradient-accumulation-fusion`, for frozen weights, and where
-overlapped reduction ignores the delay.
+`backward_dw()`, which Megatron's combined schedule calls, or until reduction. Bitwise equal. So do Transformer Engine's
+linear layers for a schedule with steps for them. Leaves embedding and output layer alone. Falls back without
+`--gradient-accumulation-fusion`, for frozen weights, and where overlapped reduction ignores the delay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_lite.platform.megatron import DDP_CONFIG
 
 from . import moe_fb_overlap
 from ._shared import linear_layers, pipeline_orders
-from ._shared.conditions import cuda_graph_args, every, local
+from ._shared.conditions import cuda_graph_args, local
 from ._shared.pipeline_passes import QUEUE as _QUEUE
 from ._shared.wrappers import act_again, after, at_end, before
 
@@ -100,9 +100,13 @@ def _init(wrapped: Function, session: Session) -> Function:
 
 def _queue(session: Session, layer: Any) -> None:
     queue = WgradQueue()
+    if hasattr(layer, "wgrad_store"):
+        linear_layers.take_gradients(session, layer, queue.put)
+        session.mark(layer, "backward_dw", functools.partial(backward_dw, layer))
     session.mark(layer, _QUEUE, queue)
     session.mark(layer, _TELL_WHEN_DONE, queue.call_when_done)
-    session.mark(layer.weight, _PARAMETER_IS_LATE, True)
+    for param in linear_layers.delayed_parameters(layer):
+        session.mark(param, _PARAMETER_IS_LATE, True)
     session.on_end(functools.partial(_end, session, weakref.ref(layer), queue))
 
 
@@ -111,9 +115,10 @@ def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> No
     handovers = session.find(_HANDOVERS) or ()
     to_come = any(each.layer is layer and not each.taken for each in handovers)
     if queue.drain(announce=not to_come) and layer is not None:
-        layer.weight.grad_added_to_main_grad = False
-        if to_come:
-            layer.weight.grad = None
+        for param in linear_layers.delayed_parameters(layer):
+            param.grad_added_to_main_grad = False
+            if to_come:
+                param.grad = None
 
 
 def _forward(wrapped: Function, session: Session) -> Function:
@@ -164,6 +169,11 @@ def _reduction(wrapped: Function, session: Session) -> Function:
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if _order_asks(session):
             session.mark(ddp_config, ARGUMENT, True)
+            for layer in linear_layers.te_layers(module):
+                if reason := linear_layers.why_not(layer):
+                    session.fallback(FEATURE.name, reason)
+                else:
+                    _queue(session, layer)
         elif getattr(config, ARGUMENT, False) and ddp_config.overlap_grad_reduce and not ddp_config.delay_wgrad_compute:
             session.fallback(
                 FEATURE.name,
@@ -185,10 +195,9 @@ def _reduce_later_again(session: Session, ddp: Any) -> None:
         session.mark(ddp.ddp_config, ARGUMENT, True)
     for layer, handles in _given_back.pop(ddp).items():
         _queue(session, layer)
-        for handle in handles:
+        for handle, param in zip(handles, linear_layers.delayed_parameters(layer), strict=False):
             handle.remove()
-            getattr(layer, _QUEUE).call_when_done(ddp._make_backward_post_hook(layer.weight))
-        if handles:
+            getattr(layer, _QUEUE).call_when_done(ddp._make_backward_post_hook(param))
             ddp.grad_accs.pop()
     _complete_wrappers(session, ddp.module)
     at_end(session, ddp, _reduce_as_it_comes)
@@ -213,10 +222,10 @@ def _reduce_as_it_comes(ddp: Any) -> None:
     for layer in _queued(ddp.module):
         hooks = getattr(layer, _QUEUE).hooks
         given[layer] = []
-        if hooks:
+        for hook, param in zip(hooks, linear_layers.delayed_parameters(layer), strict=False):
             with torch.enable_grad():
-                accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
-            given[layer] = [accumulator.register_hook(hook) for hook in hooks]
+                accumulator = param.expand_as(param).grad_fn.next_functions[0][0]
+            given[layer].append(accumulator.register_hook(hook))
             ddp.grad_accs.append(accumulator)
 
 
@@ -225,12 +234,19 @@ def _end_step(session: Session, ddp: Any) -> None:
         session.fallback(FEATURE.name, "no schedule has asked for some weight gradients before they are reduced")
 
 
+_is_local = local("delays weight gradients itself, with this flag")
+
+
 def _why_not(context: Context) -> list[str]:
-    reasons = []
+    reasons: list[str] = []
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
     is_step = pipeline_orders.delays_weight_gradients(settings)
+    if not is_step and (theirs := _is_local(context)):
+        return theirs
+    if _is_local(context) and context.arg("tp_comm_overlap", False):
+        reasons.append("--tp-comm-overlap: Transformer Engine delays no weight gradients then")
     is_asked_for = is_step or (settings.get("moe_fb_overlap", False) and not moe_fb_overlap.layout_reasons(context))
     if not is_step and (found := moe_fb_overlap.release_reasons(context)):
         reasons += found
@@ -249,7 +265,7 @@ FEATURE = Feature(
     unsupported={
         "<0.14": "before Megatron 0.14 gradient reduction does not wait for a weight gradient that comes later"
     },
-    condition=every(local("delays weight gradients itself, with this flag"), _why_not),
+    condition=_why_not,
     conflicting_args={
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers takes inputs away that are still needed",
         **cuda_graph_args("records a backward pass of which a part is missing"),

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Feature, Function, Option, Override, Provide, Session
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Provide, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 
 from ._shared import linear_layers
-from ._shared.conditions import fsdp_args, not_disabled, reenable_default
+from ._shared.conditions import every, fsdp_args, not_disabled, reenable_default
+from ._shared.megatron_arguments import DEFAULTS
 from ._shared.wrappers import after_init, config_field, is_set, verify
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -90,6 +91,14 @@ def _on_copies(operator: Function) -> Function:
     return lambda *copies: operator(*(each.detach() for each in copies))
 
 
+def _apexs(context: Context) -> list[str]:
+    """Unasked, a kernel of Apex stays."""
+    kernel = next(each for each in DEFAULTS if each.module == EXTENSION)
+    if FEATURE.is_enabled(context.settings) or kernel.is_missing(context.device):
+        return []
+    return ["Apex's kernel, which is installed, does the same: ask for ours with the flag"]
+
+
 FEATURE = Feature(
     name="gradient_accumulation_fusion",
     summary="weight gradients added to the main gradient by the product that computes them, without Apex",
@@ -98,7 +107,7 @@ FEATURE = Feature(
     numerics="ulp",
     theme="operators",
     memory="not predicted: saves the 16-bit weight gradient of one layer at a time",
-    condition=not_disabled(ARGUMENT, "--no-gradient-accumulation-fusion"),
+    condition=every(not_disabled(ARGUMENT, "--no-gradient-accumulation-fusion"), _apexs),
     conflicting_args=fsdp_args("has no main gradients that a layer could add to"),
     arguments=reenable_default(ARGUMENT),
     operators=("accumulate_wgrad",),

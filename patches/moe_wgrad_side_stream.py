@@ -1,6 +1,7 @@
 """`--moe-wgrad-side-stream`: compute weight gradients of experts on a side stream.
 
-`auto` alternates steps with and without and keeps the faster. Reaches weight gradients of `--moe-grouped-gemm`;
+`auto` alternates steps with and without and keeps the faster. Reaches weight gradients of `--moe-grouped-gemm`, also on
+Transformer Engine's layers;
 `start_grad_sync`, which waits; `DistributedDataParallel.__init__`, where main gradients are made; and
 `zero_grad_buffer`, where a step begins. Leaves other layers alone: sequence parallel ones reuse the buffer they read.
 Falls back on CPU, with CUDA graphs, the combined expert schedule, and without gradient accumulation fusion.
@@ -18,8 +19,9 @@ from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 from mindspeed_lite.tuning.ab_test import StepABTest
 
-from ._shared import moe
-from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, every, local
+from ._shared import linear_layers, moe
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, every
+from ._shared.pipeline_passes import QUEUE
 from ._shared.wrappers import before
 
 NAME = "moe_wgrad_side_stream"
@@ -28,6 +30,7 @@ _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParal
 CONFLICTING_ARGS = {
     **CUDA_GRAPH_ARGS,
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers on streams of its own",
+    "overlap_dispatch_backward_with_experts_wgrad": "--overlap-dispatch-backward-with-experts-wgrad does the same",
 }
 
 
@@ -83,8 +86,22 @@ def _init(wrapped: Function, session: Session) -> Function:
             state = session.state(NAME, lambda: _SideStreamState(session, DeviceStream(first.device)))
 
             session.on_end(state.side.wait_all)
+            for layer in linear_layers.te_layers(self):
+                if hasattr(layer, "num_gemms") and not hasattr(layer, QUEUE):
+                    _move_gradients(session, layer)
 
     return __init__
+
+
+def _move_gradients(session: Session, layer: Any) -> None:
+    def submit(compute: Callable[[], None]) -> None:
+        if not put(session, layer.config, compute):
+            compute()
+
+    if linear_layers.multiplies_bias(layer):
+        session.fallback(NAME, "experts' biases have their gradients from the weights' products")
+    else:
+        linear_layers.take_gradients(session, layer, submit)
 
 
 def _begin_step(session: Session, chunk: Any) -> None:
@@ -116,13 +133,11 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs of at most two products stay until the side stream has read them",
-    condition=every(
-        lambda context: _why_not_here(context.device), local("delays gradients with --delay-wgrad-compute")
-    ),
+    condition=every(lambda context: _why_not_here(context.device), moe.has_experts, moe.grouped_experts),
     conflicting_args=CONFLICTING_ARGS,
     not_auto="what it gains has not been measured on any device: enable it explicitly with its flag",
     requires=(
-        Relation("moe_grouped_gemm", "its products are the ones that move"),
+        moe.GROUPED,
         Relation("gradient_accumulation_fusion", "what is added to main gradients is not read before reduction"),
     ),
     patches=(

@@ -5,8 +5,8 @@ the experts' backward. level1 also releases the activation's input and reruns th
 `--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
 
 Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher,
-`TransformerLayer.__init__`, and `SharedExpertMLP`. Needs `--moe-grouped-gemm`. Falls back for other dispatchers and
-fully recomputed layers.
+`TransformerLayer.__init__`, `SharedExpertMLP`, and Transformer Engine's `TEGroupedMLP`. Needs `--moe-grouped-gemm`.
+Falls back for other dispatchers and fully recomputed layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session, Settings
 from mindspeed_lite.memory.saved_tensors import ReleasedTensor
 from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
@@ -183,6 +183,33 @@ def _rows(dispatcher: Any, tokens: Tensor) -> RecomputedRows:
     return RecomputedRows(permute, AllToAll(received, sent, dispatcher.ep_group) if is_sent else None, order)
 
 
+def _te_experts(wrapped: Function, session: Session) -> Function:
+    """Megatron recomputes the activation, as with `--recompute-modules moe_act`; the rest is released here."""
+
+    def forward(self: Any, permuted_local_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        released = released_of(session, permuted_local_hidden_states)
+        if released is None:
+            return wrapped(self, permuted_local_hidden_states, *args, **kwargs)
+        layer, call, recomputes = self.linear_fc1, LinearCall(), self.activation_recompute
+        self.activation_recompute = True
+        try:
+            with seen(layer, call):
+                out, bias = wrapped(self, permuted_local_hidden_states, *args, **kwargs)
+        finally:
+            self.activation_recompute = recomputes
+        x, middle = permuted_local_hidden_states.detach(), call.output
+        if call.input is not permuted_local_hidden_states or middle is None or not middle.requires_grad:
+            return out, bias
+        # Autograd reads the rows for this gradient's product, and has it before.
+        middle.register_hook(lambda _: released.rows.arrive())  # type: ignore[no-untyped-call]
+        # Its hook runs before that of Megatron's recomputation.
+        out = out.view_as(out)
+        released.release(x, middle, out, lambda: type(layer).forward(layer, x, *call.rest)[0])
+        return out, bias
+
+    return forward
+
+
 def _combine(wrapped: Function, session: Session) -> Function:
     def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(self, *args, **kwargs)
@@ -196,9 +223,13 @@ def _combine(wrapped: Function, session: Session) -> Function:
 
 def _is_deterministic(layer: Any) -> bool:
     """Whether a linear layer is repeatable; adapters may have dropout."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    return type(layer) is ColumnParallelLinear and not layer._forward_hooks
+    kind = type(layer)
+    is_megatrons = kind.__module__.startswith("megatron.core.")
+    return (
+        is_megatrons
+        and kind.__name__ in ("ColumnParallelLinear", "TEColumnParallelLinear")
+        and not layer._forward_hooks
+    )
 
 
 def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: bool) -> None:
@@ -287,8 +318,6 @@ def _why_not(context: Context) -> list[str]:
     return _layer_reasons(lambda name: context.arg(name, None))
 
 
-_local_experts = moe.local_experts("has its own grouped experts, whose activation --recompute-modules moe_act releases")
-
 FEATURE = Feature(
     name=NAME,
     summary="experts' inputs and activations released after use, exchanged again and recomputed",
@@ -315,9 +344,11 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    condition=every(_why_not, _local_experts, moe.dispatchers("alltoall"), recompute.not_full_recompute),
+    condition=every(
+        _why_not, moe.has_experts, moe.grouped_experts, moe.dispatchers("alltoall"), recompute.not_full_recompute
+    ),
     conflicting_args=recompute.CONFLICTING_ARGS,
-    requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),
+    requires=(moe.GROUPED,),
     not_auto=recompute.NOT_AUTO,
     patches=(
         recompute.in_layers(_prepare, ("mlp", f"{CONFIG}.recompute_modules")),
@@ -329,6 +360,11 @@ FEATURE = Feature(
                 *("drop_and_pad", "ep_group", "ep_size", "input_splits", "num_out_tokens", "output_splits"),
                 *("config", "probs", "routing_map", "shared_experts", f"{CONFIG}.moe_permute_fusion"),
             ),
+        ),
+        Around(
+            "megatron.core.transformer.moe.experts:TEGroupedMLP.forward",
+            _te_experts,
+            reads=("activation_recompute", "linear_fc1"),
         ),
         Around(f"{moe.DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
         *(

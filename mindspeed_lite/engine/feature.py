@@ -264,8 +264,11 @@ class Provide(Patch):
 
 @dataclass(frozen=True)
 class Relation:
+    """Another feature, and why. unless: where a skipped one is not required."""
+
     feature: str
     reason: str
+    unless: Callable[[Context], bool] | None = None
 
 
 @dataclass(frozen=True)

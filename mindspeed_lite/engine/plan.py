@@ -306,7 +306,9 @@ class _Planner:
             (outcome, relation.feature)
             for name, outcome in self.outcomes.items()
             for relation in outcome.feature.requires
-            if is_applied[name] and not is_applied[relation.feature]
+            if is_applied[name]
+            and not is_applied[relation.feature]
+            and not (relation.unless is not None and relation.unless(self.context.of(name)))
         ]
         for outcome, required in lost:
             outcome.drop([f"requires feature `{required}`, which was skipped"])

@@ -356,12 +356,6 @@ def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch
     return always(name, summary, *patches, condition=condition)
 
 
-def _has_torch_adam(context: Context) -> Sequence[str]:
-    names = {"transformer_engine": "Transformer Engine", "apex": "Apex"} if context.device == "cuda" else {}
-    found = [name for package, name in names.items() if importlib.util.find_spec(package) is not None]
-    return [f"{name} is installed, and Megatron takes its fused Adam" for name in found]
-
-
 ASSUMPTIONS: tuple[Feature, ...] = (
     _assumption(
         "device_sequence_parallel_norm",
@@ -390,7 +384,6 @@ ASSUMPTIONS: tuple[Feature, ...] = (
             _state_without_step_count,
             reads=["optimizer", "model_param_group_index_map"],
         ),
-        condition=_has_torch_adam,
     ),
     _assumption(
         "device_dataset_helpers",

@@ -26,14 +26,14 @@ def every(*conditions: Condition) -> Condition:
     return lambda context: [reason for each in conditions for reason in each(context)]
 
 
+def has_te_layers(context: Context) -> bool:
+    """Whether layers are Transformer Engine's."""
+    return bool(context.arg("transformer_impl", "local") == "transformer_engine")
+
+
 def local(theirs: str) -> Condition:
     """The local implementation; `theirs`: what Transformer Engine has instead."""
-
-    def condition(context: Context) -> list[str]:
-        is_used = context.arg("transformer_impl", "local") == "transformer_engine"
-        return [f"--transformer-impl transformer_engine {theirs}"] if is_used else []
-
-    return condition
+    return lambda context: [f"--transformer-impl transformer_engine {theirs}"] if has_te_layers(context) else []
 
 
 def needs(argument: str, why: str) -> Condition:

@@ -1,13 +1,14 @@
-"""Patches of Megatron's local linear layers: weight gradients and tensor-parallel communication.
+"""Linear layers: weight gradients and tensor-parallel communication of Megatron's local ones.
 
 A weight gradient is added to its main gradient; autograd gets a placeholder. `_forward_impl` hands input, weight and
 group to Megatron's linear function; a row parallel layer reduces in `forward`. Experts and single-rank groups stay
-Megatron's.
+Megatron's. Transformer Engine's layers delay weight gradients and hand them over, until the end of the session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,3 +178,63 @@ def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: s
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
+
+
+def te_layers(model: Any) -> Iterator[Any]:
+    """Transformer Engine's linear layers in transformer layers; these have a name for communication buffers."""
+    for each in model.modules():
+        if getattr(each, "wgrad_store", None) is not None and getattr(each, "ub_name", None) is not None:
+            yield each
+
+
+def delayed_parameters(layer: Any) -> list[Any]:
+    """Parameters of a layer, Megatron's or Transformer Engine's, whose gradients come late; in their own order."""
+    if not hasattr(layer, "wgrad_store"):
+        return [layer.weight]
+    kinds = ("weight", "bias") if multiplies_bias(layer) else ("weight",)
+    found = layer.named_parameters(recurse=False)
+    return [param for name, param in found if name.startswith(kinds) and param.requires_grad]
+
+
+def multiplies_bias(layer: Any) -> bool:
+    """Whether a bias has its gradient from the weight's product; from an addition it comes at once."""
+    return layer.apply_bias and not getattr(layer, "gemm_bias_unfused_add", False)
+
+
+def why_not(layer: Any) -> str:
+    """Why a layer's gradients cannot be delayed; "" if they can."""
+    config = layer.config
+    if not layer.fuse_wgrad_accumulation:
+        return "the model's configuration has no gradient_accumulation_fusion"
+    if multiplies_bias(layer) and (config.fp8 or getattr(config, "fp4", None)):
+        return "in fp8 or fp4 Transformer Engine's biases have their gradients at once"
+    return ""
+
+
+def take_gradients(session: Session, layer: Any, take: Callable[[Callable[[], None]], object]) -> None:
+    """Call `take(compute)` in the layer's backward pass instead of computing its weight gradients."""
+    theirs = next(each for each in type(layer).__mro__ if each.__module__.partition(".")[0] == "transformer_engine")
+    late = {id(param) for param in delayed_parameters(layer)}
+    biases = [each for name, each in layer.named_parameters() if name.startswith("bias") and id(each) in late]
+
+    def compute(held: tuple[Any, Any]) -> None:
+        # The store drops what another stream may still read.
+        for bias in biases:
+            bias.grad = None
+        theirs.backward_dw(layer)  # type: ignore[attr-defined]
+        for bias in biases:
+            bias.main_grad.add_(bias.grad)
+            # The gradient stays as a placeholder for the reduction's hook.
+            bias.grad_added_to_main_grad = True
+
+    store = type(layer.wgrad_store)(True)
+    put = store.put
+
+    def put_later(tensors: Any, function: Any) -> None:
+        put(tensors, function)
+        take(functools.partial(compute, (tensors, function)))
+
+    store.put = put_later
+    session.mark(layer, "wgrad_store", store)
+    # A backward pass after the session computes at once.
+    session.on_end(store.disable_delay_wgrad_compute)

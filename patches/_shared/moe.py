@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from mindspeed_lite.engine import Around, Context, Function, Override, Session
+from mindspeed_lite.engine import Around, Context, Function, Override, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import Messages
 
-from .conditions import Condition, every, local, needs
+from .conditions import Condition, every, has_te_layers, local, needs
 from .wrappers import Make, before, within
 
 UTILS = "megatron.core.transformer.moe.moe_utils"
@@ -119,6 +119,15 @@ def sequential_experts(context: Context) -> list[str]:
     """Experts that are modules of their own; the local grouped experts of `moe_grouped_gemm` are too."""
     is_grouped = context.arg("moe_grouped_gemm", False)
     return local("keeps experts as weights of one layer with --moe-grouped-gemm")(context) if is_grouped else []
+
+
+# Transformer Engine has its own.
+GROUPED = Relation("moe_grouped_gemm", "its grouped products read the rows and compute the gradients", has_te_layers)
+
+
+def grouped_experts(context: Context) -> list[str]:
+    """With Transformer Engine's layers, Megatron's grouped experts on them."""
+    return needs("moe_grouped_gemm", "experts in one layer are served")(context) if has_te_layers(context) else []
 
 
 def dispatchers(*names: str) -> Condition:

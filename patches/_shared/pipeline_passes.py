@@ -20,6 +20,8 @@ from mindspeed_lite.pipeline.data_parallel_sync import SyncPlan
 from mindspeed_lite.pipeline.steps import Schedule
 from mindspeed_lite.pipeline.wgrad import WgradBatches
 
+from .linear_layers import delayed_parameters
+
 # Queue attribute of a linear layer that delays weight gradients.
 QUEUE = "wgrad_queue"
 
@@ -49,7 +51,8 @@ class DelayedWgrads:
         self._batches.seal()
         if not is_last:
             for layer in self._layers:
-                layer.weight.grad = None
+                for param in delayed_parameters(layer):
+                    param.grad = None
 
     def run(self, is_last: bool) -> None:
         """Compute the oldest batch; the last one notifies gradient reduction."""

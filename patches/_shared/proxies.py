@@ -57,13 +57,15 @@ def run_activation(forward: Function, mlp: Any, x: Any, *rest: Any, bias: Any = 
 class LinearCall:
     def __init__(self) -> None:
         self.input: torch.Tensor | None = None
+        self.rest: tuple[Any, ...] = ()
         self.output: torch.Tensor | None = None
 
 
 @contextlib.contextmanager
 def seen(layer: Any, call: LinearCall) -> Iterator[None]:
     def keep(_: Any, given: Any, found: Any) -> None:
-        call.input, call.output = given[0], found[0]
+        call.input, *rest = given
+        call.rest, call.output = tuple(rest), found[0]
 
     handle = layer.register_forward_hook(keep)
     try:

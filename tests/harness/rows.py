@@ -57,6 +57,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "unclipped": {"clip_grad": 1e9},
     "text": {"text": str(ROOT / "LICENSE")},
     "slow": {"lr": 1e-3},
+    "te": {"transformer_engine": True},
+    "grouped": {"moe": {"moe_grouped_gemm": True}},
     "gqa": {"query_groups": 2},
     "qk_norm": {"qk_layernorm": True},
     "layernorm": {"config": {"normalization": "LayerNorm"}},

@@ -53,7 +53,7 @@ BASE = {
     "moe_record_load": ({}, EXPERTS, "cpu"),
     "moe_router_fusion": ({}, EXPERTS, "cpu"),
     "moe_tp_extend_ep": ({}, {**EXPERTS, "tensor_model_parallel_size": 2}, "cpu"),
-    "moe_wgrad_side_stream": ({"moe_wgrad_side_stream": "auto"}, {}, "cuda"),
+    "moe_wgrad_side_stream": ({"moe_wgrad_side_stream": "auto"}, EXPERTS, "cuda"),
     "moe_zero_memory": ({"moe_zero_memory": "level0"}, EXPERTS, "cpu"),
     "optimize_send_recv_comm": ({}, PIPELINE, "cpu"),
     "param_gather_once": ({}, {**EXPERTS, "use_distributed_optimizer": True}, "cpu"),
@@ -220,10 +220,10 @@ REASONS = {
             {"explicit": ["expert_tensor_parallel_size"]},
         ),
     ],
-    "moe_wgrad_side_stream": [({}, "streams", {"device": "cpu"}), (TE, "--delay-wgrad-compute")],
+    "moe_wgrad_side_stream": [({}, "streams", {"device": "cpu"}), (TE, "--moe-grouped-gemm is not given")],
     "moe_zero_memory": [
         ({"num_experts": None}, "--num-experts"),
-        (TE, "--recompute-modules moe_act"),
+        (TE, "--moe-grouped-gemm is not given"),
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
         ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
@@ -242,7 +242,11 @@ REASONS = {
             "--gradient-accumulation-fusion is off",
             {"settings": {"pipeline_schedule": "zb-h1", "use_gradient_accumulation_fusion": False}},
         ),
-        (TE, "--transformer-impl", {"settings": {"pipeline_schedule": "zb-auto"}}),
+        (
+            {**TE, "tp_comm_overlap": True},
+            "--tp-comm-overlap: Transformer Engine delays no weight gradients",
+            {"settings": {"pipeline_schedule": "zb-auto", "use_gradient_accumulation_fusion": True}},
+        ),
     ],
     "recompute_activation_function": [({"recompute_granularity": "full"}, "computes every layer again as a whole")],
     "recompute_in_bubble": [
@@ -444,21 +448,25 @@ def test_a_reason_names_the_flag(name, row):
     assert [each for each in found if text in each] == found[:1] or text in found[0], found
 
 
-@pytest.mark.parametrize(
-    ("device", "installed", "text"),
-    [
-        ("npu", "apex", None),
-        ("cuda", "torch", None),
-        ("cuda", "apex", "Apex is installed"),
-        ("cuda", "transformer_engine", "Transformer Engine is installed"),
-    ],
-)
-def test_resumes_are_mended_where_megatron_takes_torchs_adam(monkeypatch, device, installed, text):
-    feature = next(each for each in megatron.ASSUMPTIONS if each.name == "device_adam_state")
+def test_auto_leaves_apexs_weight_gradients(monkeypatch):
+    feature = runtime.catalogue()["gradient_accumulation_fusion"]
+    asked = context(feature, device="cuda")
+    unasked = replace(asked, settings=Settings({}))
+    assert reasons(feature, unasked) == []
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == installed else find(name))
-    found = feature.condition(Context(Settings({}), device, {}))
-    assert found == [] if text is None else text in found[0]
+    kernel = SimpleNamespace(loader=object())
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: kernel if name.startswith("fused_weight") else find(name)
+    )
+    assert reasons(feature, asked) == [] and "Apex's kernel" in reasons(feature, unasked)[0]
+
+
+def test_resumes_are_mended_wherever_the_optimizer_is_torchs_adam():
+    """On CUDA too: Transformer Engine may be installed and not load. Other optimizers keep their own state."""
+    feature = next(each for each in megatron.ASSUMPTIONS if each.name == "device_adam_state")
+    fused = SimpleNamespace(optimizer=SimpleNamespace())
+    first, second = (patch.make(lambda *given: given, None) for patch in feature.patches[:2])
+    assert feature.condition is None and first(fused) == (fused,) and second(fused, {}) == (fused, {})
 
 
 @pytest.mark.parametrize(

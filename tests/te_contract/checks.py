@@ -130,6 +130,8 @@ def accumulated_gradients(te: Any) -> None:
     F.linear(x, weight).square().sum().backward()
     assert weight.grad is not None and layer.weight.grad_added_to_main_grad
     _near(layer.weight.main_grad, weight.grad + 1)
+    layer(x, is_first_microbatch=True).square().sum().backward()
+    _near(layer.weight.main_grad, weight.grad)
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

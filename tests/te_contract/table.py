@@ -18,8 +18,6 @@ OWN = {
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_router_fusion",
-    "moe_wgrad_side_stream",
-    "moe_zero_memory",
     "use_ascend_coc",
     "use_ascend_mc2",
     "use_flash_attn",
@@ -27,8 +25,27 @@ OWN = {
     "use_fused_rmsnorm",
     "use_fused_rotary_pos_emb",
 }
-# Trained by scripts, or on an NPU alone.
-SCRIPTS = {"balance_sequence_lengths", "moe_alltoall_mc2", "moe_tp_extend_ep", "use_ascend_mc2"}
+# These hold weights or activations of layers, and refuse --fp8-format and --fp4-format.
+FULL_PRECISION = {
+    "adaptive_memory",
+    "balanced_moe_experts",
+    "moe_zero_memory",
+    "recompute_activation_function",
+    "recompute_in_bubble",
+    "recompute_norm",
+    "swap_attention",
+}
+# These hold weights of the optimizer, and refuse --fp8-param-gather and --fp4-param-gather.
+PLAIN_WEIGHTS = {"enable_expert_placement", "reuse_fp32_param", "swap_optimizer"}
+# Trained by `test_scripts`, or on an NPU alone.
+SCRIPTS = {"balance_sequence_lengths", "moe_tp_extend_ep"}
+NPU = {"moe_alltoall_mc2", "use_ascend_mc2"}
+
+
+def quantized(feature: Feature) -> list[str]:
+    """Why a feature leaves trainings with quantized layers, and with weights that are kept so, alone."""
+    given = [{"fp8": "hybrid"}, {"fp4": "e2m1"}, {"fp8_param_gather": True}, {"fp4_param_gather": True}]
+    return list(dict.fromkeys(why for each in given for why in feature.conflict_reasons(each.get)))
 
 
 def own_reasons(feature: Feature, layout: str) -> list[str]:
@@ -37,7 +54,10 @@ def own_reasons(feature: Feature, layout: str) -> list[str]:
     settings = Settings.of((*runtime.GENERAL, *runtime.catalogue().options()), feature_layouts.flags_of(feature))
     context = Context(settings, "cpu", {}, SimpleNamespace(**args))
     with feature_layouts.emulated_devices():
+        free = {each.feature for each in feature.requires if each.unless is not None and each.unless(context)}
         for each in reversed(feature_layouts.company(feature.name)):
+            if each.name in free:
+                continue
             # A layout that the feature does not fit says nothing of Transformer Engine.
             with contextlib.suppress(OptionError):
                 reasons = each.condition(context) if each.condition is not None else []

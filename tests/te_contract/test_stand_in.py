@@ -21,6 +21,7 @@ MUTATIONS = {
     "packs that see each other": (ATTENTION, "is_hidden | (sequence[0]", "is_hidden & (sequence[0]"),
     "a missing bias gradient": ("module/linear.py", "if has_bias else None)", "if not has_bias else None)"),
     "a gradient that replaces": ("module/base.py", "weight.main_grad.add_(", "weight.main_grad.copy_("),
+    "a first micro-batch that adds": ("module/base.py", "if is_first:", "if False:"),
     "a norm without its offset": ("module/norm.py", "weight + 1 if zero_centered", "weight + 0 if zero_centered"),
     "a hook that is not called": ("module/base.py", "            hook()", "            pass"),
     "experts in another order": (

@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Settings
-from tests.harness import checkouts, feature_layouts, matrix, on_and_off
-from tests.harness.rows import options_of, ranks_of
+from tests.harness import checkouts, feature_layouts, matrix, on_and_off, rows
+from tests.harness.rows import DRIFT, WGRAD, Rows, check, options_of, ranks_of
 from tests.harness.training import Trainer, fault
-from tests.te_contract.table import OWN, SCRIPTS, own_reasons
+from tests.te_contract.table import FULL_PRECISION, NPU, OWN, PLAIN_WEIGHTS, SCRIPTS, own_reasons, quantized
 
 NEWEST = checkouts.ALL[-1]
 WITH = {"transformer_engine": True}
@@ -37,14 +37,43 @@ LAYERS = {
 QUICK_LAYERS = ["fp32 experts4 router_fp32 by_name ep2", "fp32 layers4 by_name"]
 # Another layout than without Transformer Engine: a dense layer has its norms in linear layers.
 LAYOUTS = {"recompute_norm": "experts"}
-QUICK = [(NEWEST, "plain"), (NEWEST, "experts")]
+QUICK = [(NEWEST, "plain"), ("0.16.1", "experts")]
+V = "schedules_method=dualpipev dualpipev_dw_detach"
+V_MODEL = "te by_name wgrad layers4 micro5"
 
 
-def options(words: str) -> dict[str, Any]:
-    found = options_of(words.replace("grouped", ""))
-    if "grouped" in words:
-        found["moe"]["moe_grouped_gemm"] = True
-    return found
+# Features of layers that `feature_layouts` does not have: Megatron's grouped experts, and weight gradients apart.
+ROWS = [
+    Rows("released and delayed", {"pp2 experts4 grouped": NEWEST, "pp2 ep2 experts4 grouped shared permute_fused": ""},
+         "moe_zero_memory=level1 pipeline_schedule=zb-auto", both=f"{WGRAD} moe_grouped_gemm",
+         base="te micro5 wgrad bits undone", steps=2),
+    Rows("delayed", {"pp2 bias": "", "pp2 tp2 sp": "", "pp2 dp2 overlap_grad no_sync": "", "pp2 full": ""},
+         "pipeline_schedule=zb-auto", both=WGRAD, base="te micro5 wgrad bits undone", steps=2),
+    Rows("V", {"": ""}, V, both=WGRAD, base=f"{V_MODEL} pp2 vpp2", reference=V_MODEL, near=DRIFT, rank=0),
+    Rows("pairs in a V", {"": ""}, "moe_fb_overlap", both=f"{WGRAD} {V} delay_wgrad_compute", rank=0, steps=2,
+         base=f"{V_MODEL} pp2 vpp2 ep2 experts4 grouped bits", more="combined delayed"),
+    Rows("on a side stream", {"ep2 experts4 grouped": "", "ep2 experts4 grouped overlap_grad dist no_sync": ""},
+         "moe_wgrad_side_stream=always", both=f"{WGRAD} moe_grouped_gemm", base="te wgrad bits undone", steps=2,
+         before="moe_wgrad_side_stream", seen=("a gradient came from the side",)),
+]  # fmt: skip
+GROUPED = {"moe_zero_memory", "moe_wgrad_side_stream"}
+
+
+def features_of(release: str, layout: str) -> list[str]:
+    """Features that train with Transformer Engine in a layout of `feature_layouts`."""
+    return [
+        name
+        for own, names in on_and_off.layouts(release).items()
+        for name in names
+        if name not in GROUPED
+        and LAYOUTS.get(name, own) == layout
+        and not own_reasons(runtime.catalogue()[name], layout)
+    ]
+
+
+def with_features(layouts: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of release and layout in which a feature trains."""
+    return [(release, layout) for release in checkouts.ALL for layout in layouts if features_of(release, layout)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +86,7 @@ def options(words: str) -> dict[str, Any]:
 def test_losses_are_those_of_the_local_implementation(
     te_trainer: Callable[[str], Trainer], release: str, layout: str
 ) -> None:
-    trainer, given, more = te_trainer(release), options(layout), options(f"{layout} {LAYERS[layout]}")
+    trainer, given, more = te_trainer(release), options_of(layout), options_of(f"{layout} {LAYERS[layout]}")
     local = trainer.core("device", ranks_of(given), {**given, "steps": 4})
     theirs = trainer.core("device", ranks_of(more), {**more, **WITH, "steps": 4})
     assert fault(local.steps(), theirs.steps(), drift=2e-5, first_norm=2e-5, norm=2e-3) == ""
@@ -65,38 +94,39 @@ def test_losses_are_those_of_the_local_implementation(
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.only(QUICK, [(release, layout) for release in checkouts.ALL for layout in feature_layouts.LAYOUTS]),
+    matrix.only(QUICK, with_features(feature_layouts.LAYOUTS)),
 )
 def test_features_train_within_their_class(te_trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
-    features = [
-        name
-        for own, names in on_and_off.layouts(release).items()
-        for name in names
-        if LAYOUTS.get(name, own) == layout and not own_reasons(runtime.catalogue()[name], layout)
-    ]
+    """Three steps with a feature, and two more after `disable`."""
     faults = {
         name: found
-        for name in features
+        for name in features_of(release, layout)
         if (
-            found := on_and_off.train(te_trainer(release), layout, name, options=WITH).fault(
-                on_and_off.numerics_of(runtime.catalogue()[name])
-            )
+            found := on_and_off.train(
+                te_trainer(release), layout, name, steps=3, options={**WITH, "undone": True}
+            ).fault(on_and_off.numerics_of(runtime.catalogue()[name]))
         )
     }
     assert faults == {}
-    assert features or layout not in ("plain", "experts")
+
+
+@pytest.mark.parametrize(("release", "rows", "layout"), rows.parameters(ROWS))
+def test_gradients_and_rows_of_its_layers(
+    te_trainer: Callable[[str], Trainer], release: str, rows: Rows, layout: str, tmp_path: Path
+) -> None:
+    check(te_trainer(release), rows, layout, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.only([], [(release, layout) for release in checkouts.ALL for layout in feature_layouts.LAYOUTS]),
+    matrix.only([], [(each, layout) for each in checkouts.ALL for layout in on_and_off.layouts(each)]),
 )
 def test_the_package_alone_changes_nothing(te_trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     """Every feature trains on local layers with the package installed; so does one whose optimizer is its FusedAdam."""
     catalogue, trainer = runtime.catalogue(), te_trainer(release)
     faults = {
         name: found
-        for name in on_and_off.layouts(release).get(layout, [])
+        for name in on_and_off.layouts(release)[layout]
         if (found := on_and_off.train(trainer, layout, name).fault(on_and_off.numerics_of(catalogue[name])))
     }
     assert faults == {}
@@ -111,7 +141,18 @@ def test_what_is_not_trained_names_what_transformer_engine_has() -> None:
     }
     assert refused == OWN
     trained = {name for names in on_and_off.layouts(NEWEST).values() for name in names}
-    assert {feature.name for feature in runtime.catalogue()} - trained == SCRIPTS
+    assert {feature.name for feature in runtime.catalogue()} - trained == SCRIPTS | NPU
+
+
+def test_features_that_hold_weights_or_activations_refuse_fp8_and_fp4() -> None:
+    refused: dict[str, set[str]] = {}
+    for feature in runtime.catalogue():
+        if feature.name not in OWN | NPU and (reasons := quantized(feature)):
+            refused.setdefault(" ".join(each.split()[0] for each in reasons), set()).add(feature.name)
+    assert refused == {
+        "--fp8-format --fp4-format": FULL_PRECISION,
+        "--fp8-param-gather --fp4-param-gather": PLAIN_WEIGHTS,
+    }
 
 
 @pytest.mark.parametrize("installed", [False, True])

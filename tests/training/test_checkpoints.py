@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.harness import checkouts, matrix
+from tests.harness.checkpoints import WAYS, Checkpoint, goes_on
 from tests.harness.rows import DRIFT, NEW
 from tests.harness.training import LAYOUTS, NO_DROPOUT, Result, Trainer
-
-STEPS, SAVED = 6, 3
-WAYS = ("on-off", "off-on")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Six steps of which the third is saved, and the last three again by who reads it: `on-off`, writer and reader."""
-
-    given: str
-    on: str
-    ranks: int = 2
-    ways: tuple[str, ...] = WAYS
-    quick: tuple[str, ...] = ()
-    # Of the reader, if another layout; its losses are those of the writer, or of a checkpoint without the feature.
-    reader: tuple[int, str] | None = None
-    same_model: bool = True
-    near: float = 0.0
-    before: str = ""
-
 
 DISTRIBUTED = "--use-distributed-optimizer"
 RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
@@ -139,36 +120,7 @@ def test_training_goes_on(
     name: str,
     way: str,
 ) -> None:
-    row, its = TABLE[name], trainer(NEW)
-    job = {"before": row.before} if row.before else {}
-
-    def flags(arm: str) -> list[str]:
-        return [*NO_DROPOUT, *row.given.split(), *(row.on.split() if arm == "on" else ())]
-
-    def write(arm: str) -> tuple[Path, Result]:
-        key = " ".join([*flags(arm), row.before])
-        if key not in written:
-            folder = tmp_path_factory.mktemp("saved")
-            saving = ["--save", str(folder), "--save-interval", str(SAVED)]
-            result = its.script(row.ranks, [*flags(arm), *saving], STEPS, **job).check()
-            # Not every format looks at --ckpt-step.
-            (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-            written[key] = folder, result
-        return written[key]
-
-    def read(arm: str, folder: Path) -> list[float]:
-        ranks, more = row.reader or (row.ranks, "")
-        result = its.script_once(ranks, [*flags(arm), *more.split(), "--load", str(folder)], STEPS, **job)
-        assert "successfully loaded checkpoint" in result.log()
-        return result.losses()
-
-    writer, _, reader = way.partition("-")
-    folder, result = write(writer)
-    found = read(reader, folder)
-    expected = result.losses()[SAVED:] if row.same_model else read("off", write("off")[0])
-    assert len(found) == len(expected) == STEPS - SAVED and result.losses()[0] > found[0]
-    for a, b in zip(expected, found, strict=True):
-        assert abs(a - b) <= row.near * abs(a)
+    goes_on(trainer(NEW), TABLE[name], way, written, tmp_path_factory)
 
 
 CHECKPOINTED = (

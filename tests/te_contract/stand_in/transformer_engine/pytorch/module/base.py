@@ -123,20 +123,30 @@ class TransformerEngineBaseModule(ExtraState):
             if self.wgrad_store.delay_wgrad_compute():
                 param.skip_backward_post_hook = True
 
-    def weight_gradient(self, weight: Any, bias: Any, inputs: torch.Tensor, grad: torch.Tensor) -> tuple[Any, Any]:
-        """Gradients of a weight and bias; the former added to `main_grad` where gradients accumulate."""
+    def weight_gradient(
+        self, weight: Any, bias: Any, inputs: torch.Tensor, grad: torch.Tensor, is_first: bool | None
+    ) -> tuple[Any, Any]:
+        """Gradients of a weight and bias; `main_grad` takes the former where gradients accumulate.
+
+        Those of a first micro-batch replace what it holds.
+        """
         inputs, grad = inputs.flatten(0, -2), grad.flatten(0, -2)
         bias_grad = grad.sum(0) if bias is not None and bias.requires_grad else None
         if not weight.requires_grad:
             return None, bias_grad
         if not self.fuse_wgrad_accumulation:
             return grad.t() @ inputs, bias_grad
+        if is_first:
+            weight.main_grad.zero_()
         weight.main_grad.add_((grad.t().float() @ inputs.float()).to(weight.main_grad.dtype))
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None, bias_grad
+        return None, bias_grad
+
+    def placeholder(self, weight: Any) -> torch.Tensor | None:
+        """What autograd is given where `main_grad` takes the gradient, now or later."""
+        if not (self.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad")):
+            return None
         weight.grad_added_to_main_grad = True
-        is_zero = getattr(weight, "zero_out_wgrad", False)
-        return get_dummy_wgrad(list(weight.shape), weight.dtype, zero=is_zero), bias_grad
+        return get_dummy_wgrad(list(weight.shape), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False))
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
         """Called after delayed gradients are there."""
@@ -150,6 +160,7 @@ class TransformerEngineBaseModule(ExtraState):
         """Weights with their biases, in the order of gradients."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def backward_dw(self) -> None:
         """Compute delayed gradients."""
         if not self.need_backward_dw():

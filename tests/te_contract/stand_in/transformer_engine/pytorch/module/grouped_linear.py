@@ -12,9 +12,11 @@ from .base import TransformerEngineBaseModule, WeightGradStore
 
 class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, splits: list[int], layer: GroupedLinear, *params: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, inp: torch.Tensor, splits: list[int], layer: GroupedLinear, is_first: bool | None, *params: Any
+    ) -> torch.Tensor:
         ctx.save_for_backward(inp)
-        ctx.splits, ctx.layer, ctx.params = splits, layer, params
+        ctx.splits, ctx.layer, ctx.is_first, ctx.params = splits, layer, is_first, params
         weights, biases = params[: len(splits)], params[len(splits) :]
         parts = [part @ weight.t() for part, weight in zip(inp.split(splits), weights, strict=True)]
         if biases:
@@ -32,13 +34,16 @@ class _GroupedLinearFunction(torch.autograd.Function):
 
         def weight_gradients() -> list[tuple[Any, Any]]:
             each = zip(weights, biases or [None] * len(weights), inp.split(splits), parts, strict=True)
-            return [layer.weight_gradient(*tensors) for tensors in each]
+            return [layer.weight_gradient(*tensors, ctx.is_first) for tensors in each]
 
+        weight_grads, bias_grads = [None] * len(weights), [None] * len(biases)
         if layer.need_backward_dw() and weights[0].requires_grad:
             layer.wgrad_store.put([], weight_gradients)
-            return grad_input, *[None] * (2 + len(ctx.params))
-        weight_grads, bias_grads = zip(*weight_gradients(), strict=True)
-        return grad_input, None, None, *weight_grads, *(bias_grads if biases else ())
+        else:
+            weight_grads, bias_grads = zip(*weight_gradients(), strict=True)
+        if weights[0].requires_grad and weight_grads[0] is None:
+            weight_grads = [layer.placeholder(weight) for weight in weights]
+        return grad_input, None, None, None, *weight_grads, *(bias_grads if biases else ())
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -120,5 +125,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
         weights, biases = zip(*self.delayed_parameters(), strict=True)
-        result = _GroupedLinearFunction.apply(inp, splits, self, *weights, *(biases if self.apply_bias else ()))
+        result = _GroupedLinearFunction.apply(
+            inp, splits, self, is_first_microbatch, *weights, *(biases if self.apply_bias else ())
+        )
         return (result, list(biases)) if self.return_bias else result

@@ -16,9 +16,11 @@ class _LinearFunction(torch.autograd.Function):
     """Saves this rank's input only, and gathers it again for the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, weight: Any, bias: Any, layer: Linear) -> torch.Tensor:
+    def forward(
+        ctx: Any, inp: torch.Tensor, weight: Any, bias: Any, layer: Linear, is_first: bool | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(inp)
-        ctx.layer, ctx.weight, ctx.bias = layer, weight, bias
+        ctx.layer, ctx.weight, ctx.bias, ctx.is_first = layer, weight, bias, is_first
         gathers = layer.parallel_mode == "column" and layer.sequence_parallel
         out = (gather(inp, layer.tp_group) if gathers else inp) @ weight.t()
         if layer.parallel_mode == "row":
@@ -40,14 +42,17 @@ class _LinearFunction(torch.autograd.Function):
             inp = gather(inp, layer.tp_group)
 
         def weight_gradients() -> list[tuple[Any, Any]]:
-            weight_grad, _ = layer.weight_gradient(ctx.weight, None, inp, grad)
+            weight_grad, _ = layer.weight_gradient(ctx.weight, None, inp, grad, ctx.is_first)
             has_bias = ctx.bias is not None and ctx.bias.requires_grad
             return [(weight_grad, after_bias.flatten(0, -2).sum(0) if has_bias else None)]
 
         if layer.need_backward_dw() and ctx.weight.requires_grad:
             layer.wgrad_store.put([], weight_gradients)
-            return grad_input, None, None, None
-        return grad_input, *weight_gradients()[0], None
+            return grad_input, layer.placeholder(ctx.weight), None, None, None
+        weight_grad, bias_grad = weight_gradients()[0]
+        if ctx.weight.requires_grad and weight_grad is None:
+            weight_grad = layer.placeholder(ctx.weight)
+        return grad_input, weight_grad, bias_grad, None, None
 
 
 class Linear(TransformerEngineBaseModule):
@@ -117,7 +122,7 @@ class Linear(TransformerEngineBaseModule):
         fp8_grad: bool | None = False,
     ) -> Any:
         """The product; with its bias apart where `return_bias`."""
-        out = _LinearFunction.apply(inp, self.weight, self.bias if self.apply_bias else None, self)
+        out = _LinearFunction.apply(inp, self.weight, self.bias if self.apply_bias else None, self, is_first_microbatch)
         return (out, self.bias.to(inp.dtype)) if self.return_bias else out
 
 
