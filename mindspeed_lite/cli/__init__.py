@@ -25,6 +25,7 @@ COMMANDS = {
     "dryrun": "any rank of a training command on this machine without a device: memory, messages, whether they match",
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "plan": "the fastest layouts of a training command over so many devices, by prediction",
+    "links": "under torchrun: how fast links, groups and ranks are, what is slow, and a better order of ranks",
     "calibrate": "time this machine's operators and collectives, for `plan --device here`",
     "schedule": "the pipeline schedule of a training command, drawn and simulated, with other orders",
     "balance": "how even experts or sequence lengths load ranks, and what balancing them gains",

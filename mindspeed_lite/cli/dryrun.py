@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite import migration, planner
 from mindspeed_lite.bench.wording import flops, seconds, size
-from mindspeed_lite.planner import devices
+from mindspeed_lite.planner import devices, links
 from mindspeed_lite.planner.published import PublishedDevice
 
 from . import terminal, training_command
@@ -45,6 +45,7 @@ def add_options(parser: Parser) -> None:
     parser.usage = "%(prog)s [options] -- COMMAND ..."
     names = ", ".join(devices.FIGURES)
     option(parser, "--device NAME", f"whose memory must suffice and whose time is predicted: {names}, or a .json file")
+    option(parser, "--links FILE", "with --device: what `mindspeed-lite links --json` wrote, in place of its links")
     option(parser, "--memory SIZE", "memory of a device, as 80GB (default: the device's)", training_command.memory_size)
     option(parser, "--reserve SIZE", "of it for context, communicators, temporaries, fragments (default: an estimate)",
            training_command.memory_size)  # fmt: skip
@@ -59,7 +60,8 @@ def main(options: argparse.Namespace) -> int:
         from mindspeed_lite.dryrun import launch, match, rank, timing
     try:
         found = launch.find(options.command)
-        device = PublishedDevice(*devices.named(options.device)) if options.device else None
+        measured = links.read(options.links, found.world_size) if options.links else None
+        device = PublishedDevice(*devices.named(options.device), measured) if options.device else None
         memory = options.memory or (device.memory if device else None)
     except (launch.LaunchError, planner.ArgumentError) as error:
         raise CommandError(error) from None

@@ -24,7 +24,7 @@ from typing import Any
 
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.planner import arguments, candidates, choose_device, devices, step_time, why
+from mindspeed_lite.planner import arguments, candidates, choose_device, devices, links, step_time, why
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
 from mindspeed_lite.planner.step_time import Pricer
@@ -42,6 +42,7 @@ def add_options(parser: Parser) -> None:
     option(parser, "--device NAME", f"what they are: {', '.join(devices.FIGURES)}, a .json file of your own, or "
            "what was calibrated here", default="here")  # fmt: skip
     option(parser, "--calibration FILE", "what `mindspeed-lite calibrate` wrote, for --device here")
+    option(parser, "--links FILE", "what `mindspeed-lite links --json` wrote: measured links in place of the device's")
     option(parser, "--reserve SIZE", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
            training_command.memory_size)  # fmt: skip
     option(parser, "--this", "predict COMMAND's own layout, and search for no other")
@@ -69,7 +70,9 @@ def main(options: argparse.Namespace) -> int:
         raise CommandError(f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png")
     number, node = options.devices or (training_command.world_size(options.command), 0)
     file = Path(options.calibration) if options.calibration else default_file()
-    pricer, kind = choose_device.pricer_of(options.device, file, min(number, len(os.sched_getaffinity(0))), node)
+    measured = links.read(options.links, number) if options.links else None
+    cores = len(os.sched_getaffinity(0))
+    pricer, kind = choose_device.pricer_of(options.device, file, min(number, cores), node, measured)
     memory = options.memory if options.memory is not None else pricer.device.memory
     if not memory:
         raise CommandError(f"--memory: give the memory of each device, which --device {options.device} does not say")

@@ -1,5 +1,5 @@
-"""usage: mindspeed-lite run [--allocator keep|system] [--bind auto|none] SCRIPT [ARGS...]
-       mindspeed-lite run [--allocator keep|system] [--bind auto|none] -m MODULE [ARGS...]
+"""usage: mindspeed-lite run [OPTIONS] SCRIPT [ARGS...]
+       mindspeed-lite run [OPTIONS] -m MODULE [ARGS...]
 
 Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What follows
 SCRIPT is the script's; features are chosen there, by their flags:
@@ -13,6 +13,7 @@ options:
   --allocator system  on the CPU, freed memory goes back to the kernel
   --bind auto         bind each rank's threads to its share of the cores near its device
   --bind none         leave them to the system (default)
+  --rank-order FILE   number torchrun's ranks in the order that FILE proposes; `mindspeed-lite links` wrote it
   -h, --help          print this; after SCRIPT it is the script's
 
 environment:
@@ -38,11 +39,15 @@ from collections.abc import Sequence
 from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator, binding
 
-from . import terminal
+from . import rank_order, terminal
 from .terminal import CommandError
 
 PROGRAM = "mindspeed-lite run"
-_CHOICES = {"--allocator": "keep or system", "--bind": "auto or none"}
+_CHOICES = {
+    "--allocator": "keep or system",
+    "--bind": "auto or none",
+    "--rank-order": "the file that `mindspeed-lite links --json FILE` wrote",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,7 +99,7 @@ def _show_traceback(error: Exception, name: str) -> int:
 def _options(rest: list[str]) -> tuple[str, bool | None]:
     """Take options off `rest`: the allocator, and whether a module follows; None for help.
 
-    `--bind` goes to the environment, where the device layer looks.
+    `--bind` goes to the environment, where the device layer looks, and so does this process's place of `--rank-order`.
     """
     chosen: dict[str, str] = {}
     is_module: bool | None = False
@@ -113,6 +118,8 @@ def _options(rest: list[str]) -> tuple[str, bool | None]:
         elif not is_module:
             raise CommandError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
     try:
+        if "--rank-order" in chosen:
+            rank_order.apply(chosen["--rank-order"])
         os.environ[binding.BIND_VARIABLE] = binding.wanted(chosen.get("--bind"))
         return allocator.wanted(chosen.get("--allocator")), is_module
     except (ValueError, platform.DeviceError) as error:

@@ -129,8 +129,8 @@ def output_file(name: str) -> str:
             problem = "it is a folder; give a file" if path.is_dir() else "there is no such folder"
             raise argparse.ArgumentTypeError(f"{name}: {problem}")
         path.open("a").close()
-        if is_new:
-            path.unlink()
+        if is_new:  # another rank may have removed it
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{name}: it cannot be written: {error.strerror or error}") from None
     return name

@@ -13,6 +13,7 @@ from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.simulate import simulate
 from mindspeed_lite.planner import orders
 from mindspeed_lite.planner.devices import Figures
+from mindspeed_lite.planner.links import Links, MeasuredGroup
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.work import CollectiveCall, Group
 
@@ -41,7 +42,12 @@ _COMPUTED = ("products", "experts", "attention", "vector")
 
 
 def clock_of(device: Mapping[str, Any] | None) -> Clock | None:
-    return Clock(PublishedDevice(device["name"], Figures(**device["figures"]))) if device else None
+    if device is None:
+        return None
+    links = device["links"]
+    if links is not None:
+        links = Links(**{**links, "groups": [MeasuredGroup(**each) for each in links["groups"]]})
+    return Clock(PublishedDevice(device["name"], Figures(**device["figures"]), links))
 
 
 def on_message(clock: Clock, recorder: WorkRecorder, world: World) -> Callable[[GroupCall], Callable[[], None]]:

@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass
 
 from .devices import Figures
+from .links import Links
 from .work import PASSES, CollectiveCall, Direction, Product, Scores, Vector
 
 
 @dataclass(frozen=True)
 class PublishedDevice:
-    """A device of `devices.FIGURES`, or of a user's file."""
+    """A device of `devices.FIGURES`, or of a user's file; `links`: measured ones, in place of the figures'."""
 
     name: str
     figures: Figures
+    links: Links | None = None
 
     @property
     def memory(self) -> float:
@@ -61,6 +63,8 @@ class PublishedDevice:
         figures, size = self.figures, work.group.size
         if size == 1:
             return 0.0
+        if self.links is not None:
+            return self.links.message(work)
         inside = work.group.per_node(figures.node)
         spans = inside < size
         # A full mesh has a link for each peer.

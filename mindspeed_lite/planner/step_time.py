@@ -192,7 +192,7 @@ def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pr
     held = [by_stage[stage] for stage in range(len(by_stage))]
     rows = training.seq_length / training.cp * training.micro_batch_size
     size = rows * training.hidden_size * training.width / (training.tp if training.sequence_parallel else 1)
-    message = CollectiveCall("send", size, Group(2, training.world_size // training.pp))
+    message = CollectiveCall("send", size, Group(2, training.world_size // training.pp, training.pp))
     return Costs(
         forward=[sum(each.forward.values()) for each in held],
         input_grad=[sum(each.input_grad.values()) for each in held],

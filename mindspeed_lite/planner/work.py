@@ -79,10 +79,11 @@ PASSES: Mapping[str, tuple[tuple[float, float], tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks of a collective, `stride` apart."""
+    """`size` ranks of a collective, `stride` apart; `stages`: of a pipeline, each of which sends to the next."""
 
     size: int
     stride: int = 1
+    stages: int = 0
 
     def per_node(self, ranks_per_node: int) -> int:
         """Group's ranks on a node."""

@@ -12,6 +12,7 @@ from benchmarks import predicted_time
 from benchmarks.__main__ import keep, page_of
 from benchmarks.agreement import worst
 from benchmarks.configurations import CONFIGURATIONS
+from lab import namespaces
 from tests.harness import matrix
 from tests.harness.commands import python
 
@@ -24,6 +25,8 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if "BENCHMARK = Benchma
 @matrix.whole
 @pytest.mark.parametrize("name", [*NAMES, "expert_balance --feature enable_expert_placement", ""])
 def test_a_tiny_run_writes_its_page(tmp_path, name):
+    if name == "rank_order" and not namespaces.available():
+        pytest.skip("needs root and tc")
     page, (module, *options) = (
         tmp_path / "page.md",
         f"{name} --tiny --page".split() if name else ["", "--tiny", "--page"],

@@ -15,7 +15,8 @@ from mindspeed_lite.parallel.balance import record
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
 from mindspeed_lite.pipeline.simulate import simulate
-from mindspeed_lite.planner import ArgumentError, calibrated
+from mindspeed_lite.planner import ArgumentError, calibrated, links
+from mindspeed_lite.planner.slow_parts import slow_parts
 from mindspeed_lite.planner.work import CollectiveCall, Group, Product, Scores, Vector
 
 MUTATIONS = 120
@@ -146,6 +147,23 @@ CALIBRATION = json.dumps(
         "overheads": {"layer": 1e-4, "microbatch": 1e-4, "step": 1e-3},
     }
 )  # fmt: skip
+RATES = [[1e9 * (i != j) for j in range(4)] for i in range(4)]
+LINKS = json.dumps(
+    {
+        "format": links.FORMAT, "hosts": ["a", "a", "b", "b"], "bandwidth": RATES, "latency": [[1e-5] * 4] * 4,
+        "compute": [1e-3] * 4, "order": [2, 3, 0, 1], "seconds": [2.0, 1.0],
+        "groups": [{"kind": "all_reduce", "size": 4, "stride": 1, "bytes_per_second": 1e8}],
+    }
+)  # fmt: skip
+
+
+def measured(file):
+    found = links.read(file)
+    kinds = ("all_reduce", "all_to_all", "send")
+    times = [found.message(CollectiveCall(kind, 3e6, Group(2, stride))) for kind in kinds for stride in (1, 2)]
+    return [*times, *(each.factor for each in slow_parts(found)), links.fast_block(found)]
+
+
 INDEX = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 8, 9) + struct.pack("<8i", *range(3, 11)) + bytes(136)
 
 
@@ -171,6 +189,7 @@ KINDS = {
     "trace": (mutated_lines, [*trace_lines()], command(
         "schedule", "--trace", "{file}", "--json", "{out}", "--", *PIPELINE, *SMALL, "--vocab-size", "512")),
     "calibration": (mutated, CALIBRATION, function(prices)),
+    "links": (mutated, LINKS, function(measured)),
     "index": (mutated_bytes, INDEX, command("balance", "{file}", "--json", "{out}", "--seq-length", "16",
         "--ranks", "2", "--global-batch-size", "4", "--steps", "2")),
 }  # fmt: skip

@@ -6,13 +6,18 @@ import argparse
 import json
 import shlex
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from mindspeed_lite import cli, planner
 from mindspeed_lite.cli import terminal, training_command
-from mindspeed_lite.planner import candidates
+from mindspeed_lite.dryrun import timing
+from mindspeed_lite.planner import candidates, devices
+from mindspeed_lite.planner.links import read
+from mindspeed_lite.planner.published import PublishedDevice
+from mindspeed_lite.planner.work import CollectiveCall, Group
 from tests.harness.processes import forked
 
 COMMAND = (
@@ -46,6 +51,28 @@ def test_the_best_are_shown_and_their_flags_are_a_command(capsys: pytest.Capture
         assert cli.main(["memory", "--world-size", "8", "--device", "cuda", "--", *words, *each["flags"]]) == 0
 
 
+def test_measured_links_take_the_place_of_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = []
+    for rate in (5e9, 5e8):
+        file, out = tmp_path / "links.json", tmp_path / "plan.json"
+        matrix = [[rate] * 8] * 8
+        links = {"format": 1, "hosts": [*"aaaabbbb"], "bandwidth": matrix, "latency": [[0.0] * 8] * 8}
+        file.write_text(json.dumps({**links, "compute": [1.0] * 8, "order": []}))
+        own = ["--this", "--links", str(file), "--json", str(out), "--", *OWN]
+        assert cli.main(["plan", "--devices", "8", "--device", "a100", *own]) == 0
+        times.append(json.loads(out.read_text())["parts"])
+    assert times[1]["gradients"] == pytest.approx(10 * times[0]["gradients"], rel=1e-3)
+    assert times[1]["tensor parallel"] > 5 * times[0]["tensor parallel"]
+    assert times[0]["products"] == times[1]["products"]
+    capsys.readouterr()
+    assert run("--links", str(file), "--devices", "4") == 2
+    assert "it has 8 ranks, and the training 4" in capsys.readouterr().err
+    device = PublishedDevice(*devices.named("a100"), read(str(file)))
+    call = CollectiveCall("all_reduce", 1e9, Group(8))
+    clock = timing.clock_of(json.loads(json.dumps(asdict(device))))
+    assert clock is not None and clock.device.message(call) == pytest.approx(device.message(call)) > 3
+
+
 def test_the_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int, str]] = []
     monkeypatch.setattr(terminal, "progress", lambda what: nullcontext(lambda *given: told.append(given)))
@@ -77,9 +104,9 @@ def test_the_command_itself_is_predicted(capsys: pytest.CaptureFixture[str], tmp
     assert found["budget_bytes"] == 80 * 2**30 and found["reserve_bytes"] == 8 * 2**30
     # Torchrun's options say how many; nodes of two slow tensor parallelism down.
     times = []
-    for devices in ([], ["--devices", "4x2"]):
+    for given in ([], ["--devices", "4x2"]):
         launched = ["torchrun", "--nproc-per-node", "8", *OWN, "--tensor-model-parallel-size", "4"]
-        assert cli.main(["plan", "--this", "--device", "h100", *devices, "--json", str(file), "--", *launched]) == 0
+        assert cli.main(["plan", "--this", "--device", "h100", *given, "--json", str(file), "--", *launched]) == 0
         times.append(json.loads(file.read_text())["step_s"])
     assert times[1] > 1.05 * times[0]
     capsys.readouterr()

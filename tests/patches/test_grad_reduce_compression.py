@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from mindspeed_lite.parallel.block_codes import BLOCK
 from tests.harness.processes import forked, on_ranks
 
 NAME = "grad_reduce_compression"
@@ -49,9 +50,18 @@ def _gradient(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(SIZE * SIZE, generator=generator)
 
 
-def _reduced(model: Any, rank: int, step: int = 0, changed: float | None = None) -> torch.Tensor:
+def _whole() -> torch.Tensor:
+    """Whole numbers that int8 holds exactly, of all ranks alike: so are their sums."""
+    whole = torch.randint(-126, 127, (SIZE * SIZE,), generator=torch.Generator().manual_seed(1)).float()
+    whole[::BLOCK] = 127
+    return whole
+
+
+def _reduced(
+    model: Any, rank: int, step: int = 0, changed: float | None = None, own: torch.Tensor | None = None
+) -> torch.Tensor:
     gradient = model.bucket_groups[0].buckets[0].grad_data
-    gradient[: SIZE * SIZE] = _gradient(rank, step)
+    gradient[: SIZE * SIZE] = _gradient(rank, step) if own is None else own
     if changed is not None and rank == 1:
         gradient[5] = changed
     model.finish_grad_sync()
@@ -82,6 +92,10 @@ def test_what_is_compressed(tmp_path, ranks, local, scope, nearness):
         torch.testing.assert_close(off, _mean(ranks), rtol=1e-5, atol=1e-6)
         with mindspeed_lite.enabled(**{NAME: "int8", f"{NAME}_scope": scope}):
             on = _reduced(_model(), rank)
+            if ranks != 3:
+                exact = _model()
+                for _ in range(2):
+                    assert torch.equal(_reduced(exact, rank, own=_whole()), _whole()), "nothing is rounded"
             fallbacks = [each.reason for each in mindspeed_lite.report().fallbacks]
         assert torch.equal(on, off) == (nearness != "rounded")
         assert (on - off).abs().max() < 0.05
