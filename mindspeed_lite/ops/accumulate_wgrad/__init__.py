@@ -20,7 +20,10 @@ class Case(NamedTuple):
     contiguous: bool
 
 
-OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad)
+# Runs in backward passes only; no rows.
+OPERATOR = Operator(
+    "accumulate_wgrad", reference.accumulate_wgrad, batch_dependence=dict.fromkeys(("reference", "cuda", "npu"), "")
+)
 
 
 def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
