@@ -149,6 +149,8 @@ def _environments(ran: Mapping[str, Any]) -> list[str]:
 
 def _batch_dependence(operator: Any, reasons: list[str]) -> str:
     """Backends whose rows depend on their batch, with numbers of `reasons`, to which new ones are added."""
+    if not operator.batch_dependence:
+        return "no rows"
     found = []
     for backend, why in operator.batch_dependence.items():
         if why:

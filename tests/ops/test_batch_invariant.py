@@ -68,9 +68,10 @@ def required() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two for sums that torch splits."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(2 if "40001" in request.node.name else 1)
     yield
     torch.set_num_threads(before)
 
@@ -253,7 +254,13 @@ def test_every_backend_declares_itself() -> None:
     assert set(ROWS) == set(SHAPES) == set(OPERATORS) - OTHERS
     for name in OPERATORS:
         found = operator(name)
-        assert set(found.batch_dependence) == {REFERENCE, *found.backends}, name
+        named = set() if name in OTHERS - {"grouped_matmul"} else {REFERENCE, *found.backends}
+        assert found.batch_dependence is not None and set(found.batch_dependence) == named, name
+
+
+def test_gradients_of_weights_are_pytorchs_own() -> None:
+    found = operator("accumulate_wgrad")
+    assert found.choose(Case("cpu")) is found.reference
 
 
 def test_only_what_is_independent_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,7 @@ class Case(NamedTuple):
     contiguous: bool
 
 
-# Runs in backward passes only; no rows.
-OPERATOR = Operator(
-    "accumulate_wgrad", reference.accumulate_wgrad, batch_dependence=dict.fromkeys(("reference", "cuda", "npu"), "")
-)
+OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad, batch_dependence={})
 
 
 def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
