@@ -144,6 +144,19 @@ def _environments(ran: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _batch_dependence(operator: Any, reasons: list[str]) -> str:
+    """Backends whose rows depend on their batch, with numbers of `reasons`, to which new ones are added."""
+    if not operator.batch_dependence:
+        return "no rows"
+    found = []
+    for backend, why in operator.batch_dependence.items():
+        if why:
+            reasons += [] if why in reasons else [why]
+            name = "reference on devices" if backend == "reference" else backend
+            found.append(f"{name} ({reasons.index(why) + 1})")
+    return ", ".join(found) or "none"
+
+
 def support() -> str:
     """docs/support.md: features by release and backend, operators, and what has been shown of each backend."""
     from packaging.version import Version
@@ -158,7 +171,17 @@ def support() -> str:
     backends = {name: (REFERENCE, *operator(name).backends) for name in OPERATORS}
     features = [_standing(feature, releases, known, ran["releases"]) for feature in runtime.catalogue()]
     uses = {name: [page_link(each, "") for each in runtime.catalogue() if name in each.operators] for name in OPERATORS}
-    operators = [(f"`{name}`", _summary(name), ", ".join(backends[name]), ", ".join(uses[name])) for name in OPERATORS]
+    reasons: list[str] = []
+    operators = [
+        (
+            f"`{name}`",
+            _summary(name),
+            ", ".join(backends[name]),
+            _batch_dependence(operator(name), reasons),
+            ", ".join(uses[name]),
+        )
+        for name in OPERATORS
+    ]
     standing = dict.fromkeys(backend for each in backends.values() for backend in each)
     captured = [(each, why_not_in_graphs(each)) for each in runtime.catalogue()]
     lines = [
@@ -203,7 +226,12 @@ def support() -> str:
         *_environments(ran.get("environments", {})),
         "## Operators",
         "",
-        *table(("Operator", "What it is", "Backends", "Features"), operators),
+        *table(("Operator", "What it is", "Backends", "Rows depend on their batch", "Features"), operators),
+        "",
+        "[`--batch-invariant`](features/batch_invariant.md) refuses backends in which a row's bits depend on the other",
+        "rows or on their number. What CUDA backends do follows from their kernels, and was not run. Reasons:",
+        "",
+        *(f"{number}. {why}" for number, why in enumerate(reasons, 1)),
         "",
         "## Backends",
         "",

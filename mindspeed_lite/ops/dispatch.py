@@ -10,6 +10,11 @@ name, and, if it cannot serve every case,
 
 Refused cases run on the reference; each (operator, backend, reasons) is logged once.
 
+`batch_dependence` of an operator says for the reference and each backend why a row's forward bits depend on the other
+rows or on their number, "" if they do not; {} stands for an operator that has no rows or no forward pass. On CPU no
+reference depends on them (`batch_invariant.py`): its entry is about devices. `require_batch_invariance` admits only
+what is independent.
+
 Backward passes use autograd.Function: torch.library.custom_op costs 86 us more per forward call, not 30 us (rms_norm
 [8, 64], torch 2.11).
 """
@@ -29,13 +34,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops import discovery
+from mindspeed_lite.ops import batch_invariant, discovery
 from mindspeed_lite.ops.discovery import OPERATORS
 from mindspeed_lite.ops.traced import is_traced
 
 __all__ = [
     "OPERATORS", "REFERENCE", "Case", "Implementation", "Operator", "Selection", "device_unusable", "force",
-    "on_fallback", "operator", "report_fallback", "selected",
+    "on_fallback", "operator", "report_fallback", "require_batch_invariance", "selected",
 ]  # fmt: skip
 
 Implementation = Callable[..., Tensor]
@@ -71,9 +76,17 @@ class Selection(NamedTuple):
 class Operator:
     """An operator: its reference and backend modules by device type (default: adjacent files)."""
 
-    def __init__(self, name: str, reference: Implementation, backends: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        reference: Implementation,
+        backends: Mapping[str, str] | None = None,
+        *,
+        batch_dependence: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.reference = reference
+        self.batch_dependence = batch_dependence
         self.backends = _found_beside(reference) if backends is None else dict(backends)
         self._chosen: dict[Case, ModuleType | None] = {}
         self._forced: str | None = None
@@ -85,10 +98,9 @@ class Operator:
         reference serves; torch_npu's operators trace like torch's.
         """
         module = self._backend(case, tensors)
-        if module is None:
-            return self.reference
-        implementation: Implementation = getattr(module, self.reference.__name__)
-        return implementation
+        implementation: Implementation = self.reference if module is None else getattr(module, self.reference.__name__)
+        is_restricted = batch_invariant.is_required() and self.batch_dependence != {}
+        return batch_invariant.scoped(implementation) if is_restricted else implementation
 
     def module(self, case: Case, *tensors: Tensor | None) -> Any:
         """Like `choose`, for operators of several functions: the module of the backend or of the reference."""
@@ -104,10 +116,18 @@ class Operator:
             return []
         if backend not in self.backends:
             return [f"{self.name} has no backend of that name (it has {', '.join(sorted(self.backends))})"]
-        reasons = device_unusable(backend)
+        reasons = device_unusable(backend) + self._batch_reasons(backend, backend)
         if not reasons and isinstance(module := self._module(backend), str):
             reasons.append(module)
         return reasons
+
+    def _batch_reasons(self, backend: str, device: str) -> list[str]:
+        """Why `backend` does not serve rows on `device` that must not depend on their batch, if that is required."""
+        declared = self.batch_dependence
+        if not batch_invariant.is_required() or declared == {} or (backend == REFERENCE and device == "cpu"):
+            return []
+        reason = (declared or {}).get(backend, "it does not declare whether a row's bits depend on its batch")
+        return [f"--batch-invariant: {reason}"] if reason else []
 
     def _backend(self, case: Case, tensors: Sequence[Tensor | None]) -> ModuleType | None:
         if case.device != "npu" and any(each is not None and is_traced(each) for each in tensors):
@@ -123,6 +143,8 @@ class Operator:
             # Before caching, so that the next call reports again if a subscriber raises (strict mode).
             report_fallback(self.name, backend, tuple(reasons))
         module = None if reasons else self._module(backend)
+        if module is None and (without := self._batch_reasons(REFERENCE, case.device)):
+            raise RuntimeError(f"{self.name} has no batch-invariant backend on {case.device}: {'; '.join(without)}")
         chosen = self._chosen[case] = module if isinstance(module, ModuleType) else None
         return chosen
 
@@ -130,7 +152,7 @@ class Operator:
         module = self._module(backend)
         if not isinstance(module, ModuleType):
             return [] if module is None else [module]
-        given, reasons = vars(module), []
+        given, reasons = vars(module), self._batch_reasons(backend, case.device)
         if "DTYPES" in given and case.dtype not in module.DTYPES:
             taken = ", ".join(sorted(str(each).removeprefix("torch.") for each in module.DTYPES))
             reasons.append(f"dtype {case.dtype}: the {backend} backend takes {taken}")
@@ -220,6 +242,24 @@ def force(op: str, backend: str) -> Iterator[None]:
         with _lock:
             found._forced = before
             found._chosen.clear()
+
+
+def require_batch_invariance() -> Callable[[], None]:
+    """Admits only implementations whose rows do not depend on their batch; returns the undo."""
+    undo = batch_invariant.require()
+    _forget_choices()
+
+    def end() -> None:
+        undo()
+        _forget_choices()
+
+    return end
+
+
+def _forget_choices() -> None:
+    for package in OPERATORS.values():
+        if package in sys.modules:
+            sys.modules[package].OPERATOR._chosen.clear()
 
 
 def report_fallback(op: str, backend: str, reasons: tuple[str, ...], to: str = "the reference") -> None:

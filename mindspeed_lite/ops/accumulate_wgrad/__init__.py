@@ -20,7 +20,7 @@ class Case(NamedTuple):
     contiguous: bool
 
 
-OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad)
+OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad, batch_dependence={})
 
 
 def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:

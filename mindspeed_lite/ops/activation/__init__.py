@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mindspeed_lite.ops.activation import reference
 from mindspeed_lite.ops.activation.reference import ActivationSpec
+from mindspeed_lite.ops.batch_invariant import CANN
 from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = ["KINDS", "OPERATOR", "ActivationSpec", "Case", "activation"]
@@ -27,7 +28,9 @@ class Case(NamedTuple):
     has_clamp_or_offset: bool
 
 
-OPERATOR = Operator("activation", reference.activation)
+OPERATOR = Operator(
+    "activation", reference.activation, batch_dependence={"reference": "", "cpu": "", "cuda": "", "npu": CANN}
+)
 
 
 def activation(

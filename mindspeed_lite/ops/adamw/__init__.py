@@ -30,7 +30,11 @@ class Case(NamedTuple):
     moments: torch.dtype = torch.float32
 
 
-OPERATOR = Operator("adamw", reference.adamw)  # type: ignore[arg-type]  # in place, returns nothing
+OPERATOR = Operator(
+    "adamw",
+    reference.adamw,  # type: ignore[arg-type]  # in place, returns nothing
+    batch_dependence={},
+)
 
 
 @torch.no_grad()

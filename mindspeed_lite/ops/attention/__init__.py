@@ -17,6 +17,7 @@ from torch import Tensor
 from mindspeed_lite.ops.attention import blocked, reference
 from mindspeed_lite.ops.attention.blocked import PositionalDropout
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case, prepare
+from mindspeed_lite.ops.batch_invariant import CANN, TORCH
 from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = [
@@ -33,7 +34,12 @@ __all__ = [
 ]
 
 
-OPERATOR = Operator("attention", reference.attention)  # type: ignore[arg-type]  # two results
+_SPLIT_KEYS = "PyTorch's fused kernels split the keys by the number of sequences"
+OPERATOR = Operator(
+    "attention",
+    reference.attention,  # type: ignore[arg-type]  # two results
+    batch_dependence={"reference": TORCH, "cpu": "", "cuda": _SPLIT_KEYS, "npu": CANN},
+)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:

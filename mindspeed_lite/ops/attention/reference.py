@@ -32,8 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     if empty is not None:
         probs = probs.masked_fill(empty, 0.0)
     probs = torch.nn.functional.dropout(probs, spec.dropout_p, training=spec.dropout_p > 0)  # [b, n, sq, sk]
-    context = torch.einsum("bgrst,tbgd->sbgrd", probs.reshape(b, g, n // g, sq, sk), v.to(dtype))
-    out = context.reshape(sq, b, n, dv).to(q.dtype).contiguous()
+    context = probs.reshape(b, g, n // g * sq, sk) @ v.to(dtype).permute(1, 2, 0, 3)  # [b, g, n / g * sq, dv]
+    out = context.reshape(b, n, sq, dv).permute(2, 0, 1, 3).to(q.dtype).contiguous()
     if not spec.return_lse:
         return out, None
     lse = scores.detach().logsumexp(-1)  # [b, n, sq]
@@ -64,8 +64,8 @@ def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor |
     sq, b, n, d = q.shape
     sk, _, g, _ = k.shape
     dtype = precision(q.dtype)
-    queries = q.to(dtype).reshape(sq, b, g, n // g, d)
-    scores = torch.einsum("sbgrd,tbgd->bgrst", queries, k.to(dtype)).reshape(b, n, sq, sk) * spec.scale
+    queries = q.to(dtype).permute(1, 2, 0, 3).reshape(b, g, n // g * sq, d)
+    scores = (queries @ k.to(dtype).permute(1, 2, 3, 0)).reshape(b, n, sq, sk) * spec.scale
     if spec.mask is None and spec.positions is None:
         return scores, None
     hidden, empty = spec.hidden(sq, sk, q.device)

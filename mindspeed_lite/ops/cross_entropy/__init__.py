@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import batch_invariant
+from mindspeed_lite.ops.batch_invariant import TORCH
 from mindspeed_lite.ops.cross_entropy import loss, reference
 from mindspeed_lite.ops.cross_entropy.loss import Gather
 from mindspeed_lite.ops.dispatch import Operator
@@ -19,7 +21,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-OPERATOR = Operator("cross_entropy", reference.statistics)
+OPERATOR = Operator("cross_entropy", reference.statistics, batch_dependence={"reference": TORCH, "cpu": "", "cuda": ""})
 
 
 def cross_entropy(
@@ -40,7 +42,8 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: want logits [..., V] and target [...], not {_shapes(logits, target)}")
     shard = loss.shard("cross_entropy", target, vocab_start, logits.shape[-1], vocab_size, gather)
     kernels = OPERATOR.module(Case(logits.device.type, logits.dtype), logits)
-    found: Tensor = loss.CrossEntropy.apply(logits, target, kernels, shard)  # type: ignore[no-untyped-call]
+    with batch_invariant.scope():
+        found: Tensor = loss.CrossEntropy.apply(logits, target, kernels, shard)  # type: ignore[no-untyped-call]
     return found
 
 

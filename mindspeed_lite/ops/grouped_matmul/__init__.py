@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops import batch_invariant
+from mindspeed_lite.ops.batch_invariant import CANN, TORCH
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.grouped_matmul import reference
 from mindspeed_lite.ops.grouped_matmul.autograd import Counts, TakeGradients, on_device, on_host, run
@@ -39,7 +41,11 @@ class Case(NamedTuple):
     contiguous: bool
 
 
-OPERATOR = Operator("grouped_matmul", reference.grouped_matmul)
+OPERATOR = Operator(
+    "grouped_matmul",
+    reference.grouped_matmul,
+    batch_dependence={"reference": TORCH, "cpu": "", "cuda": "", "npu": CANN},
+)
 
 
 def grouped_matmul(
@@ -61,7 +67,8 @@ def grouped_matmul(
     backend, known = _backend(x, width, counts, len(weights), biased=biases is not None)
     if backend is reference and torch.compiler.is_compiling() and take_gradients is None:
         return reference.grouped_matmul(x, weights, known, biases, transposed)
-    return run(backend, x, weights, known, biases, transposed, take_gradients)
+    with batch_invariant.scope():
+        return run(backend, x, weights, known, biases, transposed, take_gradients)
 
 
 def weight_gradients(dy: Tensor, x: Tensor, counts: Counts) -> list[Tensor]:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mindspeed_lite.ops.batch_invariant import is_required
 from mindspeed_lite.ops.grouped_matmul import Case
 from mindspeed_lite.ops.row_kernels import cdiv, next_power_of_2, on, programs
 from mindspeed_lite.ops.streams import stream_id
@@ -219,6 +220,8 @@ def _tiles(x: Tensor, experts: int, n: int) -> Tiles:
     """By average rows per expert: the counts are on the device."""
     if x.dtype == torch.float32:
         return WIDE
+    if is_required():
+        return LARGE
     rows = x.shape[0] / experts
     if rows >= 4 * HUGE.rows and n >= 4 * HUGE.width:
         return HUGE

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import cross_entropy
+from mindspeed_lite.ops.batch_invariant import TORCH
 from mindspeed_lite.ops.cross_entropy import Gather, loss
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.linear_cross_entropy import chunks
@@ -21,8 +22,19 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
+BATCH_DEPENDENCE = {
+    "reference": TORCH,
+    "cpu": "",
+    "cuda": "cuBLAS chooses its kernels by the number of rows",
+}
+
 # The kernels of cross_entropy, for chunks of the logits.
-OPERATOR = Operator("linear_cross_entropy", cross_entropy.reference.statistics, cross_entropy.OPERATOR.backends)
+OPERATOR = Operator(
+    "linear_cross_entropy",
+    cross_entropy.reference.statistics,
+    cross_entropy.OPERATOR.backends,
+    batch_dependence=BATCH_DEPENDENCE,
+)
 
 
 def linear_cross_entropy(

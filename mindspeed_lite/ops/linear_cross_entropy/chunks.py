@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops import accumulate_wgrad
+from mindspeed_lite.ops import accumulate_wgrad, batch_invariant
 from mindspeed_lite.ops.cross_entropy.loss import Shard, losses, merge
 from mindspeed_lite.ops.linear_cross_entropy import entropies
 
@@ -79,9 +79,10 @@ def loss_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, keeps)
-    found: tuple[Tensor, Tensor | None] = _Chunks.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, kernels, parts, shard, accumulate, head
-    )
+    with batch_invariant.scope():
+        found: tuple[Tensor, Tensor | None] = _Chunks.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, target, kernels, parts, shard, accumulate, head
+        )
     return found
 
 
@@ -96,6 +97,8 @@ class _Parts(NamedTuple):
 
 def _parts(count: int, weight: Tensor, keeps: bool) -> _Parts:
     width = weight.shape[0]
+    if batch_invariant.is_required():  # bits depend on the width of chunks
+        return _Parts(width, 0, _NARROWEST)
     elements = COLUMNS * count if weight.is_cuda else CHUNK
     fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
     kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0

@@ -10,12 +10,17 @@ from torch import Tensor
 from mindspeed_lite.ops import cross_entropy
 from mindspeed_lite.ops.cross_entropy import Gather
 from mindspeed_lite.ops.dispatch import Operator
-from mindspeed_lite.ops.linear_cross_entropy import Accumulate, Case, checked, chunks
+from mindspeed_lite.ops.linear_cross_entropy import BATCH_DEPENDENCE, Accumulate, Case, checked, chunks
 
 __all__ = ["OPERATOR", "linear_log_prob"]
 
 # The kernels of cross_entropy, for chunks of the logits.
-OPERATOR = Operator("linear_log_prob", cross_entropy.reference.statistics, cross_entropy.OPERATOR.backends)
+OPERATOR = Operator(
+    "linear_log_prob",
+    cross_entropy.reference.statistics,
+    cross_entropy.OPERATOR.backends,
+    batch_dependence=BATCH_DEPENDENCE,
+)
 
 
 def linear_log_prob(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.batch_invariant import CANN, TORCH
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.masked_softmax import reference
 
@@ -25,7 +26,9 @@ class Case(NamedTuple):
     """Whether the scale is another than 1."""
 
 
-OPERATOR = Operator("masked_softmax", reference.masked_softmax)
+OPERATOR = Operator(
+    "masked_softmax", reference.masked_softmax, batch_dependence={"reference": TORCH, "cpu": "", "npu": CANN}
+)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0) -> Tensor:

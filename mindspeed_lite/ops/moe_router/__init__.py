@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.batch_invariant import CANN
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.moe_router import reference
 from mindspeed_lite.ops.moe_router.reference import (
@@ -38,7 +39,12 @@ class Case(NamedTuple):
     form: Form
 
 
-OPERATOR = Operator("moe_router", reference.moe_router)  # type: ignore[arg-type]  # two results
+_TOPK = "torch.topk chooses its algorithm, and with it the order of ties, by the number of rows"
+OPERATOR = Operator(
+    "moe_router",
+    reference.moe_router,  # type: ignore[arg-type]  # two results
+    batch_dependence={"reference": _TOPK, "cpu": "", "cuda": _TOPK, "npu": CANN},
+)
 
 
 def topk_routing(

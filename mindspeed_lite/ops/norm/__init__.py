@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.batch_invariant import CANN, TORCH
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.norm import reference
 
@@ -28,4 +29,4 @@ def run(operator: Operator, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
 
 
 def operator(name: str) -> Operator:
-    return Operator(name, reference.norm)
+    return Operator(name, reference.norm, batch_dependence={"reference": TORCH, "cpu": "", "cuda": "", "npu": CANN})

@@ -11,6 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.batch_invariant import is_required
 from mindspeed_lite.ops.dispatch import report_fallback
 from mindspeed_lite.ops.norm import Case, reference
 
@@ -57,4 +58,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_center
 def _torch_is_better(x: Tensor) -> bool:
     if not HAS_TRITON or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return True
+    if is_required():
+        return False
     return x.shape[-1] > WIDEST or (x.shape[-1] > _SHORT and x.numel() <= _SMALL)

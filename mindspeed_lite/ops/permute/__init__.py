@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_lite.ops.batch_invariant import CANN, TORCH
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.permute import reference, rows
 from mindspeed_lite.ops.permute.chunks import sort_chunks
@@ -30,7 +31,11 @@ class Case(NamedTuple):
     """Whether tokens, experts or rows are too many to be sorted as fp32 numbers, or a token has 512 experts."""
 
 
-OPERATOR = Operator("permute", reference.permute)  # type: ignore[arg-type]  # three results
+OPERATOR = Operator(
+    "permute",
+    reference.permute,  # type: ignore[arg-type]  # three results
+    batch_dependence={"reference": TORCH, "cpu": "", "cuda": "", "npu": CANN},
+)
 
 
 def permute(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops.batch_invariant import CANN
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.rope import reference
 from mindspeed_lite.ops.rope.reference import Pairs, RotationSpec
@@ -32,7 +33,7 @@ class Case(NamedTuple):
     learned: bool
 
 
-OPERATOR = Operator("rope", reference.rope)
+OPERATOR = Operator("rope", reference.rope, batch_dependence={"reference": "", "cpu": "", "cuda": "", "npu": CANN})
 
 
 def rope(

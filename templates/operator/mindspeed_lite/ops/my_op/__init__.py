@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from mindspeed_lite.ops.batch_invariant import CANN
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.my_op import reference
 
@@ -20,7 +21,7 @@ class Case(NamedTuple):
 
 
 # A device without a file uses the reference.
-OPERATOR = Operator("my_op", reference.my_op)
+OPERATOR = Operator("my_op", reference.my_op, batch_dependence={"reference": "", "npu": CANN})
 
 
 def my_op(x: torch.Tensor) -> torch.Tensor:
