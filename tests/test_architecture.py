@@ -299,22 +299,22 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
-    "mindspeed_lite/bench": 34_300,
-    "mindspeed_lite/cli": 25_500,
+    "mindspeed_lite/bench": 34_600,
+    "mindspeed_lite/cli": 27_600,
     "mindspeed_lite/dryrun": 17_400,
     "mindspeed_lite/engine": 17_900,
     "mindspeed_lite/memory": 20_000,
     "mindspeed_lite/migration": 7_300,
-    "mindspeed_lite/ops": 83_300,
+    "mindspeed_lite/ops": 86_300,
     "mindspeed_lite/optim": 4_700,
-    "mindspeed_lite/parallel": 32_200,
+    "mindspeed_lite/parallel": 34_200,
     "mindspeed_lite/pipeline": 15_700,
-    "mindspeed_lite/planner": 41_800,
+    "mindspeed_lite/planner": 46_000,
     "mindspeed_lite/platform": 14_400,
     "mindspeed_lite/tuning": 4_700,
-    "patches": 65_300,
-    "benchmarks": 28_800,
-    "lab": 18_100,
+    "patches": 67_100,
+    "benchmarks": 27_500,
+    "lab": 21_700,
     "tools": 16_100,
 }
 
