@@ -39,7 +39,12 @@ def _scope(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
 
 def _model(wrapped: Function, session: Session) -> Function:
     session.on_end(dispatch.require_batch_invariance())
-    return within(_scope)(wrapped, session)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with batch_invariant.scope():
+            return wrapped(self, *args, **kwargs)
+
+    return forward
 
 
 def _recomputed(wrapped: Function, session: Session) -> Function:

@@ -90,7 +90,7 @@ def dependent_rows(run: Run, inputs: Sequence[Tensor], dims: Sequence[int | None
     count = next(t.shape[dim] for t, dim in zip(inputs, dims, strict=False) if dim is not None)
     alone = batch(torch.zeros(1, dtype=torch.int64)).select(out, 0)
     found, generator = [], torch.Generator().manual_seed(3)
-    for size in SIZES:
+    for size in SIZES if inputs[0].shape[-1] < 40001 else SIZES[:3]:
         order = torch.randint(count, (size,), generator=generator)
         places = (0, size // 2, size - 1)
         order[[*places]] = 0
