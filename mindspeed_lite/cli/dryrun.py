@@ -38,6 +38,8 @@ _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 _OUTSIDE = "outside the model"
 # Places with the most activations, and modules with the most work, that are shown.
 _PLACES = 8
+# Places of host synchronisations that are shown.
+_CALLS = 20
 
 
 def add_options(parser: Parser) -> None:
@@ -84,6 +86,7 @@ def main(options: argparse.Namespace) -> int:
     if alike:
         say(f"stages of ranks {', '.join(alike)} are like those before and after and were not run")
     _show_work(max(ranks, key=_total))
+    _show_host(ranks[0])
     _show_messages(ranks[0])
     _show_features(ranks[0])
     if step and device:
@@ -130,6 +133,24 @@ def _show_work(one: rank.RankResult) -> None:
     title = f"work of rank {one.number} on {one.micro_batches[0]} micro-batches"
     table(("pass", *heads), _sums(one, "pass"), title)
     table(("module", *heads), _sums(one, "module")[:_PLACES], "modules with the most of it")
+
+
+def _show_host(one: rank.RankResult) -> None:
+    from mindspeed_lite.tuning import host
+
+    counts = Counter({(call, place): count for call, place, count in one.host["synchronizations"]})
+    total, micro_batches = sum(counts.values()), one.micro_batches[0]
+    say(f"\n{total} host synchronisation{'s' * (total != 1)} of rank {one.number} in a step of {micro_batches} "
+        f"micro-batch{'es' * (micro_batches != 1)}, without the log")  # fmt: skip
+    table(host.SYNCHRONIZATION_HEADERS, host.synchronization_rows(counts)[:_CALLS])
+    if len(counts) > _CALLS:
+        say(f"and {len(counts) - _CALLS} more places, which --json lists")
+    launches: Counter[tuple[str, str]] = Counter()
+    for each in one.work:
+        launches[each["module"], each["pass"]] += each["launches"]
+    headers, rows = host.module_rows(launches, one.host["calls"], {})
+    layers = [row for row in rows if ".*" in row[0]]
+    table(headers, layers, "launches of a call of a module, those within included")
 
 
 def _sums(one: rank.RankResult, by: str) -> list[tuple[str, str, str, str]]:

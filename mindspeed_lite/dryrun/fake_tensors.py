@@ -28,18 +28,18 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         super().__init__(allow_non_fake_inputs=True)
         # Called with each operator, its arguments and result.
         self.observe: Callable[..., None] | None = None
-        self._is_within = False
+        # In an operator's shape, which may be found by others.
+        self.is_within = False
         fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.observe is None or self._is_within:
+        if self.observe is None or self.is_within:
             return self._shaped(func, types, args, kwargs)
-        # An operator's shape may be found by others.
-        self._is_within = True
+        self.is_within = True
         try:
             result = self._shaped(func, types, args, kwargs)
         finally:
-            self._is_within = False
+            self.is_within = False
         self.observe(func, args, kwargs or {}, result)
         return result
 
@@ -140,22 +140,26 @@ def _read(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full(tensor.shape, _unknown(tensor.dtype), dtype=tensor.dtype)
 
 
-def _to_list(self: FakeTensor) -> Any:
-    with with_storage():
-        return _read(self).tolist()
-
-
 def install() -> None:
     tensor_class: Any = torch.Tensor
-    own = tensor_class.numpy
+    own, own_list, own_format = tensor_class.numpy, tensor_class.tolist, tensor_class.__format__
 
     def numpy(self: torch.Tensor, **kwargs: Any) -> Any:
         with with_storage():
             return own(_read(self), **kwargs)
 
-    tensor_class.numpy = numpy
+    def to_list(self: torch.Tensor) -> Any:
+        with with_storage():
+            return own_list(_read(self))
+
+    def to_text(self: torch.Tensor, form: str) -> Any:
+        with with_storage():
+            return own_format(_read(self), form)
+
+    tensor_class.numpy, tensor_class.tolist, tensor_class.__format__ = numpy, to_list, to_text
     # FakeTensor's own makes a tensor of every element.
-    FakeTensor.tolist = _to_list  # type: ignore[method-assign]
+    if "tolist" in vars(FakeTensor):
+        del FakeTensor.tolist
     own_tensor = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

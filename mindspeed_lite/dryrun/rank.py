@@ -37,6 +37,7 @@ class RankResult:
     Attributes:
         memory: bytes of weights, gradients, optimizer states, and activations at their peak; `kept`: these by place.
         work: launches, floating-point operations and bytes by module and pass, the largest first.
+        host: calls that wait for the device, by place, and calls of modules.
         messages: since its process began; the first `in_step` until the end of the step.
         groups: ranks of its group by the group's name in Megatron.
         micro_batches: run, and in the training.
@@ -49,6 +50,7 @@ class RankResult:
     number: int
     memory: Mapping[str, Any] = field(default_factory=dict)
     work: Sequence[Mapping[str, Any]] = ()
+    host: Mapping[str, Any] = field(default_factory=dict)
     messages: Sequence[GroupCall] = ()
     in_step: int = 0
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

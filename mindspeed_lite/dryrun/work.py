@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mindspeed_lite.ops import traced
 from mindspeed_lite.planner.work import Product, Scores
+from mindspeed_lite.tuning.host import MASK, NUMBER, OUTSIDE, SynchronizationRecorder
 from mindspeed_lite.tuning.operators import NodeModules, module_paths, moves_nothing
 
 from . import prices
@@ -31,6 +33,10 @@ class WorkRecorder:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock
+        self._is_hidden: Callable[[], bool] = lambda: False
+        self.synchronizations = SynchronizationRecorder(True, lambda: self._is_hidden())
+        # Calls of modules in a forward pass.
+        self.calls: Counter[str] = Counter()
         # Launches, operations and bytes by module and pass.
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._during = ""
@@ -55,8 +61,10 @@ class WorkRecorder:
         ]
         self._nodes.mark(self._stack[-1])
         mode.observe, traced.observer = self._operator, self._kernel
+        self._is_hidden = lambda: mode.is_within
         try:
-            yield
+            with self.synchronizations:
+                yield
         finally:
             mode.observe = traced.observer = None
             for each in hooks:
@@ -77,6 +85,11 @@ class WorkRecorder:
             for (module, during), (launches, flops, size) in counts
         ]
 
+    def host(self) -> dict[str, Any]:
+        """Calls that wait for the device by place, and calls of modules."""
+        waits = [[call, place, count] for (call, place), count in self.synchronizations.counts.items()]
+        return {"synchronizations": waits, "calls": self.calls}
+
     def place(self) -> tuple[str, str]:
         """Module and pass of what runs now; layers are `*`."""
         if self._during:
@@ -92,6 +105,8 @@ class WorkRecorder:
         return self.place()[0]
 
     def _operator(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
+        if read := self._read_within(func, args):
+            self.synchronizations.counts[read, self.module() or OUTSIDE] += 1
         if _moves_nothing(func):
             if self.clock is not None and not self._kernels:
                 if func is _READ:
@@ -107,6 +122,19 @@ class WorkRecorder:
             self._products += products
         else:
             self._add(name, operations, _bytes(args) + _bytes(result), products, None, (args, result))
+
+    def _read_within(self, func: Any, args: Sequence[Any]) -> str:
+        """A read that no call of torch's makes in Python."""
+        if self._kernels or self.synchronizations.is_within:
+            return ""
+        if func is _READ:
+            return "" if self.synchronizations.is_copy(args[0]) else NUMBER
+        if _name(func) not in ("index", "index_put", "_index_put_impl"):
+            return ""
+        # One value at a mask is filled in, without counting.
+        is_filled = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+        is_mask = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        return MASK if is_mask and not is_filled else ""
 
     def _kernel(self, run: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Runs a kernel of this package: one launch, with the operations of those within."""
@@ -144,7 +172,10 @@ class WorkRecorder:
     def _enter(self, module: torch.nn.Module, *_: Any) -> None:
         if self._during == "preparation":
             self._during = ""
-        self._stack.append(self._names.get(id(module), self._stack[-1]))
+        name = self._names.get(id(module))
+        if name is not None and self.place()[1] == "forward":
+            self.calls[name] += 1
+        self._stack.append(self._stack[-1] if name is None else name)
         self._nodes.mark(self._stack[-1])
 
     def _leave(self, module: torch.nn.Module, *_: Any) -> None:

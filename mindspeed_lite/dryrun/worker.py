@@ -81,7 +81,12 @@ def _fuse_compiled() -> None:
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
             return compile
-        return model if isinstance(model, torch.nn.Module) else traced.observed(model)
+        if isinstance(model, torch.nn.Module):
+            return model
+        # As by torch, since features refuse functions that others have wrapped.
+        space = {"__name__": "torch", "observed": traced.observed(model)}
+        exec("def compiled(*given, **options): return observed(*given, **options)", space)
+        return functools.wraps(model)(space["compiled"])  # type: ignore[arg-type]
 
     torch.compile = compile
 
@@ -229,6 +234,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
         [each.feature, each.status, "; ".join(each.reasons)] for each in active.session.report.entries
     ]  # fmt: skip
     found["memory"], found["work"] = probe.counted, recorder.counted()
+    found["host"] = recorder.host()
     found["messages"] = [asdict(each) for each in world.messages]
     found["groups"] = world.groups
     return found
@@ -342,9 +348,14 @@ def _told(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     """Where a script fails, or is when its time is over."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).parent)
-    last = next((each for each in reversed(frames) if not each.filename.startswith(own)), frames[-1])
+    # A dry run may be in Python's library when its time is over.
+    passed = (str(Path(__file__).parent), os.path.dirname(os.__file__))
+    last = next((each for each in reversed(frames) if _is_of_script(each.filename, passed)), frames[-1])
     return f"{last.filename}:{last.lineno}"
+
+
+def _is_of_script(file: str, passed: tuple[str, ...]) -> bool:
+    return "site-packages" in file or not file.startswith(passed)
 
 
 if __name__ == "__main__":

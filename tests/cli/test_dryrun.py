@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -32,11 +33,14 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
     said = dryrun(
         "--device", "h100", "--memory", "0.0005", "--json", "report.json",
         "--", "torchrun", "--nnodes", "8", "--nproc-per-node", "8", SCRIPT, *MODEL, *flags.split(),
-        "--use-flash-attn", "--swap-attention", "--train-iters", "5", "--global-batch-size", "256",
+        "--use-flash-attn", "--use-fused-swiglu", "--swap-attention", "--reduce-host-syncs", "--train-iters", "5",
+        "--global-batch-size", "256",
         folder=tmp_path, code=1,
     )  # fmt: skip
     assert "memory of 2 of 64 ranks; 3 of 8 micro-batches were run" in said
-    assert "use_flash_attn, use_fused_adamw" in said and "Transformer Engine is not installed" in said
+    # The latter swaps functions that Megatron gives to torch.compile.
+    assert "use_flash_attn, use_fused_adamw" in said and "not counted: use_fused_swiglu" not in said
+    assert "Transformer Engine is not installed" in said
     assert "collectives match on the 2 ranks that ran" in said
     assert "not counted: swap_attention: cpu has one memory" in said
     assert "does not fit: rank 0 takes" in said and "1.06 GB for context" in said
@@ -44,6 +48,10 @@ def test_sixty_four_ranks_on_one_machine(tmp_path):
     assert "a step takes" in said and "Predicted, from operators and messages of this run on h100-sxm" in said
     assert "TENSOR_MODEL_PARALLEL_GROUP" in said
     assert "work of rank 0 on 3 micro-batches" in said and "decoder.layers.*.mlp.linear_fc1" in said
+    assert "host synchronisations of rank 0 in a step of 3 micro-batches" in said
+    assert re.search(r"^ +\d+ +cpu +megatron\.core\.tensor_parallel\.data:\d+ _build", said, re.MULTILINE), said
+    # Of one layer a rank, in three micro-batches.
+    assert re.search(r"^decoder\.layers\.\* +3 +[\d.]+ +[\d.]+$", said, re.MULTILINE), said
     found = json.loads((tmp_path / "report.json").read_text())
     assert [each["number"] for each in found["ranks"]] == [0, 32] and not found["problems"]
     # Both products of a backward have the size of the forward's.

@@ -7,7 +7,10 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 
+from mindspeed_lite.dryrun.fake_tensors import StoragelessMode
+from mindspeed_lite.dryrun.work import WorkRecorder
 from mindspeed_lite.tuning.host import StepWatch, SynchronizationRecorder
 from tests.harness import matrix
 
@@ -21,7 +24,6 @@ def calls(run, host_is_device=True):
 
 
 def through_torch(x, mask):
-    assert torch.nn.functional.one_hot(x.long()).shape == (4, 4)
     return torch.stack([x, x]).norm()
 
 
@@ -34,17 +36,44 @@ def through_torch(x, mask):
         (lambda x, mask: (x.tolist(), x.numpy()), {"tolist": 1, "numpy": 1}),
         (lambda x, mask: x[:2] + 1, {}),
         (lambda x, mask: (mask.nonzero(), torch.unique(x), x.equal(x)), {"nonzero": 1, "unique": 1, "equal": 1}),
+        (
+            lambda x, mask: (x.masked_select(mask), x.long().bincount(), torch.argwhere(mask)),
+            {"masked_select": 1, "bincount": 1, "argwhere": 1},
+        ),
         (lambda x, mask: torch.where(mask, x, -x), {}),
+        (lambda x, mask: torch.where(mask), {"where": 1}),
         (lambda x, mask: torch.repeat_interleave(x, mask.long()), {"repeat_interleave": 1}),
-        (lambda x, mask: torch.repeat_interleave(x, mask.long(), output_size=2), {}),
-        # A copy is on the host.
+        (lambda x, mask: torch.repeat_interleave(mask.long()), {"repeat_interleave": 1}),
+        (lambda x, mask: x.repeat_interleave(repeats=mask.long()), {"repeat_interleave": 1}),
+        (lambda x, mask: (torch.repeat_interleave(x, mask.long(), output_size=2), x.repeat_interleave(2)), {}),
+        (lambda x, mask: torch.nn.functional.one_hot(x.long()), {"one_hot": 1}),
+        (lambda x, mask: torch.nn.functional.one_hot(x.long(), 4), {}),
+        (lambda x, mask: (torch.histc(x, 4), torch.histc(x, 4, 0, 3), x.histc(4, min=0, max=3)), {"histc": 1}),
+        (lambda x, mask: x.narrow(0, 0, 2 * mask[0].long()), {"narrow": 1}),
+        (lambda x, mask: torch.tensor([x[0], x[1]]), {"tensor": 1}),
+        (lambda x, mask: (torch.tensor([1.0]), torch.tensor([1.0], device="meta")), {"tensor": 1}),
+        # A copy is on the host, and what is made of it; its source is not.
         (lambda x, mask: x.cpu().tolist(), {"cpu": 1}),
+        (lambda x, mask: x.to("cpu", torch.float64)[0].item(), {"to": 1}),
+        (lambda x, mask: (x.to(x.device), x.to("cpu", non_blocking=True)), {}),
+        (lambda x, mask: [bool(2 * each > 0) for each in x.cpu()], {"cpu": 1}),
+        (lambda x, mask: (x.cpu(), x.tolist()), {"cpu": 1, "tolist": 1}),
+        (lambda x, mask: x.cpu().to("meta"), {"cpu": 1, "to": 1}),
+        (lambda x, mask: (torch.tensor([2])[0].item(), x.narrow(0, 0, torch.tensor(2))), {}),
+        (lambda x, mask: torch.all(torch.get_rng_state() == torch.get_rng_state()).item(), {}),
         (lambda x, mask: [x[0].item() for _ in range(3)], {"item": 3}),
         (through_torch, {}),
     ],
 )
 def test_every_call_that_waits_is_counted_and_no_other(run, expected):
     assert calls(run) == expected
+
+
+def test_a_tensor_that_the_device_layer_leaves_in_place_is_on_the_device(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **options: self)
+    with SynchronizationRecorder(True) as recorder:
+        torch.tensor([1.0]).cuda(non_blocking=True).item()
+    assert [call for call, _ in recorder.counts] == ["item"]
 
 
 def test_tensors_of_the_host_do_not_count_beside_a_device():
@@ -59,6 +88,47 @@ def test_waits_for_a_device_are_counted_and_given_back(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", original := lambda: None)
     assert calls(lambda x, mask: torch.cuda.synchronize()) == {"torch.cuda.synchronize": 1}
     assert torch.cuda.synchronize is original
+    # Not called: without a device they would fail.
+    waits = (torch.cuda.empty_cache, torch.cuda.Event.synchronize, torch.cuda.Stream.synchronize)
+    with SynchronizationRecorder(True) as recorder:
+        for each in ("empty_cache", "synchronize"):
+            getattr(torch.cuda, each)()
+        torch.cuda.Event.synchronize(None)
+        torch.cuda.Stream.synchronize(None)
+    assert sorted(call for call, _ in recorder.counts) == [
+        "torch.cuda.Event.synchronize", "torch.cuda.Stream.synchronize", "torch.cuda.empty_cache",
+        "torch.cuda.synchronize",
+    ]  # fmt: skip
+    assert waits == (torch.cuda.empty_cache, torch.cuda.Event.synchronize, torch.cuda.Stream.synchronize)
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x, mask: x[mask], {"[mask]": 1}),
+        (lambda x, mask: x.__setitem__(mask, x[:2] + 1), {"[mask]": 1}),
+        (lambda x, mask: x.__setitem__(mask, 1.0), {}),
+        (lambda x, mask: x[mask.sum()], {"[number]": 1}),
+        (lambda x, mask: torch.arange(mask.sum()), {"[number]": 1}),
+        (lambda x, mask: x[mask.sum().item()], {}),
+    ],
+)
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_reads_within_torch_are_counted(run, expected, is_dry):
+    x, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
+    if is_dry:
+        mode, recorder = StoragelessMode(), WorkRecorder()
+        with mode:
+            given = torch.zeros(4), torch.zeros(4, dtype=torch.bool)
+            with recorder.recording(mode, []):
+                run(*given)
+        found = recorder.synchronizations.counts
+    else:
+        watch = StepWatch(host_is_device=True)
+        with watch.counting([]):
+            run(x, mask)
+        found = watch.launches.reads
+    assert {call: count for (call, _), count in found.items() if call.startswith("[")} == expected
 
 
 class Layer(nn.Module):
@@ -67,6 +137,8 @@ class Layer(nn.Module):
         self.linear, self.activation = nn.Linear(8, 8), nn.ReLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # With hooks of their own Megatron's code would run in place of some features.
+        assert not (self.linear._forward_hooks or self.linear._forward_pre_hooks)
         return self.activation(self.linear(x))
 
 
@@ -88,7 +160,7 @@ def test_launches_and_times_are_those_of_the_modules():
         made = model(torch.ones(2, 8, requires_grad=True) + 0)
         made[made > 0].sum().backward()
 
-    hooks = lambda: sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())  # noqa: E731
+    hooks = lambda: len(module._global_forward_hooks) + len(module._global_forward_pre_hooks)  # noqa: E731
     with watch.counting([model]):
         step()
     assert "forward ms" not in watch.to_text(80), "nothing was timed"
