@@ -105,7 +105,7 @@ def test_features_train_within_their_class(te_trainer: Callable[[str], Trainer],
         for name in features_of(release, layout)
         if (
             found := on_and_off.train(
-                te_trainer(release), layout, name, steps=3, options={**WITH, "undone": True}
+                te_trainer(release), layout, name, steps=3, strict=True, options={**WITH, "undone": True}
             ).fault(on_and_off.numerics_of(runtime.catalogue()[name]))
         )
     }
