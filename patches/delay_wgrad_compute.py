@@ -244,7 +244,8 @@ def _why_not(context: Context) -> list[str]:
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
     is_step = pipeline_orders.delays_weight_gradients(settings)
     if not is_step and (theirs := _is_local(context)):
-        return theirs
+        # Megatron's combined schedule asks Transformer Engine's layers for them.
+        return [] if settings.get("moe_fb_overlap") else theirs
     if _is_local(context) and context.arg("tp_comm_overlap", False):
         reasons.append("--tp-comm-overlap: Transformer Engine delays no weight gradients then")
     is_asked_for = is_step or (settings.get("moe_fb_overlap", False) and not moe_fb_overlap.layout_reasons(context))

@@ -19,6 +19,7 @@ from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, is
 from . import recompute_activation_function
 from ._shared import moe
 from ._shared.conditions import CUDA_GRAPH_ARGS, every, holding
+from ._shared.linear_layers import is_column_parallel
 from ._shared.proxies import RECOMPUTED, AttributeOverride, FunctionModule
 from ._shared.wrappers import before
 
@@ -137,12 +138,10 @@ def _shared_expert(wrapped: Function, session: Session) -> Function:
 
 
 def _layer_reasons(layer: Any, session: Session) -> list[str]:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
     shared = layer.shared_experts
     reasons = {
         # LoRA may read its input more than once, which changes the order of gradient sums.
-        "whose first linear layer is not Megatron's own (LoRA)": type(shared.linear_fc1) is not ColumnParallelLinear,
+        "whose first linear layer is not Megatron's own (LoRA)": not is_column_parallel(shared.linear_fc1),
         "with a gate (--moe-shared-expert-gate)": shared.use_shared_expert_gate,
         "whose activation is recomputed": recompute_activation_function.is_recomputed(shared, session),
         "that is recomputed as a whole": layer.shared_experts_recompute,

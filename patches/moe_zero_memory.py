@@ -27,7 +27,7 @@ from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
-from ._shared import moe, recompute
+from ._shared import linear_layers, moe, recompute
 from ._shared.conditions import every
 from ._shared.proxies import LinearCall, run_activation, seen
 
@@ -223,13 +223,7 @@ def _combine(wrapped: Function, session: Session) -> Function:
 
 def _is_deterministic(layer: Any) -> bool:
     """Whether a linear layer is repeatable; adapters may have dropout."""
-    kind = type(layer)
-    is_megatrons = kind.__module__.startswith("megatron.core.")
-    return (
-        is_megatrons
-        and kind.__name__ in ("ColumnParallelLinear", "TEColumnParallelLinear")
-        and not layer._forward_hooks
-    )
+    return linear_layers.is_column_parallel(layer) and not layer._forward_hooks
 
 
 def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: bool) -> None:

@@ -74,7 +74,9 @@ def prepare(layer: Any, session: Session) -> None:
 
 def _forward(wrapped: Function, session: Session) -> Function:
     def forward(self: Any, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
-        biased = per_token_scale is not None and getattr(self.linear_fc2, "bias", None) is not None
+        # Transformer Engine has an empty tensor for none.
+        added = getattr(self.linear_fc2, "bias", None)
+        biased = per_token_scale is not None and added is not None and added.numel() > 0
         recomputes = is_recomputed(self, session)
         if not recomputes or biased:
             if biased and recomputes:

@@ -180,6 +180,13 @@ def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: s
     return not reasons
 
 
+def is_column_parallel(layer: Any) -> bool:
+    """Whether it is Megatron's own layer, on its functions or Transformer Engine's, and no adapter."""
+    kind = type(layer)
+    is_megatrons = kind.__module__.startswith("megatron.core.")
+    return is_megatrons and kind.__name__ in ("ColumnParallelLinear", "TEColumnParallelLinear")
+
+
 def te_layers(model: Any) -> Iterator[Any]:
     """Transformer Engine's linear layers in transformer layers; these have a name for communication buffers."""
     for each in model.modules():

@@ -94,11 +94,18 @@ def layouts(release: str) -> dict[str, list[str]]:
 
 
 def train(
-    trainer: Trainer, layout: str, name: str, kind: str = "", steps: int = STEPS, options: dict[str, Any] | None = None
+    trainer: Trainer,
+    layout: str,
+    name: str,
+    kind: str = "",
+    steps: int = STEPS,
+    options: dict[str, Any] | None = None,
+    strict: bool = False,
 ) -> Outcome:
     """Train a feature on the release of `trainer`.
 
     kind: of a model of which a part is frozen (`frozen.KINDS`). options: of `core_loop`, besides the layout's own.
+    strict: a fallback is an error.
     """
     more: dict[str, Any] = {**(options or {}), "steps": FROZEN_STEPS if kind else steps, "frozen": kind}
     feature, own = runtime.catalogue()[name], options_of(LAYOUTS[layout])
@@ -109,7 +116,7 @@ def train(
         **host_args(layout),
         "transformer_impl": "transformer_engine" if more.get("transformer_engine") else "local",
     }
-    flags = {**flags_of(feature), **MORE_FLAGS.get(name, {}), "host_args": host}
+    flags = {**flags_of(feature), **MORE_FLAGS.get(name, {}), "host_args": host, "strict": strict}
     given = {**own, **more, "requested": name}
     try:
         off = reference(trainer, layout, more)

@@ -49,6 +49,8 @@ ROWS = [
          base="te micro5 wgrad bits undone", steps=2),
     Rows("delayed", {"pp2 bias": "", "pp2 tp2 sp": "", "pp2 dp2 overlap_grad no_sync": "", "pp2 full": ""},
          "pipeline_schedule=zb-auto", both=WGRAD, base="te micro5 wgrad bits undone", steps=2),
+    Rows("recomputed experts", {"experts4": NEWEST}, "recompute_activation_function recompute_norm",
+         base="te bits undone", steps=2),
     Rows("V", {"": ""}, V, both=WGRAD, base=f"{V_MODEL} pp2 vpp2", reference=V_MODEL, near=DRIFT, rank=0),
     Rows("pairs in a V", {"": ""}, "moe_fb_overlap", both=f"{WGRAD} {V} delay_wgrad_compute", rank=0, steps=2,
          base=f"{V_MODEL} pp2 vpp2 ep2 experts4 grouped bits", more="combined delayed"),
@@ -103,7 +105,7 @@ def test_features_train_within_their_class(te_trainer: Callable[[str], Trainer],
         for name in features_of(release, layout)
         if (
             found := on_and_off.train(
-                te_trainer(release), layout, name, steps=3, options={**WITH, "undone": True}
+                te_trainer(release), layout, name, steps=3, strict=True, options={**WITH, "undone": True}
             ).fault(on_and_off.numerics_of(runtime.catalogue()[name]))
         )
     }
