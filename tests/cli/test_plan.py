@@ -70,7 +70,7 @@ def test_measured_links_take_the_place_of_the_devices(tmp_path: Path, capsys: py
     device = PublishedDevice(*devices.named("a100"), read(str(file)))
     call = CollectiveCall("all_reduce", 1e9, Group(8))
     clock = timing.clock_of(json.loads(json.dumps(asdict(device))))
-    assert clock is not None and clock.device.message(call) == pytest.approx(device.message(call)) > 3
+    assert clock is not None and clock.device.message(call) == device.message(call) > 3
 
 
 def test_the_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
