@@ -127,7 +127,8 @@ class SynchronizationRecorder:
             self._count(name)
             is_read = name in ("cpu", "to") and _device(name, args, options) == "cpu"
             return self._kept(result, args[0]) if is_read else result
-        return self._kept(result) if name in ("tensor", "as_tensor") and self._host_is_device else result
+        is_made = self._host_is_device and name in ("tensor", "as_tensor") and options.get("device") is None
+        return self._kept(result) if is_made and not isinstance(next(iter(args), None), Tensor) else result
 
     def _carry(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         result = original(*args, **options)
@@ -161,9 +162,9 @@ class SynchronizationRecorder:
         return None if is_done else original(*args, **options)
 
     def _waits(self, name: str, args: tuple[Any, ...], options: Mapping[str, Any], result: Any, is_copy: bool) -> bool:
-        first = args[0] if args else options.get("input")
+        first = next(iter((*args, *options.values())), None)
         if name in _MADE:
-            values = args[-1] if name == "new_tensor" else first
+            values = options.get("data", args[-1] if args else None) if name == "new_tensor" else first
             if isinstance(values, Tensor):  # not to the host
                 return False
             # Values of the host go to a device in a copy that waits.
@@ -177,7 +178,7 @@ class SynchronizationRecorder:
         if name == "narrow":
             return is_on_device and any(isinstance(each, Tensor) and not self.is_copy(each) for each in args[1:])
         if name in _MOVES:
-            other = args[1] if name == "copy_" else result
+            other = next(iter(args[1:]), options.get("other")) if name == "copy_" else result
             is_moved = isinstance(other, Tensor) and other.device.type != first.device.type
             given = [each for each in (*args[1:], options.get("non_blocking")) if isinstance(each, bool)]
             is_named = name != "copy_" and _device(name, args, options) == "cpu"
@@ -207,7 +208,7 @@ def _reads(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool
     if name == "histc":
         low, high = (options.get(each, (*args[2:4], 0, 0)[place]) for place, each in enumerate(("min", "max")))
         return bool(low == high)
-    repeats = args[1] if len(args) > 1 else options.get("repeats", args[0])
+    repeats = args[1] if len(args) > 1 else options.get("repeats", next(iter(args), None))
     return isinstance(repeats, Tensor) and options.get("output_size") is None
 
 
