@@ -113,10 +113,12 @@ def product_reduced(recorder: Recorder) -> None:
     overlapped_gemm.matmul_reduce(empty(TOKENS, WIDE), empty(WIDE, HIDDEN), TENSOR, 4).wait()  # type: ignore[arg-type]
 
 
-def column_backward(recorder: Recorder, chunks: int = 4) -> None:
-    """Gradients of a column parallel layer: its input's are scattered while the weight's is computed."""
-    x, w = empty(TOKENS // 8, HIDDEN).requires_grad_(), empty(WIDE, HIDDEN).requires_grad_()
-    y = column_linear(x, w, None, TPCommConfig(TENSOR, True, fixed_chunks(chunks)))  # type: ignore[arg-type]
+def column_backward(recorder: Recorder, chunks: int = 4, sequence_parallel: bool = True) -> None:
+    """Gradients of a column parallel layer: its input's are reduced while the weight's is computed."""
+    x = empty(TOKENS // 8 if sequence_parallel else TOKENS, HIDDEN).requires_grad_()
+    w = empty(WIDE, HIDDEN).requires_grad_()
+    comm = TPCommConfig(TENSOR, sequence_parallel, fixed_chunks(chunks))  # type: ignore[arg-type]
+    y = column_linear(x, w, None, comm)
     recorder.forget()
     y.backward(empty(TOKENS, WIDE))  # type: ignore[no-untyped-call]
 
@@ -220,7 +222,7 @@ SCHEDULES: dict[str, dict[str, Callable[[Recorder], None]]] = {
         "product, reduce-scatter": product_scattered,
         "product, all-reduce": product_reduced,
         "column parallel, backward": column_backward,
-        "column parallel, backward, one chunk": functools.partial(column_backward, chunks=1),
+        "column parallel of all tokens, backward": functools.partial(column_backward, sequence_parallel=False),
     },
     "moe_alltoall_overlap_comm": {"tokens to experts, shared expert": shared_expert},
     "moe_allgather_overlap_comm": {"tokens to experts, shared expert": gathered_tokens},

@@ -21,6 +21,11 @@ def test_one_queue_shows_messages_that_are_issued_before_all_products() -> None:
     assert simulate(all_first, 8).hidden == pytest.approx(1) and simulate(all_first, 1).hidden < 0.3
 
 
+def test_chunks_change_nothing_where_a_gather_precedes_them() -> None:
+    one, four = (record(functools.partial(queues.column_backward, chunks=each)).ops for each in (1, 4))
+    assert one == four
+
+
 def test_the_page_is_what_is_issued() -> None:
     """After a change: `python -m lab.queues`."""
     assert queues.PAGE.read_text() == queues.page()
