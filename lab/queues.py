@@ -28,6 +28,7 @@ from mindspeed_lite.parallel.context.blocks import Sums
 from mindspeed_lite.parallel.context.layout import zigzag
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.expert import exchange
+from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, column_linear, fixed_chunks
 from mindspeed_lite.patches import moe_fb_overlap
 from mindspeed_lite.patches._shared.pipeline_passes import OverlappedTransport
@@ -153,6 +154,20 @@ def gathered_tokens(recorder: Recorder) -> None:
 
 def scattered_tokens(recorder: Recorder) -> None:
     shared_expert(recorder, exchange.ReduceScatter(Group("few experts", 2)))  # type: ignore[arg-type]
+
+
+def recomputed_rows(recorder: Recorder) -> None:
+    """Rows of experts are freed after their product, and travel again during the backward pass."""
+    x, dy, weight = empty(TOKENS, 4096), empty(TOKENS, 4096), empty(4096, 4096)
+    message = exchange.AllToAll(None, None, EXPERTS)  # type: ignore[arg-type]
+    received = message.run(x)
+    received @ weight
+    again = RecomputedRows(x.clone, message, torch.clone)
+    again.release(received)
+    again.leave()
+    dy @ weight.t()
+    again.arrive()
+    received.t() @ dy
 
 
 def compressed_gradients(recorder: Recorder) -> None:
@@ -413,12 +428,13 @@ SCHEDULES: dict[str, dict[str, Callable[[Recorder], None]]] = {
     "swap_attention": {"activations of four layers": layers},
     "swap_optimizer": {"moments of a step": optimizer_step},
 }
-# Not on the page: their time is another rank's, or of no step.
+# Not on the page: their times depend on other ranks or layers, or no step has them.
 OTHERS: dict[str, dict[str, Callable[[Recorder], None]]] = {
     "schedules_method": {"pipeline messages": pipeline},
     "optimize_send_recv_comm": {
         "pipeline messages": functools.partial(pipeline, second=Group("pipeline's second", 4, 1))
     },
+    "moe_zero_memory": {"rows exchanged again": recomputed_rows},
     "sleep": {"a model wakes": sleep},
 }
 

@@ -16,6 +16,7 @@ from lab.queues import OTHERS, SCHEDULES, gathered_product, record, simulate
 from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.offload import Offload, _Group
 from mindspeed_lite.parallel.balance.copies import ExpertCopies
+from mindspeed_lite.parallel.expert.exchange import Messages
 from mindspeed_lite.pipeline.run import Executor
 from mindspeed_lite.platform.side_stream import Job, SideStream
 from tests.harness.checkouts import ROOT
@@ -48,7 +49,6 @@ OF_OTHERS = {
     "moe_record_load": "moe_alltoall_overlap_comm",
     "moe_router_fusion": "moe_alltoall_overlap_comm",
     "moe_tp_extend_ep": "moe_alltoall_overlap_comm",
-    "moe_zero_memory": "moe_alltoall_overlap_comm",
     "pipeline_schedule": "schedules_method",
     "recompute_in_bubble": "schedules_method",
     "use_ascend_mc2": "use_ascend_coc",
@@ -171,6 +171,7 @@ def frees_at_once(self: Offload, group: _Group | None) -> None:
         (Executor, "finish_sending", lets_go_of_sent_tensors, "schedules_method: pipeline messages", "freed memory"),
         (queues.SharedEvent, "wait", nothing, "moe_fb_overlap: two micro-batches", "does not wait for all_to_all"),
         (ExpertCopies, "wait", nothing, "balanced_moe_experts: copies of experts", "does not wait for broadcast"),
+        (Messages, "wait", nothing, "moe_zero_memory: rows exchanged again", "does not wait for all_to_all"),
         (CopyEngine, "wait", nothing, "sleep: a model wakes", "does not wait for copy_"),
         (SideStream, "submit", forgets_jobs, "moe_wgrad_side_stream: gradients of experts", "freed memory on stream 0"),
         (Offload, "_free", frees_at_once, "swap_attention: activations of four layers", "freed memory on stream 0"),
