@@ -108,10 +108,12 @@ class Recorder(TorchDispatchMode):
         self.first = 0
         self.streams: list[Stream] = []
         self.entered = [Stream(self)]
-        # Of groups, their own.
-        self._of_group: dict[tuple[str, Any], Stream] = {}
+        # Of groups, their own; of messages between two ranks by peer.
+        self._of_group: dict[tuple[int, Any], Stream] = {}
         # Stream that allocated a storage, which may be freed by now.
         self._memory: dict[int, tuple[StorageWeakRef, Stream]] = {}
+        # By storage, as `record_stream` says.
+        self._users: dict[int, set[Stream]] = {}
         # By storage: bytes from and to, and their number in the sanitizer.
         self._ranges: dict[int, dict[tuple[int, int], int]] = {}
         self._host: set[int] = set()
@@ -132,12 +134,20 @@ class Recorder(TorchDispatchMode):
             Stream=functools.partial(Stream, self), stream=lambda stream: stream,
             current_stream=lambda device=None: self.current, synchronize=lambda device=None: None,
         )  # fmt: skip
-        self._set(torch, "get_device_module", lambda device=None: module)
+        self.replace(torch, "get_device_module", lambda device=None: module)
         for name in _COLLECTIVES:
-            self._set(dist, name, functools.partial(self._collective, name))
-        self._set(dist, "P2POp", lambda op, tensor, peer, group: (op is dist.isend, tensor, group))
-        self._set(dist, "batch_isend_irecv", self._send_and_receive)
-        self._set(dist, "get_global_rank", lambda group, rank: rank)
+            self.replace(dist, name, functools.partial(self._collective, name))
+        for name in ("broadcast", "reduce"):
+            self.replace(dist, name, functools.partial(self._rooted, name))
+        self.replace(dist, "isend", functools.partial(self._send_or_receive, "send"))
+        self.replace(dist, "irecv", functools.partial(self._send_or_receive, "receive"))
+        self.replace(dist, "P2POp", lambda op, tensor, peer, group: (op is dist.isend, tensor, group))
+        self.replace(dist, "batch_isend_irecv", self._send_and_receive)
+        self.replace(dist, "get_global_rank", lambda group, rank: rank)
+        users = self._users
+        self.replace(
+            Tensor, "record_stream", lambda tensor, stream: users.setdefault(storage_id(tensor), set()).add(stream)
+        )
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -146,7 +156,8 @@ class Recorder(TorchDispatchMode):
         while self._undo:
             self._undo.pop()()
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Until the recorder is left."""
         self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
@@ -188,7 +199,7 @@ class Recorder(TorchDispatchMode):
         self, stream: Stream, name: str, unit: str, seconds: float, reads: Iterable[Tensor], writes: Iterable[Tensor]
     ) -> None:
         written = self._places(writes)
-        self._check(stream, name, self._places(reads) - written, written)
+        self._check(stream.number, name, self._places(reads) - written, written)
         self.add(stream, Op(stream.number, name, unit, seconds))
 
     def _places(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -204,9 +215,21 @@ class Recorder(TorchDispatchMode):
             found |= {number for (start, stop), number in ranges.items() if start < end and first < stop}
         return found
 
-    def _check(self, stream: Stream, name: str, reads: set[int], writes: set[int]) -> None:
+    def _after(self, stream: Stream, users: set[Stream]) -> int:
+        """A number that waits for these streams: freed memory waits for its users, but no stream does."""
+        if not users:
+            return stream.number
+        found = next(self.numbers)
+        self.handler.syncs.create_stream(found)
+        for each in (stream, *users):
+            event = next(self.numbers)
+            self.handler.syncs.record_state(event, each.number)
+            self.handler.syncs.stream_wait_for_event(found, event)
+        return found
+
+    def _check(self, stream: int, name: str, reads: set[int], writes: set[int]) -> None:
         aliases: dict[int, list[str]] = {each: [] for each in reads | writes}
-        found = self.handler._handle_kernel_launch(stream.number, reads, writes, set(), name, aliases)
+        found = self.handler._handle_kernel_launch(stream, reads, writes, set(), name, aliases)
         for each in found:
             now, before = each.current_access, each.previous_access  # type: ignore[attr-defined]
             self.errors.append(
@@ -219,24 +242,34 @@ class Recorder(TorchDispatchMode):
             return
         for key, (reference, stream) in [*self._memory.items()]:
             if stream is self.current and reference.expired():  # type: ignore[no-untyped-call]
-                self._check(stream, "an allocation in freed memory", set(), {*self._ranges.pop(key, {}).values()})
+                after = self._after(stream, self._users.pop(key, set()))
+                self._check(after, "an allocation in freed memory", set(), {*self._ranges.pop(key, {}).values()})
                 del self._memory[key]
         for each in new:
             self._memory[storage_id(each)] = (StorageWeakRef(each.untyped_storage()), self.current)  # type: ignore[no-untyped-call]
 
     def _message(
-        self, name: str, group: Any, passes: float, reads: Sequence[Tensor], writes: Sequence[Tensor]
+        self, name: str, group: Any, passes: float, reads: Sequence[Tensor], writes: Sequence[Tensor], peer: int = -1
     ) -> _Work:
-        stream = self._of_group.get(("stream", group))
+        stream = self._of_group.get((peer, group))
         if stream is None:
-            stream = self._of_group["stream", group] = Stream(self)
+            stream = self._of_group[peer, group] = Stream(self)
         stream.wait_stream(self.current)
         share = passes * (group.size() - 1) / group.size()
         nbytes = max(each.nbytes for each in (*reads, *writes))
         self._issue(stream, name, MESSAGES, share * nbytes / LINK, reads, writes)
         return _Work(self, stream.record_event(), (*reads, *writes))
 
-    def _collective(self, name: str, out: Tensor, *given: Any, group: Any, async_op: bool = False) -> Any:
+    def _rooted(self, name: str, tensor: Tensor, root: int, group: Any, async_op: bool = False) -> Any:
+        work = self._message(name, group, group.size() / (group.size() - 1), [], [tensor])
+        return work if async_op else (work.wait(), None)[1]
+
+    def _send_or_receive(self, name: str, tensor: Tensor, group: Any, **peer: int) -> Any:
+        """Unbatched, they have a stream for each peer."""
+        tensors = ([tensor], []) if name == "send" else ([], [tensor])
+        return self._message(name, group, group.size() / (group.size() - 1), *tensors, *peer.values())
+
+    def _collective(self, name: str, out: Tensor, *given: Any, group: Any, async_op: bool = False, **_: Any) -> Any:
         reads = lanes.tensors_in(given) or [out]
         work = self._message(name, group, _COLLECTIVES[name], reads, [out])
         return work if async_op else (work.wait(), None)[1]

@@ -94,9 +94,10 @@ class _Column(torch.autograd.Function):
         product = comm.gemm.matmul_scatter if comm.sequence_parallel else overlapped_gemm.matmul_reduce
         is_deferred = ctx.needs_input_grad[1] and comm.wgrad.defer(dy)
         needs_weight = ctx.needs_input_grad[1] and not is_deferred
+        gathers = needs_weight and comm.sequence_parallel
 
         def run(chunks: int, wgrad: Wgrad = AUTOGRAD_WGRAD) -> tuple[Any, Any]:
-            coming = overlapped_gemm.gather(_rows(x), comm.group) if needs_weight and comm.sequence_parallel else None
+            coming = overlapped_gemm.gather(_rows(x), comm.group) if gathers else None
             dx = product(rows, weight, comm.group, chunks)
             dw = None
             if needs_weight:
@@ -104,7 +105,9 @@ class _Column(torch.autograd.Function):
             return dx.wait(), dw
 
         phase = "column backward" if needs_weight else "column backward without weight"
-        dx, dw = run(comm.chunks(phase, rows, weight, run), comm.wgrad)
+        # With the gather first, chunks are sent no earlier, and with one hardware queue they hold up products.
+        chunks = 1 if gathers else comm.chunks(phase, rows, weight, run)
+        dx, dw = run(chunks, comm.wgrad)
         if is_deferred:
             dw = comm.wgrad.placeholder()
         return _shaped(dx, ctx.shape), dw, rows.sum(dim=0) if ctx.trains_bias else None, None
