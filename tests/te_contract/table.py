@@ -28,7 +28,13 @@ OWN = {
     "use_fused_rotary_pos_emb",
 }
 # Trained by scripts, or on an NPU alone.
-SCRIPTS = {"balance_sequence_lengths", "moe_alltoall_mc2", "moe_tp_extend_ep", "use_ascend_mc2"}
+SCRIPTS = {
+    "balance_sequence_lengths",
+    "moe_alltoall_mc2",
+    "moe_tp_extend_ep",
+    "use_ascend_mc2",
+    "use_fused_linear_log_prob",
+}
 
 
 def own_reasons(feature: Feature, layout: str) -> list[str]:
