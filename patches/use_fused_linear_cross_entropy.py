@@ -38,7 +38,7 @@ _RELIES_ON = (
 )
 
 # Maximum logits elements for verification in a wider type.
-_WIDENED = 1 << 23
+WIDENED = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class Deferred:
     group: Any
 
     def loss(self, target: Tensor) -> Tensor:
+        return vocab_parallel_linear_cross_entropy(
+            self.whole_hidden(), self.weight, target, self.group, accumulate=self.accumulate()
+        )
+
+    def whole_hidden(self) -> Tensor:
+        """[s, b, H], whose gradient is summed over the ranks."""
         from megatron.core.tensor_parallel import mappings
 
         hidden = self.hidden
@@ -60,9 +66,11 @@ class Deferred:
             hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.group)
         elif self.sums_gradient:
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        return hidden
+
+    def accumulate(self) -> Accumulate | None:
         main_grad = getattr(self.weight, "main_grad", None) if self.fused_accumulation else None
-        accumulate = None if main_grad is None else _into(main_grad, self.weight)
-        return vocab_parallel_linear_cross_entropy(hidden, self.weight, target, self.group, accumulate=accumulate)
+        return None if main_grad is None else _into(main_grad, self.weight)
 
 
 def _into(main_grad: Tensor, weight: Tensor) -> Accumulate:
@@ -116,12 +124,12 @@ def _postprocess(wrapped: Function, session: Session) -> Function:
 
 def _call_reasons(model: Any, given: Mapping[str, Any]) -> list[str]:
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction
 
+    reasons = layer_reasons(model, given["hidden_states"].device.type)
+    if reasons:
+        return reasons
     layer, config = model.output_layer, model.config
-    if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
-        return [f"the output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear"]
     gathers = given.get("runtime_gather_output")
     gathers = layer.gather_output if gathers is None else gathers
     own_loss = "compute_language_model_loss" in vars(model) or (
@@ -129,20 +137,32 @@ def _call_reasons(model: Any, given: Mapping[str, Any]) -> list[str]:
     )
     found = {
         "the logits are to be gathered over the tensor-parallel ranks": bool(gathers),
-        "the output layer has a bias": layer.bias is not None,
-        "the logits are to have another dtype": getattr(layer, "output_dtype", None) is not None,
-        "a hook looks at the output layer's logits": bool(
-            layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        ),
         "the model has a loss of its own": own_loss,
         "multi-token prediction counts in its logits how many tokens are accepted": config.mtp_num_layers
         and hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"),
         "an output processor takes the output layer": given.get("output_processor") is not None,
         "hidden states and weight differ in dtype": given["hidden_states"].dtype != _weight(model).dtype,
-        "autocast is on": torch.is_autocast_enabled(given["hidden_states"].device.type),
+    }
+    return holding(found)
+
+
+def layer_reasons(model: Any, device: str) -> list[str]:
+    """Why the output layer of a last stage has to multiply itself."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    layer = model.output_layer
+    if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
+        return [f"the output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear"]
+    found = {
+        "the output layer has a bias": layer.bias is not None,
+        "the logits are to have another dtype": getattr(layer, "output_dtype", None) is not None,
+        "a hook looks at the output layer's logits": bool(
+            layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        ),
+        "autocast is on": torch.is_autocast_enabled(device),
         "the output layer's weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1
         or hasattr(_weight(model), "__fsdp_param__"),
-        **{why: getattr(config, name, False) for name, why in CONFLICTING_ARGS.items()},
+        **{why: getattr(model.config, name, False) for name, why in CONFLICTING_ARGS.items()},
     }
     return holding(found)
 
@@ -186,7 +206,7 @@ def _verify(session: Session, original: Callable[[Tensor], Any], labels: Any, de
         return loss
 
     inputs = {"hidden": deferred.hidden, "weight": deferred.weight}
-    widened = target.numel() * deferred.weight.shape[0] <= _WIDENED
+    widened = target.numel() * deferred.weight.shape[0] <= WIDENED
     against = "Megatron's output layer and loss"
     verify(session, FEATURE, "linear_cross_entropy", ours, megatrons, inputs, against, widened=widened)
 

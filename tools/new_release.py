@@ -114,6 +114,8 @@ def changes(root: Path, version: str, other: Path, against: str) -> Iterator[Cha
     for feature, patch, target in _targets(version):
         depending.setdefault(target, []).append((feature, patch))
     for target, patches in sorted(depending.items()):
+        if not (checkouts.holds(root, target) and checkouts.holds(other, target)):
+            continue  # a wheel holds less than its release's repository
         try:
             new, text = fingerprint(here, target), source_text(here, target)
         except (FingerprintError, SyntaxError) as error:

@@ -44,3 +44,24 @@ def local_layers(module: Any) -> None:
         return original(config, use_transformer_engine=use_transformer_engine and HAS_TRANSFORMER_ENGINE, **more)
 
     module.get_gpt_decoder_block_spec = get_gpt_decoder_block_spec
+
+
+@wrapt.when_imported("mbridge.core.bridge")
+def local_names(module: Any) -> None:
+    """mbridge knows weights of norms by the names that Transformer Engine's fused layers give them."""
+    original = module.Bridge._weight_name_mapping_mcore_to_hf
+    fused = {
+        ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+        ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+    }
+
+    @functools.wraps(original)
+    def _weight_name_mapping_mcore_to_hf(self: Any, mcore_weights_name: str) -> Any:
+        try:
+            return original(self, mcore_weights_name)
+        except NotImplementedError:
+            for local, other in fused.items():
+                mcore_weights_name = mcore_weights_name.replace(local, other)
+            return original(self, mcore_weights_name)
+
+    module.Bridge._weight_name_mapping_mcore_to_hf = _weight_name_mapping_mcore_to_hf

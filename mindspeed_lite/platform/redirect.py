@@ -49,14 +49,14 @@ _machine_module: dict[str, bool] = {}
 
 
 def asked_by_machine(frame: FrameType) -> bool:
-    """Whether `frame` is torch or a library other than Megatron; cached by module name."""
+    """Whether `frame` is torch, or a library that builds no Megatron models; cached by module name."""
     name = frame.f_globals.get("__name__", "")
     known = _machine_module.get(name)
     if known is None:
         top = name.partition(".")[0]
         file = frame.f_code.co_filename
         known = top in MACHINE_PACKAGES or (
-            top not in {"megatron", "__main__", "__mp_main__"}
+            top not in {"megatron", "mbridge", "verl", "__main__", "__mp_main__"}
             and ("site-packages" in file or "dist-packages" in file or top in sys.stdlib_module_names)
         )
         _machine_module[name] = known

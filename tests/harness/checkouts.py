@@ -53,6 +53,11 @@ def fetched(release: str) -> Path | None:
     return target
 
 
+def holds(root: Path | None, target: str) -> bool:
+    """Whether `root` holds a target's package; wheels lack `megatron.rl`, which its repository has."""
+    return root is not None and root.joinpath(*target.partition(":")[0].split(".")[:2]).is_dir()
+
+
 def prepare() -> None:
     """Install what is missing."""
     for release in EVERY:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import re
-import sys
 import tempfile
-import types
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -145,28 +139,3 @@ def test_two_ranks_with_half_of_the_vocabulary_have_the_values_of_the_whole():
         return vocab_parallel_linear_log_prob(hidden, weight, target, group, temperature=0.7, entropy=True)
 
     on_ranks(2, lambda rank: shard(rank, store, run))
-
-
-@forked()
-def test_verls_function_is_replaced_as_its_guide_says():
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        pytest.skip("verl is not installed")
-    # Its packages import Ray and vLLM; the module needs neither.
-    for name in ("verl", "verl.utils", "verl.utils.kernel"):
-        package = sys.modules[name] = types.ModuleType(name)
-        package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
-    guide = (Path(__file__).parents[2] / "docs/guides/frameworks.md").read_text()
-    (code,) = (each for each in re.findall(r"```python\n(.*?)```", guide, re.S) if "verl.utils.kernel" in each)
-    exec(code)
-    module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
-    assert "apply" in dir(module.LinearCrossEntropy), "verl's module"
-    hidden, weight, target, dout = make(dtype=torch.float32)
-
-    def run(hidden, weight):
-        # As verl's fused_output_processor calls it.
-        return torch.stack(module.linear_cross_entropy(hidden, weight, target, 0.7, "none", None))
-
-    exact = forward_backward(lambda h, w: definition(h, w, target, 0.7), [hidden, weight], dout, torch.float64)
-    for got, truth in zip(forward_backward(run, [hidden, weight], dout), exact, strict=True):
-        torch.testing.assert_close(got, truth.float(), rtol=1e-4, atol=1e-4)

@@ -587,7 +587,12 @@ def test_what_an_operator_does_not_do_is_megatrons_with_its_reason(feature):
 
 
 # Compared with the definition that they are, or drilled in their own test.
-ELSEWHERE = {"gradient_accumulation_fusion", "moe_router_fusion", "use_fused_linear_cross_entropy"}
+ELSEWHERE = {
+    "gradient_accumulation_fusion",
+    "moe_router_fusion",
+    "use_fused_linear_cross_entropy",
+    "use_fused_linear_log_prob",
+}
 
 
 def test_every_feature_that_is_compared_is_drilled():

@@ -25,6 +25,7 @@ from mindspeed_lite.engine import Around, Context, EngineError, Override, Provid
 from mindspeed_lite.engine.source import definitions, reader_of
 from mindspeed_lite.engine.target import parse
 from mindspeed_lite.platform import megatron
+from tests.harness import checkouts
 from tests.harness.processes import forked
 
 GONE = "_drifted"
@@ -38,7 +39,8 @@ def declared():
     for features, table in ((runtime.catalogue(), runtime.fingerprints()), (megatron.ASSUMPTIONS, megatron._known())):
         for feature in features:
             for patch in feature.patches_for(version)[0]:
-                yield feature, patch, table
+                if checkouts.holds(megatron.root(), patch.target):
+                    yield feature, patch, table
 
 
 class Copy:

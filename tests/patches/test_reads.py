@@ -21,6 +21,7 @@ from mindspeed_lite.engine.source import attributes, definitions, reader_of
 from mindspeed_lite.engine.target import parse
 from mindspeed_lite.platform import megatron
 from mindspeed_lite.platform.megatron import CONFIG
+from tests.harness import checkouts
 
 DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
 GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
@@ -204,6 +205,7 @@ CASES = [
     pytest.param(patch, id=f"{feature.name}-{patch.target.rpartition(':')[2]}-{index}")
     for feature in [*runtime.catalogue(), *megatron.ASSUMPTIONS]
     for index, patch in enumerate(feature.patches_for(megatron.version())[0])
+    if checkouts.holds(megatron.root(), patch.target)
     if isinstance(patch, Around | Override)
 ]
 

@@ -85,6 +85,7 @@ BASE = {
     "use_fused_l2norm": ({}, {"qk_l2_norm": True}, "cpu"),
     "use_fused_layernorm": ({}, {}, "cpu"),
     "use_fused_linear_cross_entropy": ({}, {}, "cpu"),
+    "use_fused_linear_log_prob": ({}, {"perform_rl_step": True}, "cpu"),
     "use_fused_rmsnorm": ({}, {}, "cpu"),
     "use_fused_rotary_pos_emb": ({}, {}, "cpu"),
     "use_fused_swiglu": ({}, {"swiglu": True}, "cpu"),
@@ -330,6 +331,7 @@ REASONS = {
     "use_fused_linear_cross_entropy": [
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "Transformer Engine")
     ],
+    "use_fused_linear_log_prob": [({"perform_rl_step": False}, "--perform-rl-step is not given")],
     "use_fused_rmsnorm": [
         (TE, "--transformer-impl transformer_engine"),
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),

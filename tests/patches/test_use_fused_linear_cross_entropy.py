@@ -6,64 +6,14 @@ import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite import platform
 from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.patches import use_fused_linear_cross_entropy as patch
-from tests.harness.compare import Sizes, error
+from tests.harness.compare import Sizes
+from tests.harness.errors import error
 from tests.harness.processes import forked
-
-
-def ready(rank=0, ranks=1, store=None):
-    """The device layer, a group, and chunks of 64 entries of a vocabulary of 256."""
-    from mindspeed_lite.ops.linear_cross_entropy import chunks
-
-    platform.activate()
-    dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
-    chunks._NARROWEST = 64
-    chunks.CHUNK = 1
-
-
-def model_of(tied=False, mtp=False, vocabulary=256, dtype=torch.bfloat16, **config):
-    """A small GPT with its output layer's weights large enough for losses that differ."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-
-    ranks = config.get("tensor_model_parallel_size", 1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(ranks)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        init_method_std=0.2,
-        mtp_num_layers=1 if mtp else None,
-        **config,
-    )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)} if mtp else {}
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=vocabulary,
-        max_sequence_length=32,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-        **more,
-    )
+from tests.patches.output_layer import assert_near, model_of, ready
 
 
 def step(model, names=None):
@@ -77,17 +27,6 @@ def step(model, names=None):
     if names is not None:
         names.append(sizes.largest)
     return losses.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
-def assert_near(on, off, dtype=torch.bfloat16):
-    """Two runs that round differently, compared over whole tensors."""
-    assert on[0].shape == off[0].shape and on[0].dtype == off[0].dtype
-    rounding = torch.finfo(dtype).eps
-    assert error(on[0], off[0]) <= rounding
-    assert on[1].keys() == off[1].keys()
-    for name, gradient in on[1].items():
-        # Sums over tokens and vocabulary in another order.
-        assert error(gradient, off[1][name]) <= 8 * rounding, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

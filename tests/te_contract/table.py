@@ -11,6 +11,7 @@ from tests.harness import feature_layouts
 
 # Transformer Engine, or Megatron with it, does these itself.
 OWN = {
+    "batch_invariant",
     "context_parallel_algo",
     "delay_wgrad_compute",
     "masked_softmax_fusion",
@@ -38,7 +39,7 @@ FULL_PRECISION = {
 # These hold weights of the optimizer, and refuse --fp8-param-gather and --fp4-param-gather.
 PLAIN_WEIGHTS = {"enable_expert_placement", "reuse_fp32_param", "swap_optimizer"}
 # Trained by `test_scripts`, or on an NPU alone.
-SCRIPTS = {"balance_sequence_lengths", "moe_tp_extend_ep"}
+SCRIPTS = {"balance_sequence_lengths", "moe_tp_extend_ep", "use_fused_linear_log_prob"}
 NPU = {"moe_alltoall_mc2", "use_ascend_mc2"}
 
 

@@ -33,9 +33,12 @@ def gradient(
     """Overwrites logits [T, V] with the gradient of loss and entropy."""
     top, sums = statistics
     log_sums = sums.log()
-    columns = torch.arange(start, start + logits.shape[1], device=logits.device)
+    width = logits.shape[1]
+    own = torch.where((target >= start) & (target < start + width), dloss, 0.0)[:, None]
+    column = (target - start).clamp(0, width - 1)[:, None]
     for block in blocks(*logits.shape):
         log_p = shifted(logits[block].to(top.dtype), (top + log_sums)[block, None])  # [t, V]
         factor = (log_p + entropy[block, None]).mul_(-dentropy[block, None]).add_(dloss[block, None])
-        here = columns == target[block, None]
-        logits[block] = log_p.exp_().mul_(factor).sub_(here.to(factor.dtype).mul_(dloss[block, None]))
+        found = log_p.exp_().mul_(factor)
+        found.scatter_(1, column[block], found.gather(1, column[block]) - own[block])
+        logits[block] = found
