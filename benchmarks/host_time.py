@@ -201,7 +201,8 @@ BENCHMARK = Benchmark(
     choices={"models": [*MODELS], "features": ["auto", "all"]},
     note="`all` are those of [`make bench`](cpu.md) with `bias_dropout_fusion`, and for experts those of experts. A "
     "layer's time includes a fourth of the block's final norm and of the loss's sum. Ratios have their 95 % "
-    "interval. On CPU a kernel of this package is a call of C++; on a GPU it is a launch by Triton, which costs the host more.",
+    "interval. On CPU a kernel of this package is a call of C++; on a GPU it is a launch by Triton, which costs the "
+    "host more.",
 )
 
 if __name__ == "__main__":
