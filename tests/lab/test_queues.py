@@ -53,6 +53,7 @@ OF_OTHERS = {
     "recompute_in_bubble": "schedules_method",
     "use_ascend_mc2": "use_ascend_coc",
     "use_fused_linear_cross_entropy": "use_ascend_coc",
+    "use_fused_linear_log_prob": "use_ascend_coc",
 }
 
 

@@ -97,7 +97,10 @@ def aux_loss_scores(logits: Tensor, topk: int, score_function: str) -> tuple[Ten
     scores = reference.scores_of(logits, score_function)
     if score_function != SOFTMAX:
         scores = scores / (scores.sum(dim=-1, keepdim=True) + reference.EPS)
-    return topk_routing(scores.detach(), topk)[1], scores
+    if logits.device.type == "cuda":
+        return topk_routing(scores.detach(), topk)[1], scores
+    # torch_npu's operators choose by a softmax or sigmoid of their own.
+    return reference.routing_map(logits, torch.topk(scores, topk, dim=1).indices), scores
 
 
 @functools.lru_cache(maxsize=64)
