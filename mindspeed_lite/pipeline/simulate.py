@@ -39,7 +39,12 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        return max((entries[-1].end for entries in self.ranks if entries), default=0.0)
+        return max(self.ends, default=0.0)
+
+    @property
+    def ends(self) -> list[float]:
+        """Seconds at which each rank ends."""
+        return [entries[-1].end if entries else 0.0 for entries in self.ranks]
 
     def busy(self, rank: int) -> float:
         return sum(each.end - each.begin for each in self.ranks[rank])

@@ -78,10 +78,6 @@ TIMED = {
 }
 # Features without predicted effect on time, and what is predicted instead.
 NOT_TIMED = {
-    "--tp-comm-overlap": "tp_comm_overlap",
-    "--moe-enable-deepep": "moe_enable_deepep",
-    "--enable-cuda-graph": "enable_cuda_graph",
-    "--external-cuda-graph": "external_cuda_graph",
     "--moe-hierarchical-alltoallv": "the exchange of tokens is priced as one all-to-all",
     "--moe-wgrad-side-stream": "weight gradients of experts are priced as if nothing ran beside them",
     "--swap-attention": "copies to the host are taken to be hidden",

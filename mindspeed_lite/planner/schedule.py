@@ -12,8 +12,6 @@ from mindspeed_lite.pipeline.steps import BACKWARDS, Kind, OverlappedPair, Sched
 from . import orders
 from .training import ArgumentError, TrainingConfig
 
-Pass = tuple[str, int]  # ("forward" or "backward", model chunk)
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -28,18 +26,6 @@ class Moment:
     chunk: int
     kept: tuple[int, ...]
     forward: int | None = None
-
-
-def passes(training: TrainingConfig, stage: int) -> Iterator[Pass]:
-    for step in _schedule(training).steps(stage):
-        if step.kind is Kind.FORWARD or step.kind in BACKWARDS:
-            yield ("forward" if step.kind is Kind.FORWARD else "backward"), step.chunk
-
-
-def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Chunk of each backward, and micro-batches held by each chunk, including this one."""
-    for each in _moments(_schedule(training), stage):
-        yield each.chunk, each.kept
 
 
 def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_lite.pipeline.costs import Costs
+from mindspeed_lite.pipeline.simulate import simulate
 
 from . import layer_work, layers, optimizer, orders, parameters, seconds
-from .compiled import compiled
 from .gradients import compressed_reduction, exact_reduction
 from .layers import Chunk
 from .parameters import Parameters
@@ -176,11 +176,15 @@ def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]]
     costs = _costs(training, priced, pricer)
     unit = max(training.microbatch_group_size_per_vp_stage or pp, pp)
     few, more = 2 * unit, 3 * unit
+
+    def simulated(batches: int) -> list[float]:
+        return simulate(orders.schedule(training, batches), costs).ends
+
     if count <= more:
-        ends = compiled(training).ends(costs)
+        ends = simulated(count)
     else:
         rest = count % unit
-        low, high = (compiled(training, each + rest).ends(costs) for each in (few, more))
+        low, high = simulated(few + rest), simulated(more + rest)
         steps = (count - few - rest) / unit
         ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low, high, busy, strict=True)]
     return _Run(ends, [max(ends) - each * count for each in busy])

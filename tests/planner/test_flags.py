@@ -46,3 +46,4 @@ def test_every_name_is_one_of_the_training() -> None:
     read_otherwise = {"vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "tokenizer_type"}
     for table in TABLES:
         assert set(table.values()) <= names | read_otherwise
+    assert set(flags.TIMED.values()) <= names and not flags.TIMED.keys() & flags.NOT_TIMED.keys()

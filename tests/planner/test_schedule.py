@@ -22,26 +22,14 @@ def training(stages: int, microbatches: int, chunks: int = 1, group: int = 0) ->
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 40))
 def test_a_stage_keeps_as_many_as_there_are_stages_from_it_on(stages: int, microbatches: int) -> None:
     for stage in range(stages):
-        kept = [sum(each) for _, each in schedule.before_backward(training(stages, microbatches), stage)]
+        kept = [sum(each.kept) for each in schedule.moments(training(stages, microbatches), stage)]
         assert max(kept) == min(stages - stage, microbatches)
-
-
-@given(st.sampled_from([(2, 2), (2, 3), (4, 2), (4, 3)]), st.integers(1, 6))
-def test_every_pass_has_its_other_half(shape: tuple[int, int], rounds: int) -> None:
-    stages, chunks = shape
-    for stage in range(stages):
-        passes = list(schedule.passes(training(stages, stages * rounds, chunks), stage))
-        for chunk in range(chunks):
-            forward = [place for place, each in enumerate(passes) if each == ("forward", chunk)]
-            backward = [place for place, each in enumerate(passes) if each == ("backward", chunk)]
-            assert len(forward) == len(backward) > 0
-            assert all(there < back for there, back in zip(forward, backward, strict=True))
 
 
 @pytest.mark.parametrize(("stage", "kept"), [(0, 5), (1, 3)])
 def test_interleaved_more_are_kept(stage: int, kept: int) -> None:
     """Two stages with two chunks: ahead by a group and twice the stages behind, and the one that is run."""
-    assert max(sum(each) for _, each in schedule.before_backward(training(2, 8, 2), stage)) == kept
+    assert max(sum(each.kept) for each in schedule.moments(training(2, 8, 2), stage)) == kept
 
 
 def test_orders_by_name_and_what_is_not_predicted() -> None:
