@@ -17,8 +17,8 @@ from torch import Tensor, UntypedStorage
 
 from mindspeed_lite.memory import host
 from mindspeed_lite.memory.copy_engine import Buffer, CopyEngine, PinnedPiece, as_bytes
-from mindspeed_lite.memory.sleep_guard import SleepGuard
-from mindspeed_lite.memory.storages import GRADIENTS, PARTS, WEIGHTS, drop_gradients, storages_by_part
+from mindspeed_lite.memory.sleep_guard import SleepGuard, unreadable
+from mindspeed_lite.memory.storages import GRADIENTS, OPTIMIZER, PARTS, WEIGHTS, drop_gradients, storages_by_part
 from mindspeed_lite.text_layout import table
 
 # Bytes; a pinned allocator rounds a block up to a power of two.
@@ -78,7 +78,7 @@ class _HostMemory:
                 self.blocks.append(self._allocate(min(missing, _BLOCK)))
             except (MemoryError, OSError, RuntimeError) as error:
                 raise SleepError(
-                    f"sleep: no room for {nbytes:,} bytes: {error} (to=FOLDER moves them to files)"
+                    f"sleep: no room for {nbytes:,} bytes: {error} (to=FOLDER moves them to files on a disk with room)"
                 ) from error
             missing -= len(self.blocks[-1])
 
@@ -142,6 +142,7 @@ class Sleeper:
         self._memory: dict[str, tuple[Path | None, _HostMemory]] = {}
         self._asleep: dict[str, tuple[_SleepingPart, str]] = {}
         self._guard: SleepGuard | None = None
+        self._readable: Callable[[], None] | None = None  # makes weights readable again
 
     @property
     def is_asleep(self) -> bool:
@@ -153,7 +154,8 @@ class Sleeper:
         return [*self._asleep]
 
     def sleep(self, chunks: Sequence[Any], optimizer: Any, keep: Sequence[str], to: Path | None) -> SleepReport:
-        wanted = [name for name in PARTS if name not in keep and name not in self._asleep]
+        its = [name for name in PARTS if optimizer is not None or name != OPTIMIZER]
+        wanted = [name for name in its if name not in keep and name not in self._asleep]
         if not wanted:
             raise SleepError(f"sleep: nothing is left to move: asleep {_list(self._asleep)}, kept {_list(keep)}")
         _refuse_fixed_addresses(chunks)
@@ -165,7 +167,12 @@ class Sleeper:
         self._synchronize()
         found = storages_by_part(chunks, optimizer, self._device)
         memory = {name: None if name == GRADIENTS else self._memory_of(name, to) for name in wanted}
-        parts = {name: _SleepingPart(found[name], memory[name]) for name in wanted}
+        try:
+            parts = {name: _SleepingPart(found[name], memory[name]) for name in wanted}
+        except SleepError:
+            for name in wanted:
+                self._memory.pop(name, None)
+            raise
         for source, buffer in (pair for part in parts.values() for pair in part.copies()):
             self._engine.wait(self._engine.d2h(source, buffer))
         self._synchronize()
@@ -182,8 +189,14 @@ class Sleeper:
         if self._device.type != "cpu":
             # Other processes of the device need the memory.
             torch.get_device_module(self._device).empty_cache()
+        check = _check_of(weakref.ref(self))
+        if self._guard is not None and optimizer is not None:
+            self._guard.remove()
+            self._guard = None  # may have been made without the optimizer
         if self._guard is None:
-            self._guard = SleepGuard(chunks, optimizer, _check_of(weakref.ref(self)))
+            self._guard = SleepGuard(chunks, optimizer, check)
+        if WEIGHTS in parts:
+            self._readable = unreadable(chunks, check)
         stays = [(name, sum(each.nbytes() for each in its), f"stays on {self._device}") for name, its in found.items()]
         return SleepReport((*self._rows(), *(row for row in stays if row[1] and row[0] not in self._asleep)))
 
@@ -197,10 +210,16 @@ class Sleeper:
         woken = []
         for name in dict.fromkeys(names or [*self._asleep]):
             part, _ = self._asleep[name]
-            part.allocate()
+            try:
+                part.allocate()
+            except (MemoryError, RuntimeError) as error:
+                part.free()
+                raise SleepError(f"wake: no room for {part.nbytes:,} bytes of {name}: {error}") from error
             for target, buffer in part.copies():
                 self._engine.wait(self._engine.h2d(buffer, target))
             del self._asleep[name]
+            if name == WEIGHTS and self._readable is not None:
+                self._readable()
             woken.append((name, part.nbytes, f"on {self._device}"))
         if self._guard is not None and not self._asleep:
             self._guard.remove()

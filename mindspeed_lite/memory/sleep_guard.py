@@ -1,4 +1,4 @@
-"""Lets each use of a sleeping model fail with one line; reading an empty storage ends the process."""
+"""Lets each use of a sleeping model raise: reading an empty storage would end the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_lite.memory.storages import GRADIENTS, OPTIMIZER, PARTS, WEIGHTS, optimizers
 
@@ -21,6 +22,13 @@ _OPTIMIZER_METHODS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("state_dict", "sharded_state_dict", "load_state_dict"), (WEIGHTS, OPTIMIZER)),
     **dict.fromkeys(("reload_model_params", "save_parameter_state", "load_parameter_state"), (WEIGHTS, OPTIMIZER)),
 }
+# What a sleeping parameter can still do: no element is read, and no view made.
+_METADATA = {
+    *("size", "dim", "stride", "numel", "nelement", "element_size", "storage_offset", "untyped_storage", "data_ptr"),
+    *("is_contiguous", "is_floating_point", "is_complex", "get_device", "__len__", "requires_grad_", "register_hook"),
+    "register_post_accumulate_grad_hook",
+}
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _ABSENT = object()
 Check = Callable[[str, Iterable[str]], object]
 
@@ -53,6 +61,39 @@ class SleepGuard:
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
         trains = self._trained and module.training and torch.is_grad_enabled()
         self._check(f"forward pass of {type(module).__name__}", (WEIGHTS, GRADIENTS) if trains else (WEIGHTS,))
+
+
+def unreadable(chunks: Sequence[Any], check: Check) -> Callable[[], None]:
+    """Let each read of a parameter or buffer call `check` first; return the undo. Views made before are not covered."""
+    changed: list[tuple[weakref.ref[Tensor], type]] = []
+    kinds = {kind: _checked_kind(kind, check) for kind in (Tensor, torch.nn.Parameter)}
+    for chunk in chunks:
+        # Megatron's DDP has an attribute `buffers`.
+        for each in (*chunk.parameters(), *torch.nn.Module.buffers(chunk)):
+            kind = type(each)
+            if kind in kinds:
+                changed.append((weakref.ref(each), kind))
+                each.__class__ = kinds[kind]
+
+    def undo() -> None:
+        for reference, kind in changed:
+            found = reference()
+            if found is not None:
+                found.__class__ = kind
+
+    return undo
+
+
+def _checked_kind(kind: type, check: Check) -> type:
+    def function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        if attribute in _VIEWS or not (attribute or name in _METADATA):
+            check(f"{attribute or name} of a parameter", (WEIGHTS,))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    return type(kind.__name__, (kind,), {"__torch_function__": classmethod(function), "__module__": kind.__module__})
 
 
 def _override(owner: Any, name: str, check: Callable[[], object]) -> Callable[[], None]:

@@ -72,8 +72,8 @@ def embedding_dropout(training: TrainingConfig) -> list[MemoryEntry]:
     return _dropout(training, "embedding")
 
 
-# Bytes the fused output loss keeps of logits, tile columns, and minimum columns.
-KEPT_LOGITS_BYTES, TILE, FEWEST_COLUMNS = 1 << 26, 64, 512
+# Bytes the fused output loss keeps of logits, and tile columns.
+KEPT_LOGITS_BYTES, TILE = 1 << 28, 64
 
 
 def _kept(whole: int, column: int) -> int:
@@ -81,7 +81,7 @@ def _kept(whole: int, column: int) -> int:
     if whole <= KEPT_LOGITS_BYTES:
         return whole
     columns = KEPT_LOGITS_BYTES // column
-    return columns // TILE * TILE * column if columns >= FEWEST_COLUMNS else 0
+    return columns // TILE * TILE * column if 4 * columns * column >= whole else 0
 
 
 OUTPUT_INPUT = "input of the output layer"

@@ -58,7 +58,12 @@ def live_bytes() -> int:
     host_storages = {each.untyped_storage()._cdata for each in hosts}
     storages = {}
     for each in everything:
-        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.untyped_storage().resizable():
+        # A sleeping parameter has another type.
+        if (
+            type(each).__name__ in ("Tensor", "Parameter")
+            and torch.is_tensor(each)
+            and each.untyped_storage().resizable()
+        ):
             storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
     return sum(nbytes for storage, nbytes in storages.items() if storage not in host_storages)
 

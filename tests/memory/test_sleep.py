@@ -17,6 +17,7 @@ import mindspeed_lite
 from mindspeed_lite.memory import host, sleep
 from mindspeed_lite.memory.sleep import Sleeper, SleepError
 from tests.harness.lanes import Lanes
+from tests.harness.processes import forked
 
 
 class Scaled(torch.nn.Linear):
@@ -130,6 +131,53 @@ def test_what_sleeps_refuses_each_use_with_a_line(tmp_path: Path) -> None:
             call()
 
 
+@forked()  # the process would end
+def test_reading_a_parameter_asleep_raises() -> None:
+    model, optimizer = pair()
+    mean: Any = model[1].running_mean
+    weight, before = model[0].weight, bits(model, optimizer)
+    reads: list[Callable[[], Any]] = [
+        lambda: weight.sum(),
+        lambda: weight + 1,
+        lambda: weight.data,
+        lambda: weight.detach(),
+        lambda: torch.nn.functional.linear(torch.ones(40), weight),
+        lambda: torch.cat([mean, mean]),
+        lambda: mean.tolist(),
+        lambda: model.double(),
+        lambda: repr(weight),
+    ]
+    mindspeed_lite.sleep(model, optimizer)
+    for read in reads:
+        with pytest.raises(SleepError, match=r"of a parameter: asleep weights: call mindspeed_lite\.wake\(\) first"):
+            read()
+    assert isinstance(weight, torch.nn.Parameter) and weight.grad is None and weight.requires_grad
+    assert weight.shape == (30, 40) and weight in {weight: 1} and weight.untyped_storage().nbytes() == 0
+    mindspeed_lite.wake("weights")
+    assert type(weight) is torch.nn.Parameter and type(mean) is torch.Tensor
+    for read in reads[:-2]:
+        read()
+    mindspeed_lite.wake()
+    assert same(bits(model, optimizer), before)
+
+
+def test_an_optimizer_sleeps_after_its_model() -> None:
+    model, optimizer = pair()
+    before = bits(model, optimizer)
+    mindspeed_lite.sleep(model)
+    mindspeed_lite.sleep(model, optimizer)
+    assert nbytes(state["exp_avg"] for state in optimizer.state.values()) == 0
+    with pytest.raises(SleepError, match="step: asleep weights, optimizer, gradients"):
+        optimizer.step()
+    mindspeed_lite.wake("weights", "gradients")
+    mindspeed_lite.sleep(model)  # does not forget the optimizer
+    mindspeed_lite.wake("weights", "gradients")
+    with pytest.raises(SleepError, match="step: asleep optimizer"):
+        optimizer.step()
+    mindspeed_lite.wake()
+    assert same(bits(model, optimizer), before)
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
@@ -183,7 +231,44 @@ def test_fixed_storages_stay_and_are_listed() -> None:
 def test_without_host_memory_nothing_moves() -> None:
     model, optimizer = pair()
     before = bits(model, optimizer)
-    with pytest.raises(SleepError, match=r"no room for .* no more pinned memory \(to=FOLDER moves them to files\)"):
+    with pytest.raises(SleepError, match=r"no room for .* no more pinned memory \(to=FOLDER moves them"):
         Sleeper(model, Lanes(fail_at=0)).sleep([model], optimizer, (), None)
     assert same(bits(model, optimizer), before)
     train(model, optimizer)
+
+
+def test_a_full_disk_leaves_all_awake_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = pair()
+    before, files = bits(model, optimizer), iter([host.file])
+
+    def full(*given: Any) -> torch.Tensor:
+        for make in files:
+            return make(*given)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host, "file", full)
+    with pytest.raises(SleepError, match=r"no room for .* No space left on device"):
+        mindspeed_lite.sleep(model, optimizer, to=str(tmp_path))
+    sleeper = sleep._sleepers[model]
+    assert not sleeper.is_asleep and not sleeper._memory and same(bits(model, optimizer), before)
+    mindspeed_lite.sleep(model, optimizer)
+    mindspeed_lite.wake()
+    assert same(bits(model, optimizer), before)
+
+
+def test_without_room_on_the_device_it_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = pair()
+    before, allocate = bits(model, optimizer), sleep._SleepingPart.allocate
+
+    def fails(part: Any) -> None:
+        allocate(part)
+        raise RuntimeError("out of memory")
+
+    mindspeed_lite.sleep(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(sleep._SleepingPart, "allocate", fails)
+        with pytest.raises(SleepError, match=r"wake: no room for .* bytes of weights: out of memory"):
+            mindspeed_lite.wake()
+    assert nbytes(model.parameters()) == 0
+    mindspeed_lite.wake()
+    assert same(bits(model, optimizer), before)

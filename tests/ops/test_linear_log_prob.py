@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.ops.linear_cross_entropy import chunks
@@ -101,6 +102,15 @@ def test_128k_tokens_of_150k_entries_take_the_bytes_of_one_chunk(monkeypatch):
     chunk = tokens * chunks._NARROWEST * hidden.itemsize
     assert sizes.largest == chunk == 128 << 20
     assert tokens * vocabulary * hidden.itemsize > 290 * chunk, "the logits"
+
+
+def test_logits_that_fit_are_multiplied_once():
+    hidden, weight, target, dout = make(4096, 32768, device="meta")
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    with FlopCounterMode(display=False) as counter, Sizes() as sizes:
+        torch.stack(linear_log_prob(*leaves, target, entropy=True)).backward(dout)
+    assert counter.get_total_flops() == 3 * 2 * 4096 * 32768 * HIDDEN, "one product forward, two backward"
+    assert sizes.largest == 4096 * 32768 * hidden.itemsize == chunks.KEPT_BYTES
 
 
 @pytest.mark.parametrize("option", [{"temperature": 0.0}, {"temperature": float("nan")}, {"soft_cap": -1.0}])

@@ -11,16 +11,38 @@ LIBRARY = native.Library(__file__)
 DTYPES = native.DTYPES
 
 
-def statistics(rows: Tensor, target: Tensor, start: int) -> Tensor:
+def statistics(rows: Tensor, target: Tensor, start: int, entropy: bool = False) -> Tensor:
+    """[3, T]; with `entropy` [4, T], as `loss.merge` takes them."""
     count, width = rows.shape
-    out = torch.empty(3, count, dtype=torch.float32)
+    out = torch.empty(4 if entropy else 3, count, dtype=torch.float32)
     kernel = LIBRARY.kernel("statistics", rows.dtype)
-    threads = native.threads(rows.numel())
-    kernel(rows, target, out, count, width, start, threads)
+    kernel(rows, target, out, count, width, start, entropy, native.threads(rows.numel()))
     return out
 
 
 def gradient(rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, out: Tensor) -> None:
+    _gradient(rows, target, start, statistics, dloss, dloss, None, out)
+
+
+def entropy_gradient(
+    rows: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, entropy: Tensor, dentropy: Tensor
+) -> None:
+    """Overwrites rows with the gradient of loss and entropy."""
+    outer = dloss - dentropy * (entropy - statistics[1].log())
+    _gradient(rows, target, start, statistics, dloss, outer, -dentropy, rows)
+
+
+def _gradient(
+    rows: Tensor,
+    target: Tensor,
+    start: int,
+    statistics: Tensor,
+    dloss: Tensor,
+    outer: Tensor,
+    slope: Tensor | None,
+    out: Tensor,
+) -> None:
     count, width = rows.shape
     kernel = LIBRARY.kernel("gradient", rows.dtype)
-    kernel(rows, target, *statistics, dloss, out, count, width, start, native.threads(rows.numel()))
+    threads = native.threads(rows.numel())
+    kernel(rows, target, *statistics, dloss, outer, slope, out, count, width, start, threads)

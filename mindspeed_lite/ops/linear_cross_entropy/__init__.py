@@ -52,8 +52,9 @@ def linear_cross_entropy(
     float64). `vocab_start`, `vocab_size` and `gather` as in `cross_entropy`; hidden's gradient is then this shard's
     contribution.
 
-    Saves hidden, weight, target, two fp32 values per row and up to 64 MiB of logits, which their gradient overwrites;
-    other logits are recomputed (one extra matmul). Gradients are summed in fp32 and rounded once.
+    Saves hidden, weight, target, two fp32 values per row and up to 256 MiB of logits, which their gradient overwrites;
+    of more than four times as many none. Others are recomputed (one extra matmul). Gradients are summed in fp32 and
+    rounded once.
 
     accumulate: receives weight's gradient instead of autograd.
     """

@@ -1,7 +1,7 @@
 """Loss and entropy by vocabulary chunks, on a backend's cross_entropy kernels.
 
 Unlike token chunks, each weight gradient chunk is one matmul without an fp32 copy; only hidden's gradient is summed
-over chunks. Logits of the first columns, up to KEPT_BYTES, are kept.
+over chunks. Logits up to KEPT_BYTES are kept; of up to four times as many, those of the first columns.
 
 entropy      H = log S - U / S,  U = sum_v exp(x_v - M) (x_v - M)
 gradient     dx_v = p_v (dloss - dentropy (log p_v + H)) - [v = target] dloss,  p_v = exp(x_v - M) / S
@@ -23,8 +23,8 @@ from mindspeed_lite.ops.linear_cross_entropy import entropies
 # Minimum chunk width: narrower matmuls underuse the device.
 _NARROWEST = 512
 
-# Constant, so that memory does not grow with vocabulary or tokens.
-KEPT_BYTES = 1 << 26
+# Constant, so that memory does not grow with vocabulary or tokens. A smaller part than a fourth is not worth its bytes.
+KEPT_BYTES = 1 << 28
 
 # Logits per chunk: 8 MiB of bf16.
 CHUNK = 1 << 22
@@ -101,7 +101,7 @@ def _parts(count: int, weight: Tensor, keeps: bool) -> _Parts:
         return _Parts(width, 0, _NARROWEST)
     elements = COLUMNS * count if weight.is_cuda else CHUNK
     fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
-    kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0
+    kept = width if fit >= width else fit // 64 * 64 if 4 * fit >= width else 0
     rest = max(width - kept, 1)
     most = min(rest, max(_NARROWEST, elements // max(count, 1)))
     step = -(-rest // -(-rest // most))  # of equal size
@@ -129,9 +129,11 @@ class _Chunks(torch.autograd.Function):
             head.apply(kept)
         statistics: Tensor | None = None  # [3, T], with entropy [4, T]
         for part, logits in _logits(rows, weight, parts, kept, head):
-            found = kernels.statistics(logits, flat, shard.start + part.start)
+            start = shard.start + part.start
             if head.entropy:
-                found = entropies.with_sums(found, logits)
+                found = entropies.statistics(kernels, logits, flat, start)
+            else:
+                found = kernels.statistics(logits, flat, start)
             # Merged at once: 128k tokens of 293 chunks would take 450 MiB.
             statistics = found if statistics is None else merge(torch.stack([statistics, found]))
         assert statistics is not None
@@ -169,7 +171,7 @@ class _Chunks(torch.autograd.Function):
             if dentropy is None:
                 ctx.kernels.gradient(logits, target, start, statistics, dloss, logits)
             else:
-                entropies.gradient(logits, target, start, statistics, dloss, entropy, dentropy)
+                entropies.gradient(ctx.kernels, logits, target, start, statistics, dloss, entropy, dentropy)
             if slope is not None:
                 logits.mul_(slope)
             if dhidden is not None:

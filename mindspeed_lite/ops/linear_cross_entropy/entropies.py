@@ -1,9 +1,12 @@
-"""Entropy of a vocabulary chunk's distribution and the gradient of loss and entropy; in row blocks, as in `reference`.
+"""Entropy of a vocabulary chunk's distribution and the gradient of loss and entropy.
 
-U = sum_v exp(x_v - M) (x_v - M) is a fourth row of the statistics (M, S, p).
+U = sum_v exp(x_v - M) (x_v - M) is a fourth row of the statistics (M, S, p). Backends without kernels for it use
+PyTorch in row blocks, as `reference`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +15,12 @@ from mindspeed_lite.ops.cross_entropy.loss import shifted
 from mindspeed_lite.ops.cross_entropy.reference import blocks
 
 
-def with_sums(statistics: Tensor, logits: Tensor) -> Tensor:
-    """[3, T] -> [4, T], with U."""
+def statistics(kernels: Any, logits: Tensor, target: Tensor, start: int) -> Tensor:
+    """[4, T], with U."""
+    if hasattr(kernels, "entropy_gradient"):
+        found: Tensor = kernels.statistics(logits, target, start, entropy=True)
+        return found
+    statistics = kernels.statistics(logits, target, start)
     sums = torch.empty_like(statistics[0])
     for block in blocks(*logits.shape):
         distance = shifted(logits[block].to(sums.dtype), statistics[0, block, None])  # [t, V]
@@ -28,9 +35,18 @@ def entropies(statistics: Tensor) -> Tensor:
 
 
 def gradient(
-    logits: Tensor, target: Tensor, start: int, statistics: Tensor, dloss: Tensor, entropy: Tensor, dentropy: Tensor
+    kernels: Any,
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    statistics: Tensor,
+    dloss: Tensor,
+    entropy: Tensor,
+    dentropy: Tensor,
 ) -> None:
     """Overwrites logits [T, V] with the gradient of loss and entropy."""
+    if hasattr(kernels, "entropy_gradient"):
+        return kernels.entropy_gradient(logits, target, start, statistics, dloss, entropy, dentropy)
     top, sums = statistics
     log_sums = sums.log()
     width = logits.shape[1]
