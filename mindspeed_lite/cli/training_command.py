@@ -36,10 +36,10 @@ def memory_size(text: str) -> float:
     return float(found[1]) * _UNITS[found[2].upper()]
 
 
-def add_command(parser: Parser, usage: str = "") -> None:
+def add_command(parser: Parser) -> None:
     """Let a training command follow `--`, with options of every command that predicts one."""
     parser.reads_command = True
-    parser.usage = f"%(prog)s {usage}[options] -- COMMAND ..."
+    parser.usage = "%(prog)s [options] -- COMMAND ..."
     option(parser, "--vocabulary N", "words before padding, where a tokenizer in COMMAND decides",
            bounded(int, 0, LARGEST), 0)  # fmt: skip
     option(parser, "--json FILE", "write everything as JSON", output_file)
