@@ -244,7 +244,7 @@ def _command(script: str) -> list[str]:
 
 
 def memory_of_examples() -> list[str]:
-    """What each launch script takes on the rank that takes most, as `mindspeed-lite memory` predicts it."""
+    """What each launch script takes on the rank that takes most, as `mindspeed-lite plan --this` predicts it."""
     from mindspeed_lite import planner
     from mindspeed_lite.bench.wording import size
 

@@ -74,13 +74,8 @@ FEATURE = Feature(
     summary="what layers keep, compute again and move to the host, chosen within a budget of memory",
     options=(
         Option("--adaptive-memory"),
-        Option(
-            "--memory-budget",
-            help="Memory that the activations of a rank may take, for --adaptive-memory.",
-            default=None,
-            type=float,
-            least=0,
-            metavar="GIB",
+        Option.amount(
+            "--memory-budget", "Memory that the activations of a rank may take, for --adaptive-memory.", "GIB"
         ),
         Option("--mindspeed-lite-explain-memory", help="Print what --adaptive-memory chooses, and end."),
     ),
@@ -111,7 +106,7 @@ FEATURE = Feature(
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
         forward_pass_patch(NAME),
         linear_layers.PLACEHOLDER_PATCH,
-        *recompute.CHECKPOINT_PATCHES,
+        recompute.CHECKPOINT_PATCH,
         recompute_activation_function.MLP_PATCH,
     ),
 )  # fmt: skip

@@ -224,21 +224,12 @@ FEATURE = Feature(
     summary="the hottest experts are copied to every rank for a micro-batch, where that pays",
     options=(
         Option(FLAG),
-        Option(
-            "--balanced-moe-hot-expert-num",
-            help="Experts of a layer that are copied, at most (default: 3).",
-            default=3,
-            least=1,
-            metavar="N",
-        ),
-        Option(
+        Option.count("--balanced-moe-hot-expert-num", "Experts of a layer that are copied, at most (default: 3).", 3),
+        Option.amount(
             "--balanced-moe-break-even",
-            help="Tokens that a copy must take off the fullest rank to be made (default: measured at the first "
+            "Tokens that a copy must take off the fullest rank to be made (default: measured at the first "
             "micro-batch).",
-            default=None,
-            type=float,
-            least=0,
-            metavar="TOKENS",
+            "TOKENS",
         ),
     ),
     numerics="ulp",

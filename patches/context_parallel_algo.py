@@ -285,19 +285,11 @@ FEATURE = Feature(
             choices=tuple(ALGORITHMS),
             on=next(iter(ALGORITHMS)),
         ),
-        Option(
-            "--ulysses-degree-in-cp",
-            help="Hybrid: ranks that share heads; the ring has the rest.",
-            default=None,
-            type=int,
-            metavar="N",
-        ),
-        Option(
+        Option.count("--ulysses-degree-in-cp", "Hybrid: ranks that share heads; the ring has the rest.", least=None),
+        Option.count(
             "--cp-window-size",
-            help="Double ring: ranks of an inner ring; the outer hop has the time of that many blocks.",
-            default=1,
-            least=1,
-            metavar="N",
+            "Double ring: ranks of an inner ring; the outer hop has the time of that many blocks.",
+            1,
         ),
         Option(
             "--use-cp-send-recv-overlap",
@@ -309,13 +301,7 @@ FEATURE = Feature(
             default=None,
             choices=("full", "half"),
         ),
-        Option(
-            "--context-parallel-cache-interval",
-            help="Keep them in every N+1-th layer only.",
-            default=0,
-            least=0,
-            metavar="N",
-        ),
+        Option.count("--context-parallel-cache-interval", "Keep them in every N+1-th layer only.", 0, least=0),
         Option(
             "--use-ulysses-allgather-kv",
             help="Ulysses: gather all keys and values instead of sending each rank those of its heads.",

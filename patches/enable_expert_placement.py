@@ -163,21 +163,12 @@ FEATURE = Feature(
     summary="experts change places among ranks every few steps, so that ranks have equal load",
     options=(
         Option(FLAG),
-        Option(
-            "--expert-placement-freq",
-            help="Steps between two placements of experts (default: 50).",
-            default=50,
-            least=1,
-            metavar="N",
-        ),
-        Option(
+        Option.count("--expert-placement-freq", "Steps between two placements of experts (default: 50).", 50),
+        Option.amount(
             "--expert-placement-break-even",
-            help="Tokens of a step that the fullest rank must lose for each slot in which experts move (default: "
+            "Tokens of a step that the fullest rank must lose for each slot in which experts move (default: "
             "measured at the first placement).",
-            default=None,
-            type=float,
-            least=0,
-            metavar="TOKENS",
+            "TOKENS",
         ),
     ),
     numerics="ulp",

@@ -7,15 +7,14 @@ virtual stages alone.
 
 from __future__ import annotations
 
-import inspect
-import weakref
+from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.proxies import AttributeOverride
-from ._shared.wrappers import act_again
+from ._shared.wrappers import virtual_stage, with_arguments
 
 NAME = "enable_recompute_layers_per_pp_rank"
 
@@ -29,32 +28,16 @@ def layers_of_chunk(number: int, chunks: int, chunk: int) -> int:
     return max(0, -(-(number - chunk) // chunks))
 
 
-#: Block -> its share.
-_known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+def _share(block: Any, given: Mapping[str, Any]) -> int | None:
+    config, chunk = block.config, virtual_stage(given)
+    chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
+    if chunk is None or not chunks or not number or config.recompute_method != "block":
+        return None
+    return layers_of_chunk(number, chunks, chunk)
 
 
-def _set_share(block: Any, share: int, session: Session) -> None:
+def _set_share(session: Session, block: Any, share: int) -> None:
     session.mark(block, "config", AttributeOverride(block.config, recompute_num_layers=share))
-
-
-def _init(wrapped: Function, session: Session) -> Function:
-    signature = inspect.signature(wrapped)
-
-    def __init__(block: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.core import parallel_state
-
-        wrapped(block, *args, **kwargs)
-        config, chunk = block.config, signature.bind(block, *args, **kwargs).arguments.get("vp_stage")
-        if "vp_stage" not in signature.parameters:
-            chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
-        chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
-        if chunk is None or not chunks or not number or config.recompute_method != "block":
-            return
-        _known[block] = layers_of_chunk(number, chunks, chunk)
-        _set_share(block, _known[block], session)
-
-    act_again(session, _known, lambda block: _set_share(block, _known[block], session))
-    return __init__
 
 
 def _why_not(context: Context) -> list[str]:
@@ -80,7 +63,7 @@ FEATURE = Feature(
     patches=(
         Around(
             "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
-            _init,
+            with_arguments(_share, _set_share),
             reads=(
                 "config",
                 f"{CONFIG}.recompute_method",

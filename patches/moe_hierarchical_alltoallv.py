@@ -129,13 +129,9 @@ FEATURE = Feature(
     summary="experts' tokens cross the network once for each node",
     options=(
         Option("--moe-hierarchical-alltoallv"),
-        Option(
+        Option.count(
             "--moe-node-size",
-            help="Processes of a node, for --moe-hierarchical-alltoallv (default: the launcher's LOCAL_WORLD_SIZE).",
-            default=None,
-            type=int,
-            least=1,
-            metavar="N",
+            "Processes of a node, for --moe-hierarchical-alltoallv (default: the launcher's LOCAL_WORLD_SIZE).",
         ),
     ),
     numerics="ulp",

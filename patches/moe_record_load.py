@@ -172,12 +172,10 @@ FEATURE = Feature(
             metavar="FILE",
             on="moe_load.jsonl",
         ),
-        Option(
+        Option.count(
             "--moe-record-load-interval",
-            help="Steps between two messages in which ranks add up what they counted; each step has its own line.",
-            default=10,
-            least=1,
-            metavar="N",
+            "Steps between two messages in which ranks add up what they counted; each step has its own line.",
+            10,
         ),
     ),
     numerics="bitwise",

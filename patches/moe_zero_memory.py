@@ -324,14 +324,10 @@ FEATURE = Feature(
             on=LEVEL0,
             metavar=f"{{{OFF},{LEVEL0},{LEVEL1}}}",
         ),
-        Option(
+        Option.count(
             f"{FLAG}-num-layers",
-            help="level1 for the first N layers of each pipeline rank, level0 for the others; "
+            "level1 for the first N layers of each pipeline rank, level0 for the others; "
             "with level0, the first N alone.",
-            default=None,
-            type=int,
-            least=1,
-            metavar="N",
         ),
     ),
     enabled=_enabled,

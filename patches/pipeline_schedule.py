@@ -15,9 +15,10 @@ from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Op
 from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute, moe_fb_overlap
-from ._shared import pipeline_orders, pipeline_passes
+from ._shared import pipeline_orders
 from ._shared.conditions import config_reasons, conflict_reasons, cuda_graph_args, several_stages
 from ._shared.pipeline_execution import ExecutorState, execute, listed
+from ._shared.wrappers import parameters
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
@@ -54,7 +55,7 @@ def _executing(original: Function, session: Session) -> Function:
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
         # A training loop may hold this function after the session. Megatron refuses unknown arguments.
-        if not state.is_on or not given.keys() <= pipeline_passes.parameters(original):
+        if not state.is_on or not given.keys() <= parameters(original):
             return original(**given)
         settings = pipeline_orders.active_settings(session)
         if pipeline_orders.name_of(settings) is None:
@@ -125,13 +126,9 @@ FEATURE = Feature(
             on=pipeline_orders.AUTOMATIC,
             metavar="ORDER",
         ),
-        Option(
+        Option.count(
             "--pipeline-schedule-max-live",
-            help="zb-auto, --recompute-in-bubble: the most chunk activations a rank holds (ranks times chunks).",
-            default=None,
-            type=int,
-            least=1,
-            metavar="N",
+            "zb-auto, --recompute-in-bubble: the most chunk activations a rank holds (ranks times chunks).",
         ),
         Option(
             "--pipeline-schedule-trace",

@@ -51,5 +51,5 @@ FEATURE = recompute.feature_of_layers(
     prepare=prepare,
     condition=_why_not,
     reads=("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
-    patches=recompute.CHECKPOINT_PATCHES,
+    patches=(recompute.CHECKPOINT_PATCH,),
 )

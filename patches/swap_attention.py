@@ -109,13 +109,10 @@ FEATURE = Feature(
             type=str,
             metavar="NAMES",
         ),
-        Option(
+        Option.amount(
             "--swap-attention-budget",
-            help="Host memory that activations may take; what has no room stays on the device.",
-            default=None,
-            type=float,
-            least=0,
-            metavar="GIB",
+            "Host memory that activations may take; what has no room stays on the device.",
+            "GIB",
         ),
     ),
     numerics="bitwise",

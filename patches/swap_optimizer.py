@@ -44,12 +44,10 @@ FEATURE = Feature(
     summary="main parameters and Adam's moments in host memory, on the device in groups during the step",
     options=(
         Option("--swap-optimizer"),
-        Option(
+        Option.count(
             "--swap-optimizer-times",
-            default=16,
-            least=1,
-            metavar="N",
-            help="Number of groups per optimizer step; three are resident at once, so more groups use less memory.",
+            "Number of groups per optimizer step; three are resident at once, so more groups use less memory.",
+            16,
         ),
     ),
     numerics="bitwise",

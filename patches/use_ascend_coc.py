@@ -9,13 +9,12 @@ weights and under autocast.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session, Settings
 from mindspeed_lite.parallel.symmetric import Symmetric
 from mindspeed_lite.parallel.tp_linear import ChunkPolicy, TPCommConfig, fixed_chunks
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
@@ -23,7 +22,7 @@ from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 from ._shared import linear_layers
 from ._shared.conditions import every, local
 from ._shared.linear_layers import LAYERS, LayerCall
-from ._shared.wrappers import act_again
+from ._shared.wrappers import with_arguments
 
 NAME = "use_ascend_coc"
 _LAYER_NAME = "tp_comm_buffer_name"
@@ -62,18 +61,12 @@ def _choice(session: Session) -> _Choice:
     return session.state(NAME, make)
 
 
-#: Layer -> its name.
-_names: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+def _name(layer: Any, given: Mapping[str, Any]) -> Any:
+    return given.get(_LAYER_NAME)
 
 
-def _init(wrapped: Function, session: Session) -> Function:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        _names[self] = kwargs.get(_LAYER_NAME)
-        session.mark(self, _LAYER_NAME, _names[self])
-
-    act_again(session, _names, lambda layer: session.mark(layer, _LAYER_NAME, _names[layer]))
-    return __init__
+def _keep_name(session: Session, layer: Any, name: str) -> None:
+    session.mark(layer, _LAYER_NAME, name)
 
 
 def _comm_config(call: LayerCall) -> TPCommConfig:
@@ -167,7 +160,7 @@ FEATURE = Feature(
     enabled=_enabled,
     arguments=_arguments,
     patches=(
-        Around(f"{LAYERS}:ColumnParallelLinear.__init__", _init),
+        Around(f"{LAYERS}:ColumnParallelLinear.__init__", with_arguments(_name, _keep_name)),
         *linear_layers.tp_linear_patches(NAME, _comm_config),
     ),
 )

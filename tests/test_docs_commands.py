@@ -37,9 +37,7 @@ FILLED = {
 # Run in this process, as they stand on the page. Beginnings of commands.
 RUN_HERE = (
     "mindspeed-lite features",
-    "mindspeed-lite memory -- ",
-    "mindspeed-lite memory --device ",
-    "mindspeed-lite memory --explain ",
+    "mindspeed-lite plan --this --device h100 -- ",
     "mindspeed-lite migrate ",
     "mindspeed-lite schedule ",
 )
@@ -72,7 +70,7 @@ COVERED = {
     r"python -m tools\.fingerprints .*": "tests/test_templates.py",
     r"export DATA_PATH=.*|examples/llama3_8b\.sh.*": "tests/training/test_examples.py::test_small_sizes_train",
     r"examples/long_context\.sh.*": "tests/bench/test_predicted.py",
-    r"eval \"mindspeed-lite memory .* \$\(examples/deepseek_v3\.sh --print\)\"": (
+    r"eval \"mindspeed-lite plan .* \$\(examples/deepseek_v3\.sh --print\)\"": (
         "tests/planner/test_parameters.py::test_deepseek_v3_has_as_many_as_were_published"
     ),
     r"mindspeed-lite doctor": "tests/cli/test_doctor.py::test_here_it_says_something_about_everything",
@@ -81,8 +79,6 @@ COVERED = {
     r"mindspeed-lite doctor --npu-selftest --out selftest\.json": "tests/cli/test_npu_doctor.py",
     r"mindspeed-lite bench-ops.*": "tests/bench/test_ops.py",
     r"mindspeed-lite bench -- .*": "tests/bench/test_training.py",
-    r"mindspeed-lite memory --measure .*":
-        "tests/cli/test_memory.py::test_a_command_is_measured_in_processes_of_its_own",
     r"mindspeed-lite (features|run pretrain_gpt\.py .*)-?-?torch-cross-entropy.*":
         "tests/test_docs.py::test_the_example_patch_works_in_megatron",
     r"\.venv/bin/python -c .*": "tests/npu_contract/test_environment.py",

@@ -42,8 +42,11 @@ def test_forms_of_a_table():
         "   0      0  2.11 GB  4.22 GB  4.22 GB  8.45 GB  13.2 GB (4)  32.2 GB",
     ]
     turned = table(*RANKS, 60)
-    assert turned[0] == "rank                   0            1            2" and len(turned) == 8
-    assert table(*TEXTS, 60)[:2] == ["ok  a check", "    many words that have to be wrapped somewhere many words"]
+    assert turned[0] == "rank         0            1            2" and len(turned) == 8
+    assert table(*TEXTS, 60)[:2] == [
+        "ok    a check  many words that have to be wrapped somewhere",
+        "               many words that have to be wrapped somewhere",
+    ]
     assert table(*LAYOUTS, 40)[:2] == ["        1", "layout  TP2 PP4 VPP6 MBS1"]
     assert table(("x",), [], 80) == []
     assert table(("", "y"), [("a", "1")], 10_000) == ["   y", "a  1"]

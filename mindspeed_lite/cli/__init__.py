@@ -23,14 +23,16 @@ COMMANDS = {
     "bench": "a training command with features off and on: speed, memory, loss, where the time goes",
     "bench-ops": "time every operator against plain PyTorch",
     "dryrun": "any rank of a training command on this machine without a device: memory, messages, whether they match",
-    "memory": "what a training command takes on each rank, by what it is for, with and without features",
-    "plan": "the fastest layouts of a training command over so many devices, by prediction",
+    "plan": "time and memory of a training command by prediction, and its fastest layouts over so many devices",
     "links": "under torchrun: how fast links, groups and ranks are, what is slow, and a better order of ranks",
     "calibrate": "time this machine's operators and collectives, for `plan --device here`",
     "schedule": "the pipeline schedule of a training command, drawn and simulated, with other orders",
     "balance": "how even experts or sequence lengths load ranks, and what balancing them gains",
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
+}
+REMOVED = {
+    "memory": "`plan --this -- COMMAND` predicts from its arguments, `dryrun -- COMMAND` runs it without storage",
 }
 
 
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     program = f"{PROGRAM} {command}" if command in COMMANDS else PROGRAM
     try:
+        if command in REMOVED:
+            raise terminal.CommandError(f"{command} is no command any more: {REMOVED[command]}")
         if command not in COMMANDS:
             kind = "option" if command[0] == "-" else "command"
             raise terminal.CommandError(f"there is no {kind} {command!r}; {terminal.suggestion(command, COMMANDS)}")

@@ -79,13 +79,9 @@ def _measure(options: argparse.Namespace, names: Sequence[str], tell: terminal.P
         raise CommandError(f"--device: {error}" if options.device else error) from error
     dtype = ceiling.DTYPES[options.dtype]
     problems = _problems(options, names, device.name, dtype)
-    try:
-        if options.out is not None:
-            output.check_writable(options.out)
-        keep = allocator.wanted() == allocator.KEEP
-    except ValueError as error:
-        raise CommandError(error) from error
-    if keep and device.name == "cpu":
+    if options.out is not None:
+        output.check_writable(options.out)
+    if allocator.wanted() == allocator.KEEP and device.name == "cpu":
         allocator.keep_freed_memory()
     effort = timing.QUICK if options.quick else timing.Effort()
     command = ["mindspeed-lite", "bench-ops", *options.given]

@@ -392,7 +392,7 @@ def _collectives(machine: Machine) -> Findings:
 def _allocator(machine: Machine) -> Findings:
     try:
         choice = allocator.wanted()
-    except ValueError as error:
+    except platform.DeviceError as error:
         yield "problem", str(error), f"unset it, or set it to {allocator.KEEP} or {allocator.SYSTEM}"
         return
     if choice == allocator.SYSTEM:

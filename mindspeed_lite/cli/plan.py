@@ -1,6 +1,7 @@
 """Searches for the fastest layouts of the training in COMMAND that fit into memory: tensor, pipeline, virtual, context,
 expert and data parallelism, micro-batch, recomputation and where optimizer states are. Global batch, model and features
-stay. With --this, COMMAND's own layout alone. Time and memory are predicted; nothing is run.
+stay. With --this, COMMAND's own layout alone: its time, the memory of each stage, and what each feature would give or
+take. Time and memory are predicted; nothing is run.
 
 examples:
   mindspeed-lite plan --devices 8x8 --device h100 -- pretrain_gpt.py --num-layers 32 ...
@@ -19,6 +20,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ def _devices(text: str) -> tuple[int, int]:
 def main(options: argparse.Namespace) -> int:
     if options.plot and not Path(options.plot).suffix:
         raise CommandError(f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png")
-    number, node = options.devices or (training_command.world_size(options.command), 0)
+    number, node = options.devices or (training_command.world_size(options.command, "--devices"), 0)
     file = Path(options.calibration) if options.calibration else default_file()
     measured = links.read(options.links, number) if options.links else None
     cores = len(os.sched_getaffinity(0))
@@ -87,9 +89,11 @@ def main(options: argparse.Namespace) -> int:
     if options.this:
         if own is None:
             raise CommandError(problem)
-        _show_own(search, own)
+        changes = [*planner.changes(own.training)]
+        _show_own(search, own, changes)
         _show_untimed(options.command)
-        write_json(options.json, report | _this(own, search))
+        features = {"features": [asdict(each) for each in changes]}
+        write_json(options.json, report | _this(own, search) | features)
         return 0
     began = time.perf_counter()
     with terminal.progress("reading the command") as show:
@@ -159,7 +163,7 @@ def _own(options: argparse.Namespace, number: int, kind: str, search: Search) ->
         return None, str(error)
 
 
-def _show_own(search: Search, own: FoundLayout) -> None:
+def _show_own(search: Search, own: FoundLayout, changes: Sequence[planner.Change]) -> None:
     rest = search.budget - own.bytes
     say(
         f"{own.candidate.name} on {search.world_size} devices ({search.pricer.device.name}): a step takes "
@@ -171,12 +175,42 @@ def _show_own(search: Search, own: FoundLayout) -> None:
         (name, _seconds(value), f"{value / own.seconds:.0%}") for name, value in step_time.by_category(own.step.parts)
     ]
     table(("time goes to", "", ""), rows)
-    print()
-    states = planner.ranks(own.training)[own.stage].categories
-    table(
-        ("memory goes to", ""),
-        [*((name, size(value)) for name, value in states.items()), ("reserve", size(search.reserve))],
-    )
+    _show_stages(planner.ranks(own.training))
+    _show_changes(changes)
+
+
+def _show_stages(ranks: Sequence[planner.Rank]) -> None:
+    rows = []
+    for _, group in groupby(ranks, key=lambda each: (each.layers, each.states, each.lines)):
+        first, *_, last = [*group] * 2
+        spans = [f"{low}-{high}" if low < high else str(low)
+                 for low, high in ((first.ranks[0], last.ranks[1]), (first.stage, last.stage))]  # fmt: skip
+        sizes = {name: size(value) for name, value in first.categories.items()}
+        if first.states.host:
+            sizes["optimizer"] += f" + {size(first.states.host)} on the host"
+        rows.append((*spans, str(first.layers), *sizes.values(), str(first.kept), size(first.total)))
+    headers = ("ranks", "stage", "layers", *ranks[0].categories, "kept", "total")
+    table(headers, rows, "memory without the reserve; kept: micro-batches of activations")
+
+
+def _show_changes(changes: Sequence[planner.Change]) -> None:
+    rows = []
+    for each in changes:
+        total = each.having - each.without
+        # Another rank may become the fullest, with small differences elsewhere.
+        changed = {name: change for name, change in each.difference.items() if abs(change) > abs(total) / 100}
+        parts = [f"{name} {_signed(change)}" if len(changed) > 1 else name for name, change in changed.items()]
+        if not total:
+            stage, change = max(enumerate(each.stages), key=lambda pair: abs(pair[1]))
+            parts = [f"{_signed(change)} on stage {stage}"]
+        state = "on" if each.is_on else "off"
+        rows.append((each.flag, state, size(each.without), size(each.having), _signed(total), ", ".join(parts)))
+    title = "what a feature does to the rank that takes most: the same command without it and with it"
+    table(("feature", "now", "without", "with", "change", "in"), rows, title)
+
+
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else '-' if change else ''}{size(abs(change))}"
 
 
 def _show(search: Search, result: Result, seconds: float, own: FoundLayout | None, problem: str) -> None:
@@ -250,6 +284,7 @@ def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -
 
 
 def _this(own: FoundLayout, search: Search) -> dict[str, Any]:
+    ranks = planner.ranks(own.training)
     return {
         "name": own.candidate.name,
         "step_s": own.seconds,
@@ -258,7 +293,8 @@ def _this(own: FoundLayout, search: Search) -> dict[str, Any]:
         "fits": own.bytes <= search.budget,
         "stage": own.stage,
         "parts": dict(own.step.parts),
-        "memory_parts": planner.ranks(own.training)[own.stage].categories,
+        "memory_parts": ranks[own.stage].categories,
+        "stages": [asdict(each) for each in ranks],
         "tokens_per_second": _tokens_per_second(own),
     }
 

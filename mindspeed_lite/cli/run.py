@@ -122,7 +122,7 @@ def _options(rest: list[str]) -> tuple[str, bool | None]:
             rank_order.apply(chosen["--rank-order"])
         os.environ[binding.BIND_VARIABLE] = binding.wanted(chosen.get("--bind"))
         return allocator.wanted(chosen.get("--allocator")), is_module
-    except (ValueError, platform.DeviceError) as error:
+    except platform.DeviceError as error:
         raise CommandError(error) from error
 
 

@@ -43,7 +43,11 @@ def add_options(parser: Parser) -> None:
     option(parser, "--trace PATH", "what a run recorded (a file, or --pipeline-schedule-trace's folder)")
     option(parser, "--png FILE", "write a picture of the orders", terminal.output_file)
     option(parser, "--steps", "with --json: every step and its time as well")
-    training_command.add_options(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"),
+        help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda)")  # fmt: skip
+    option(parser, "--world-size N", "ranks of the training (default: torchrun's in COMMAND, else WORLD_SIZE, "
+           "else 1)", bounded(int, 1))  # fmt: skip
+    training_command.add_command(parser)
 
 
 def _times(text: str) -> StepSeconds:

@@ -36,19 +36,10 @@ def memory_size(text: str) -> float:
     return float(found[1]) * _UNITS[found[2].upper()]
 
 
-def add_options(parser: Parser) -> None:
-    """Options of `memory` and `schedule`."""
-    parser.add_argument("--device", choices=("cpu", "cuda", "npu"),
-        help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda)")  # fmt: skip
-    option(parser, "--world-size N", "ranks of the training (default: torchrun's in COMMAND, else WORLD_SIZE, "
-           "else 1)", bounded(int, 1))  # fmt: skip
-    add_command(parser)
-
-
-def add_command(parser: Parser, usage: str = "") -> None:
+def add_command(parser: Parser) -> None:
     """Let a training command follow `--`, with options of every command that predicts one."""
     parser.reads_command = True
-    parser.usage = f"%(prog)s {usage}[options] -- COMMAND ..."
+    parser.usage = "%(prog)s [options] -- COMMAND ..."
     option(parser, "--vocabulary N", "words before padding, where a tokenizer in COMMAND decides",
            bounded(int, 0, LARGEST), 0)  # fmt: skip
     option(parser, "--json FILE", "write everything as JSON", output_file)
@@ -108,7 +99,8 @@ def translated(words: Sequence[str]) -> Sequence[str]:
     return found.accepted
 
 
-def world_size(command: Sequence[str]) -> int:
+def world_size(command: Sequence[str], flag: str = "--world-size") -> int:
+    """Ranks by a launcher's options or WORLD_SIZE; flag: of this command, which says it otherwise."""
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?")
     launcher.add_argument("--nnodes", nargs="?", default="1")
@@ -119,7 +111,5 @@ def world_size(command: Sequence[str]) -> int:
         per_node, nodes = os.environ.get("WORLD_SIZE", "1"), "1"
         source = f"WORLD_SIZE={per_node[:40]} does"
     if not (per_node.isdecimal() and (nodes or "").isdecimal() and int(per_node) * int(nodes)):
-        raise planner.ArgumentError(
-            f"{source} not say how many ranks there will be: add --world-size N before the `--`"
-        )
+        raise planner.ArgumentError(f"{source} not say how many ranks there will be: add {flag} N before the `--`")
     return int(per_node) * int(nodes)

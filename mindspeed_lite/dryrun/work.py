@@ -15,8 +15,9 @@ from torch.utils.flop_counter import flop_registry
 
 from mindspeed_lite.ops import traced
 from mindspeed_lite.planner.work import Product, Scores
-from mindspeed_lite.tuning.host import MASK, NUMBER, OUTSIDE, SynchronizationRecorder
+from mindspeed_lite.tuning.host import MASK, NUMBER, OUTSIDE
 from mindspeed_lite.tuning.operators import NodeModules, module_paths, moves_nothing
+from mindspeed_lite.tuning.synchronizations import SynchronizationRecorder
 
 from . import prices
 from .clock import Clock

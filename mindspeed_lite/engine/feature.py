@@ -66,6 +66,16 @@ class Option:
             object.__setattr__(self, "choices", tuple(self.choices))
         _check_range(self.flag, self.upstream)
 
+    @classmethod
+    def count(cls, flag: str, help: str = "", default: int | None = None, least: int | None = 1) -> Option:
+        """A flag of a whole number."""
+        return cls(flag, help, default, int, metavar="N", least=least)
+
+    @classmethod
+    def amount(cls, flag: str, help: str, metavar: str) -> Option:
+        """A flag of a number from 0 on, by default not given."""
+        return cls(flag, help, None, float, metavar=metavar, least=0)
+
     @property
     def dest(self) -> str:
         return self.name or self.flag[2:].replace("-", "_")

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ def device_names() -> tuple[str, ...]:
 
 def device(name: str) -> Device:
     return cast(Device, importlib.import_module(f"{__name__}.{name}"))
+
+
+def choice(variable: str, choices: Sequence[str], given: str | None = None, flag: str = "") -> str:
+    """`given` by `flag`, else the variable's value, else the first choice. Raises DeviceError."""
+    value = given if given is not None else os.environ.get(variable) or choices[0]
+    if value not in choices:
+        where = f"{variable}=" if given is None else f"{flag} "
+        raise DeviceError(f"{where}{value} is not known; choose {' or '.join(choices)}")
+    return value
 
 
 def choose(requested: str | None = None) -> Device:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from . import choice
+
 ALLOCATOR_VARIABLE = "MINDSPEED_LITE_ALLOCATOR"
 KEEP = "keep"
 SYSTEM = "system"
@@ -26,12 +28,7 @@ _kept = False
 
 
 def wanted(given: str | None = None) -> str:
-    """`keep` or `system`: `given`, else MINDSPEED_LITE_ALLOCATOR, else `keep`. Raises ValueError."""
-    value = given if given is not None else os.environ.get(ALLOCATOR_VARIABLE) or KEEP
-    if value not in (KEEP, SYSTEM):
-        where = "--allocator " if given is not None else f"{ALLOCATOR_VARIABLE}="
-        raise ValueError(f"{where}{value} is not an allocator; choose {KEEP} or {SYSTEM}")
-    return value
+    return choice(ALLOCATOR_VARIABLE, (KEEP, SYSTEM), given, "--allocator")
 
 
 def why_not() -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
-from . import DeviceError
+from . import choice
 
 BIND_VARIABLE = "MINDSPEED_LITE_BIND"
 AUTO = "auto"
@@ -46,12 +46,7 @@ class Placement(NamedTuple):
 
 
 def wanted(given: str | None = None) -> str:
-    """`auto` or `none`: `given`, else MINDSPEED_LITE_BIND, else `none`. Raises DeviceError."""
-    value = given if given is not None else os.environ.get(BIND_VARIABLE) or NONE
-    if value not in (AUTO, NONE):
-        where = "--bind " if given is not None else f"{BIND_VARIABLE}="
-        raise DeviceError(f"{where}{value} is not a binding; choose {AUTO} or {NONE}")
-    return value
+    return choice(BIND_VARIABLE, (NONE, AUTO), given, "--bind")
 
 
 def parse_cpus(text: str) -> list[int]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from . import DeviceError
+from . import choice
 
 CPU_MATMUL_VARIABLE = "MINDSPEED_LITE_CPU_MATMUL"
 FP32 = "fp32"
@@ -45,14 +44,6 @@ def has_fp16() -> bool:
     return bool(known()) if known is not None else False
 
 
-def wanted() -> str:
-    """MINDSPEED_LITE_CPU_MATMUL: `fp32` or `torch`. Raises DeviceError."""
-    value = os.environ.get(CPU_MATMUL_VARIABLE) or FP32
-    if value not in (FP32, TORCH):
-        raise DeviceError(f"{CPU_MATMUL_VARIABLE}={value} is unknown; choose {FP32} or {TORCH}")
-    return value
-
-
 def widened() -> frozenset[torch.dtype]:
     return _widened
 
@@ -62,7 +53,7 @@ def install() -> Callable[[], None]:
     global _widened, _library
     slow = frozenset(dtype for dtype, has in ((torch.bfloat16, has_bf16), (torch.float16, has_fp16)) if not has())
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
-    if _widened or not slow or wanted() == TORCH:
+    if _widened or not slow or choice(CPU_MATMUL_VARIABLE, (FP32, TORCH)) == TORCH:
         return lambda: None
     if get_kernel is None:
         _log.warning("16-bit matrix products are slow here: torch %s has no library.get_kernel", torch.__version__)

@@ -40,6 +40,7 @@ HOST = "megatron-core"
 CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
 DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
 _TRAINING = "megatron.training.training"
+_RANDOM = "megatron.core.tensor_parallel.random"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
@@ -309,10 +310,11 @@ def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Pass `fp8=None`: for False Megatron asks Transformer Engine."""
+    """Pass `fp8=None`: for False Megatron asks Transformer Engine, also where there is none."""
+    from megatron.core.tensor_parallel import random
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, fp8 or None, *args, **kwargs)
+        wrapped(self, fp8 if random.HAVE_TE else fp8 or None, *args, **kwargs)
 
     return __init__
 
@@ -391,16 +393,16 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ("cpu", "npu"),
         Override("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),
     ),
-    _assumption(
+    always(
         "device_recomputed_output",
-        "outputs that are released and computed again need neither a compiler nor Transformer Engine",
+        "outputs that are released and computed again need no Transformer Engine",
+        Override(f"{_RANDOM}:CheckpointWithoutOutput.__init__", _without_transformer_engine, versions=">=0.13"),
+    ),
+    _assumption(
+        "device_shared_storage",
+        "outputs that are released and computed again need no compiler",
         ("cpu", "npu"),
-        Override(
-            "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-            _without_transformer_engine,
-            versions=">=0.13",
-        ),
-        Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
+        Override(f"{_RANDOM}:_get_share_storage", _given_back, versions=">=0.17"),
     ),
     _assumption(
         "device_fp8_params",

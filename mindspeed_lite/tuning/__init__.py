@@ -2,6 +2,7 @@
 
 ab_test            a feature off and on in alternate steps
 chunk_autotuner    chunk count of each pass of a layer
-host               synchronisations, launches and host time of a step
+host               launches and host time of a step, by module
 operators          modules that operators belong to, and operators that start nothing
+synchronizations   calls of a step that wait for a device
 """

@@ -24,9 +24,9 @@ from .pipeline_passes import (
     MegatronTransport,
     OverlappedTransport,
     TrainingStep,
-    filter_kwargs,
 )
 from .proxies import AttributeOverride
+from .wrappers import filter_kwargs
 
 
 class PlannedStep:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from mindspeed_lite.pipeline.steps import Schedule
 from mindspeed_lite.pipeline.wgrad import WgradBatches
 
 from .linear_layers import delayed_parameters
+from .wrappers import parameters
 
 # Queue attribute of a linear layer that delays weight gradients.
 QUEUE = "wgrad_queue"
@@ -292,13 +292,3 @@ class OverlappedTransport:
 
 def _wait(handles: Mapping[str, Any], name: str) -> Callable[[], object] | None:
     return handles[name].wait if name in handles else None
-
-
-@functools.cache
-def parameters(function: Function) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def filter_kwargs(function: Function, **given: Any) -> dict[str, Any]:
-    names = parameters(function)
-    return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}

@@ -7,8 +7,6 @@ Layers whose outputs live longest come first: the first layer of every virtual s
 from __future__ import annotations
 
 import functools
-import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from mindspeed_lite.engine.feature import Numerics
 from mindspeed_lite.platform.megatron import CONFIG
 
 from .conditions import config_reasons, cuda_graph_args, every
-from .wrappers import act_again
+from .wrappers import filter_kwargs, virtual_stage, with_arguments
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
@@ -63,14 +61,7 @@ def feature_of_layers(
         summary=summary,
         options=(
             Option(flag),
-            Option(
-                f"{flag}-num-layers",
-                help=f"{flag} for the first N layers of each pipeline rank.",
-                default=None,
-                type=int,
-                least=1,
-                metavar="N",
-            ),
+            Option.count(f"{flag}-num-layers", f"{flag} for the first N layers of each pipeline rank."),
         ),
         enabled=lambda settings: bool(settings.get(name)) or settings.get(number) is not None,
         numerics=numerics,
@@ -90,30 +81,16 @@ def not_full_recompute(context: Context) -> list[str]:
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
-    #: Layer -> its `recompute_index`, for the next time that the feature begins.
-    known: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+    """Patch that calls `prepare(layer, session, recompute_index)` for each layer that is built."""
 
-    def around(wrapped: Function, session: Session) -> Function:
-        from megatron.core import parallel_state
-
-        signature = inspect.signature(wrapped)
-
-        def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
-            wrapped(layer, *args, **kwargs)
-            given = signature.bind(layer, *args, **kwargs).arguments
-            chunk = given.get("vp_stage")
-            if "vp_stage" not in signature.parameters:
-                # Before 0.13 the chunk being built is global.
-                chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
-            # `layer_number` counts within the chunk here.
-            known[layer] = recompute_index(layer.config, given.get("layer_number", 1) - 1, chunk)
-            prepare(layer, session, known[layer])
-
-        act_again(session, known, lambda layer: prepare(layer, session, known[layer]))
-        return __init__
+    def choose(layer: Any, given: Mapping[str, Any]) -> tuple[int | None]:
+        # `layer_number` counts within the chunk here.
+        return (recompute_index(layer.config, given.get("layer_number", 1) - 1, virtual_stage(given)),)
 
     return Around(
-        "megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around, reads=(*_READS, *reads)
+        "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+        with_arguments(choose, lambda session, layer, index: prepare(layer, session, *index)),
+        reads=(*_READS, *reads),
     )
 
 
@@ -142,7 +119,7 @@ def checkpoint_without_output() -> Any:
 
     kind = tensor_parallel.CheckpointWithoutOutput
     # Any other value makes Megatron ask Transformer Engine about fp8.
-    found = kind(fp8=None) if _takes_fp8(kind) else kind()
+    found = kind(**filter_kwargs(kind, fp8=None))
     found.checkpoint = functools.partial(_checkpoint_if_needed, found, found.checkpoint)
     return found
 
@@ -159,15 +136,6 @@ def _run_plainly(checkpoint: Any, function: Function, *inputs: Any) -> Any:
     return function(*inputs)
 
 
-def _no_sign_of_fp8(wrapped: Function, session: Session) -> Function:
-    from megatron.core.tensor_parallel import random
-
-    def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, fp8 if random.HAVE_TE else fp8 or None, *args, **kwargs)
-
-    return __init__
-
-
 def _checkpoint_with_fallback(wrapped: Function, session: Session) -> Function:
     def checkpoint(self: Any, run_function: Function, *args: Any) -> Any:
         feature = "recompute_norm" if session.settings.get("recompute_norm") else "adaptive_memory"
@@ -182,16 +150,11 @@ def _checkpoint_with_fallback(wrapped: Function, session: Session) -> Function:
     return checkpoint
 
 
-_CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
-CHECKPOINT_PATCHES = (
-    Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, versions=">=0.13"),
-    Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_with_fallback, reads=("discard_output_and_register_recompute",)),
+CHECKPOINT_PATCH = Override(
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
+    _checkpoint_with_fallback,
+    reads=("discard_output_and_register_recompute",),
 )
-
-
-@functools.cache
-def _takes_fp8(kind: Any) -> bool:
-    return "fp8" in inspect.signature(kind).parameters
 
 
 def recompute_index(config: Any, place: int, chunk: int | None) -> int | None:

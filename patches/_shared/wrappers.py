@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -75,6 +76,41 @@ def after_init(act: Callable[[Session, Any], object], again: Callable[[Session, 
         return __init__
 
     return make
+
+
+def with_arguments(choose: Callable[[Any, Mapping[str, Any]], Any], act: Callable[[Session, Any, Any], object]) -> Make:
+    """After `__init__`, call `act(session, self, value)` with what `choose(self, arguments)` returns, unless None.
+
+    The next time that the feature begins, it calls `act` with the same values.
+    """
+    known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def make(wrapped: Function, session: Session) -> Function:
+        signature = inspect.signature(wrapped)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            wrapped(self, *args, **kwargs)
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            value = choose(self, given.arguments)
+            if value is not None:
+                known[self] = value
+                act(session, self, value)
+
+        act_again(session, known, lambda each: act(session, each, known[each]))
+        return __init__
+
+    return make
+
+
+def virtual_stage(given: Mapping[str, Any]) -> int | None:
+    """The model chunk that is built, by its constructor's arguments; before 0.13 it is global."""
+    from megatron.core import parallel_state
+
+    stage: int | None = (
+        given["vp_stage"] if "vp_stage" in given else parallel_state.get_virtual_pipeline_model_parallel_rank()
+    )
+    return stage
 
 
 def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[Any]]) -> Make:
@@ -188,3 +224,14 @@ def config_field(name: str, is_there: Callable[[], bool]) -> Around:
         return __init__
 
     return Around("megatron.core.transformer.module:MegatronModule.__init__", around)
+
+
+@functools.cache
+def parameters(function: Function) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def filter_kwargs(function: Function, **given: Any) -> dict[str, Any]:
+    """Those that this release's function has."""
+    names = parameters(function)
+    return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}

@@ -1,4 +1,4 @@
-"""A training script that counts its memory: as the measured run of `mindspeed-lite memory` has it, in a fork.
+"""A training script that counts its memory, in a fork.
 
 The plan's file is named by the environment, as it is for a process that a measurement starts.
 """

@@ -25,6 +25,7 @@ from tests.harness.processes import forked
 
 GPT = "x.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 --vocab-size 255"
 PLANNED = "plan --devices 8 --memory 40 --device a100"
+THIS = "plan --this --device h100"
 LAYOUT = f"{GPT} --global-batch-size 16"
 TRAIN = f"{LAYOUT} --micro-batch-size 1"
 FOUR = f"torchrun --nproc-per-node 4 {TRAIN} --pipeline-model-parallel-size 4"
@@ -45,13 +46,13 @@ COMMANDS: list[tuple[str, ...]] = [
     (f"{BENCH} --each --all -- true", "--all", "not allowed with"),
     ("bench --out file/out -- true", "--out", "file/out"),
     ("bench-ops --device npu", "--device"),
-    (f"memory -- torchrun --nproc-per-node gpu {GPT}", "--nproc-per-node", "--world-size N"),
-    (f"memory -- torchrun --nproc-per-node=3 {TRAIN} --tensor-model-parallel-size 2", "3 ranks"),
-    ("memory -- x.py --seq-length 4", "--num-layers, --hidden-size", "--micro-batch-size are not in the command"),
-    ("memory -- x.py --num-layers many", "--num-layers", "many"),
-    (f"memory -- {GPT} --fp8-format e4m3", "--fp8-format e4m3", "not predicted"),
-    (f"memory --measure -- no-such-program {TRAIN}", "no-such-program"),
-    (f"memory --expert-imbalance 2 -- {TRAIN}", "no --num-experts"),
+    (f"schedule -- torchrun --nproc-per-node gpu {GPT}", "--nproc-per-node", "--world-size N"),
+    (f"{THIS} -- torchrun --nproc-per-node gpu {GPT}", "--nproc-per-node", "--devices N"),
+    (f"{THIS} -- torchrun --nproc-per-node=3 {TRAIN} --tensor-model-parallel-size 2", "3 ranks"),
+    (f"{THIS} -- x.py --seq-length 4", "--num-layers, --hidden-size", "--micro-batch-size are not in the command"),
+    (f"{THIS} -- x.py --num-layers many", "--num-layers", "many"),
+    (f"{THIS} -- {GPT} --fp8-format e4m3", "--fp8-format e4m3", "not predicted"),
+    (f"memory -- {TRAIN}", "plan --this", "dryrun"),
     ("doctor now", "unrecognized arguments: now"),
     ("doctor -- python none.py", "there is no script none.py"),
     ("dryrun -- python none.py", "there is no script none.py"),
@@ -96,7 +97,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("migrate --shim x file", "--shim takes a folder and nothing else"),
     ("migrate script.sh -o none/out.sh", "-o none/out.sh: cannot be written: No such file or directory"),
 ]
-# Arguments of a training that no model has, for `memory` and `plan`.
+# Arguments of a training that no model has.
 ABSURD = [
     ("--num-layers 1000000000", "--num-layers 1000000000: more than 1,000"),
     ("--seq-length 99999999999999999999", "--seq-length 99999999999999999999: more than 1,000,000,000,000"),
@@ -144,13 +145,12 @@ def test_a_command(given: tuple[str, ...], work: Path, capsys: pytest.CaptureFix
 
 def test_an_absurd_training(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, word in ABSURD:
-        for typed in ("memory", PLANNED):
-            _refused(f"{typed} -- {TRAIN} {flags}", [word], work, capsys)
+        _refused(f"{PLANNED} -- {TRAIN} {flags}", [word], work, capsys)
 
 
 @pytest.mark.parametrize(
     ("typed", "name", "value"),
-    [(f"{BENCH} -- true", "MINDSPEED_LITE_DISABLE", "1"), (f"memory -- {GPT}", "WORLD_SIZE", "many")],
+    [(f"{BENCH} -- true", "MINDSPEED_LITE_DISABLE", "1"), (f"schedule -- {GPT}", "WORLD_SIZE", "many")],
 )
 def test_a_variable(
     typed: str, name: str, value: str, work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -183,7 +183,7 @@ def test_a_target_that_drifted_is_a_reason(fake_megatron):
         ("allocator", "MINDSPEED_LITE_ALLOCATOR", "fast", {"problem"}, "fast"),
         ("cpu binding", "MINDSPEED_LITE_BIND", "auto", {"ok"}, "binds rank 0 to CPUs "),
         ("cpu binding", "MINDSPEED_LITE_BIND", "none", {"ok"}, "off; MINDSPEED_LITE_BIND=auto would bind rank 0 to"),
-        ("cpu binding", "MINDSPEED_LITE_BIND", "yes", {"problem"}, "choose auto or none"),
+        ("cpu binding", "MINDSPEED_LITE_BIND", "yes", {"problem"}, "choose none or auto"),
         ("environment", "MINDSPEED_LITE_DISABLE", "1", {"note"}, "MINDSPEED_LITE_DISABLE=1: off"),
         ("environment", "MINDSPEED_LITE_DEVISE", "cpu", {"note"}, "did you mean MINDSPEED_LITE_DEVICE?"),
         ("environment", "NONE_OF_OURS", "1", {"ok"}, "no MINDSPEED_LITE_ variable"),

@@ -48,7 +48,6 @@ def test_the_best_are_shown_and_their_flags_are_a_command(capsys: pytest.Capture
         words = candidates.without_chosen(COMMAND)
         ranks = planner.ranks(planner.read([*words, *each["flags"]], 8, "cuda"))
         assert max(rank.total for rank in ranks) == each["bytes"] - 4 * 10**9
-        assert cli.main(["memory", "--world-size", "8", "--device", "cuda", "--", *words, *each["flags"]]) == 0
 
 
 def test_measured_links_take_the_place_of_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +158,6 @@ def test_auto_means_the_features_that_it_turns_on() -> None:
     assert "--mindspeed-lite-auto" not in on and "--recompute-norm" not in on and on.count("--use-flash-attn") == 1
     assert "--bias-dropout-fusion" not in training_command.with_auto(words, 8, "cuda")
     for command in (
-        ["memory", "--world-size", "8"],
         ["schedule", "--world-size", "8"],
         ["plan", "--this", "--devices", "8", "--device", "h100"],
     ):

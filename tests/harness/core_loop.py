@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import runtime
-from mindspeed_lite.tuning.host import SynchronizationRecorder
+from mindspeed_lite.tuning.synchronizations import SynchronizationRecorder
 from tests.harness import frozen
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4

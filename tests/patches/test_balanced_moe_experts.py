@@ -57,7 +57,7 @@ def test_copies_are_made_where_they_pay_and_leave_no_trace(tmp_path):
             return [y.detach(), leaf.grad, *grads]
 
         off = passed()
-        # What copies keep until the backward pass of their micro-batch is what `mindspeed-lite memory` foresees.
+        # What copies keep until the backward pass of their micro-batch is what the planner predicts.
         like = [*layer.experts.local_experts[0].parameters()]
         for each in like:
             each.main_grad = torch.zeros_like(each)

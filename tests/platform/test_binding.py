@@ -218,5 +218,5 @@ def test_what_has_been_bound_is_left(monkeypatch, unbound):
     monkeypatch.setenv("CPU_AFFINITY_CONF", "1,npu0:0-1")
     assert binding.bind("npu") == "not bound: CPU_AFFINITY_CONF is set, so torch_npu binds"
     monkeypatch.setenv(binding.BIND_VARIABLE, "yes")
-    with pytest.raises(DeviceError, match="MINDSPEED_LITE_BIND=yes is not a binding; choose auto or none"):
+    with pytest.raises(DeviceError, match="MINDSPEED_LITE_BIND=yes is not known; choose none or auto"):
         binding.bind("cpu")

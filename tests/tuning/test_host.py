@@ -11,7 +11,8 @@ from torch.nn.modules import module
 
 from mindspeed_lite.dryrun.fake_tensors import StoragelessMode
 from mindspeed_lite.dryrun.work import WorkRecorder
-from mindspeed_lite.tuning.host import StepWatch, SynchronizationRecorder
+from mindspeed_lite.tuning.host import StepWatch
+from mindspeed_lite.tuning.synchronizations import SynchronizationRecorder
 from tests.harness import matrix
 
 
