@@ -46,7 +46,8 @@ def gradient(
 ) -> None:
     """Overwrites logits [T, V] with the gradient of loss and entropy."""
     if hasattr(kernels, "entropy_gradient"):
-        return kernels.entropy_gradient(logits, target, start, statistics, dloss, entropy, dentropy)
+        kernels.entropy_gradient(logits, target, start, statistics, dloss, entropy, dentropy)
+        return
     top, sums = statistics
     log_sums = sums.log()
     width = logits.shape[1]
