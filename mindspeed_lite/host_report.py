@@ -1,8 +1,7 @@
 """`--mindspeed-lite-host-report`: prints what two of Megatron's training steps cost the host.
 
-From one step to the next it counts synchronisations, by call and place, and launches, by module; in the next step,
-which counting does not slow down, it measures the time of modules. Other steps run as without it. A loop that does not
-call Megatron's `train_step` uses `StepWatch` itself.
+One step counts synchronisations, by call and place, and launches, by module; the next, which counting does not slow
+down, times modules. A loop that does not call Megatron's `train_step` uses `StepWatch` itself.
 """
 
 from __future__ import annotations

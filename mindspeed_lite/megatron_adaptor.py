@@ -1,7 +1,7 @@
 """Import this at the top of a Megatron training script; choose features by flag.
 
-Activates the device layer and installs argument hooks and `error_exit`; imports nothing of Megatron, and enables no
-feature by itself. `MINDSPEED_LITE_DISABLE=1` disables it.
+Activates the device layer and installs argument hooks; imports nothing of Megatron and enables no feature.
+`MINDSPEED_LITE_DISABLE=1` disables it.
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, Override, Session
+from mindspeed_lite.engine.feature import conflict_reasons
 from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
 from ._shared.attention_core import SOFTMAX_AND_MASKS
-from ._shared.conditions import CUDA_GRAPH_ARGS, conflict_reasons, every, holding, local, not_disabled, reenable_default
+from ._shared.conditions import CUDA_GRAPH_ARGS, every, holding, local, not_disabled, reenable_default
 from ._shared.wrappers import after_init, config_field, switch_off, switch_on_again, verify
 
 ARGUMENT = "masked_softmax_fusion"

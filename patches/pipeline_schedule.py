@@ -12,11 +12,12 @@ import functools
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Function, Option, OptionError, Session
+from mindspeed_lite.engine.feature import conflict_reasons
 from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute, moe_fb_overlap
 from ._shared import pipeline_orders
-from ._shared.conditions import config_reasons, conflict_reasons, cuda_graph_args, several_stages
+from ._shared.conditions import config_reasons, cuda_graph_args, several_stages
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 from ._shared.wrappers import parameters
 

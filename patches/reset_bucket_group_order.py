@@ -14,9 +14,10 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Feature, Session
+from mindspeed_lite.engine.feature import conflict_reasons
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared.conditions import conflict_reasons, fsdp_args, needs
+from ._shared.conditions import fsdp_args, needs
 from ._shared.wrappers import after, after_init, before
 
 NAME = "reset_bucket_group_order"

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_lite.engine import Context, Feature, Function, Override, Session
+from mindspeed_lite.engine.feature import conflict_reasons
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
-from ._shared.conditions import conflict_reasons, every, fsdp_args, holding
+from ._shared.conditions import every, fsdp_args, holding
 from ._shared.wrappers import leave_out
 
 # Devices whose PyTorch adds a sparse tensor to a dense one.

@@ -272,6 +272,11 @@ class Provide(Patch):
     kind = "provide"
 
 
+def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:
+    """Reasons of the host arguments that are set."""
+    return [why for name, why in conflicting_args.items() if (value := value_of(name)) and value != "none"]
+
+
 @dataclass(frozen=True)
 class Relation:
     """Another feature, and why. unless: where a skipped one is not required."""
@@ -339,7 +344,7 @@ class Feature:
         return [each for each in self.patches if not reasons and matches(each.versions, version)], reasons
 
     def conflict_reasons(self, value_of: Callable[[str], Any]) -> list[str]:
-        return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]
+        return conflict_reasons(self.conflicting_args, value_of)
 
     def is_enabled(self, settings: Settings) -> bool:
         """Raises OptionError for options given without the first."""

@@ -17,12 +17,11 @@ def add_arguments(
     features: Iterable[Feature],
     extra: Iterable[Option] = (),
     *,
-    title: str = "mindspeed_lite",
     host_version: str,
 ) -> dict[str, str]:
     """Add a group per feature; return features whose flag the host uses otherwise, with the reason."""
-    groups: list[tuple[str, str, Iterable[Option]]] = [("", title, extra)]
-    groups += [(each.name, f"{title}: {each.name}", each.options) for each in features]
+    groups: list[tuple[str, str, Iterable[Option]]] = [("", "mindspeed_lite", extra)]
+    groups += [(each.name, f"mindspeed_lite: {each.name}", each.options) for each in features]
     collisions = {}
     for feature, heading, options in groups:
         group: Any = None

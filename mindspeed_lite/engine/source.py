@@ -141,17 +141,14 @@ def foreign_code(target: str, raw: Any) -> str:
     may_decorate = all(_may_decorate(each, target) for each in layers[:-1])
     for source, node in definitions(live_reader, target):
         decorators = getattr(node, "decorator_list", [])
-        if (code.co_filename, code.co_name, code.co_firstlineno) == _place_of(source, node):
+        name = getattr(node, "name", "")
+        if (code.co_filename, code.co_name, code.co_firstlineno) == (source.file, name, _first_line(node)):
             return "" if may_decorate and len(layers) <= len(decorators) + 1 else f"is wrapped by {_name_of(layers[0])}"
         # An alias, import or opaque decorator.
         if (decorators or not isinstance(node, _FUNCTION)) and may_decorate and _may_decorate(layers[-1], target):
             return ""
     strange = (each for each in layers if not _may_decorate(each, target))
     return f"was replaced by {_name_of(next(strange, layers[-1]))}"
-
-
-def _place_of(source: Source, node: Any) -> tuple[str, str, int]:
-    return source.file, getattr(node, "name", ""), _first_line(node)
 
 
 def _may_decorate(function: FunctionType, target: str) -> bool:

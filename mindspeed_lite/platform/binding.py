@@ -1,8 +1,7 @@
 """Binds each rank's threads to cores near its device.
 
 Linux places memory on the node of the core that first writes it, so memory follows. Topology comes from sysfs, devices
-from NVIDIA's driver in /proc or from `npu-smi info -t topo`; containers' CPU sets and quotas are respected. Imports no
-torch: `bind` must come before the threads that it places.
+from /proc or `npu-smi`; CPU sets and quotas are respected. Imports no torch, whose threads come after `bind`.
 """
 
 from __future__ import annotations
@@ -134,9 +133,11 @@ def place(
 ) -> Placement:
     """CPUs for each of `ranks` local ranks.
 
-    machine: as `cores` gives it. devices: CPUs near each rank's device, in rank order; unknown if fewer than ranks;
-    None without devices. limit: CPUs of all ranks together. Ranks near the same cores share them equally, in whole
-    cores if there are enough.
+    Ranks near the same cores share them equally, in whole cores if there are enough.
+
+    Args:
+        devices: CPUs near each rank's device; unknown if fewer than ranks; None without devices.
+        limit: CPUs of all ranks together.
     """
     everything = frozenset(cpu for core in machine for cpu in core.cpus)
     near = [each & everything for each in (devices or ())[:ranks]]
@@ -170,8 +171,7 @@ def place(
 def bind(kind: str) -> str:
     """Bind all threads of this process, if MINDSPEED_LITE_BIND asks; returns a line for the user, or "".
 
-    kind: `cpu`, `cuda` or `npu`. The first rank of all gets the line; that of another node only what is unusual.
-    Repeated calls do nothing. Raises DeviceError as `wanted`.
+    The first rank of all gets the line; that of another node only what is unusual. Repeated calls do nothing.
     """
     global _bound
     if wanted() == NONE or _bound is not None:

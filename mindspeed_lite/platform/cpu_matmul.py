@@ -1,9 +1,8 @@
 """Runs 16-bit matmuls in fp32 on CPUs without 16-bit matmul instructions.
 
 oneDNN needs AVX-512 for bf16 and AVX-512 FP16 for fp16; PyTorch's own loop is 6 to 300 times slower than fp32.
-`install` overrides CPU kernels of `mm`, `addmm`, `bmm`, `baddbmm`, in-place and `out` forms included, at about 3 µs a
-call. Results are rounded once; the fp32 result is made in parts of at most 64 MB. `MINDSPEED_LITE_CPU_MATMUL=torch`
-keeps PyTorch's matmuls (default: fp32).
+`install` overrides CPU kernels at about 3 µs a call. Results are rounded once, in parts of at most 64 MB.
+`MINDSPEED_LITE_CPU_MATMUL=torch` keeps PyTorch's matmuls.
 """
 
 from __future__ import annotations

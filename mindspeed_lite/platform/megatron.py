@@ -311,10 +311,10 @@ def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Pass `fp8=None`: for False Megatron asks Transformer Engine, also where there is none."""
-    from megatron.core.tensor_parallel import random
+    has_engine = session.context.device == "cuda" and sys.modules[_RANDOM].HAVE_TE  # type: ignore[attr-defined]
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, fp8 if random.HAVE_TE else fp8 or None, *args, **kwargs)
+        wrapped(self, fp8 if has_engine else fp8 or None, *args, **kwargs)
 
     return __init__
 

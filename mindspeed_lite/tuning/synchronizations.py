@@ -81,8 +81,7 @@ class SynchronizationRecorder:
             # Of torch itself `cpu` and `cuda` are modules.
             for owner in (Tensor,) if name.startswith("__") else (Tensor, torch, torch.nn.functional):
                 if callable(getattr(owner, name, None)):
-                    call = self._carry if name in _CARRIES else functools.partial(self._call, name)
-                    self._replace(owner, name, call, is_recorded=name not in _CARRIES)
+                    self._replace(owner, name, functools.partial(self._call, name))
         for owner_name, name in _WAITS:
             found: Any = torch
             for part in owner_name.split(".")[1:]:
@@ -94,15 +93,13 @@ class SynchronizationRecorder:
     def __exit__(self, *error: Any) -> None:
         self._undo.close()
 
-    def _replace(self, owner: Any, name: str, call: Callable[..., Any], is_recorded: bool = True) -> None:
+    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         original, is_own = getattr(owner, name), name in vars(owner)
 
         @functools.wraps(original)
         def replaced(*args: Any, **options: Any) -> Any:
             if self.is_within:
                 return original(*args, **options)
-            if not is_recorded:
-                return call(original, *args, **options)
             self._is_within.now = True
             is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
             try:
@@ -120,6 +117,8 @@ class SynchronizationRecorder:
         is_sent = name in ("to", "cuda") and _device(name, args, options) not in ("cpu", "")
         if is_copy and not is_sent:
             return self._kept(result, args[0])
+        if name in _CARRIES:
+            return result
         if is_copy and self.is_copy(result):
             # The CPU's device layer sends nothing.
             result = result.clone()
@@ -129,11 +128,6 @@ class SynchronizationRecorder:
             return self._kept(result, args[0]) if is_read else result
         is_made = self._host_is_device and name in ("tensor", "as_tensor") and options.get("device") is None
         return self._kept(result) if is_made and not isinstance(next(iter(args), None), Tensor) else result
-
-    def _carry(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
-        is_copy = isinstance(args[0], Tensor) and self.is_copy(args[0])
-        return self._kept(result) if is_copy else result
 
     def _kept(self, result: Any, source: Any = None) -> Any:
         """`result` as one of the host; a copy of `source`, which may be on a device."""

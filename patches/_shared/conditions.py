@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context
+from mindspeed_lite.engine.feature import conflict_reasons
 
 Condition = Callable[[Context], list[str]]
 
@@ -83,10 +84,6 @@ def fsdp_args(why: str) -> dict[str, str]:
 
 def holding(reasons: Mapping[str, Any]) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
-
-
-def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:
-    return [why for name, why in conflicting_args.items() if value_of(name) not in (None, False, "none")]
 
 
 def config_reasons(conflicting_args: Mapping[str, str], config: Any) -> list[str]:

@@ -1,7 +1,6 @@
 """Linear layers: weight gradients and tensor-parallel communication of Megatron's local ones.
 
-A weight gradient is added to its main gradient; autograd gets a placeholder. `_forward_impl` hands input, weight and
-group to Megatron's linear function; a row parallel layer reduces in `forward`. Experts and single-rank groups stay
+A weight gradient is added to its main gradient; autograd gets a placeholder. Experts and single-rank groups stay
 Megatron's. Transformer Engine's layers delay weight gradients and hand them over, until the end of the session.
 """
 
@@ -114,7 +113,8 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
             group: Any = kwargs.get("tp_group")
             is_row = isinstance(group, _Reduced)
-            if not is_row and not (_column_talks(group, kwargs) and _is_served(self, input, weight, session, feature)):
+            talks = group is not None and (kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"])
+            if not is_row and not (talks and group.size() > 1 and _is_served(self, input, weight, session, feature)):
                 return wrapped(self, input, weight, *args, **kwargs)
             group, scattered = (group.group, group.scattered) if is_row else (group, kwargs["sequence_parallel"])
             fused = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
@@ -159,10 +159,6 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear.forward", row, relies_on=_REDUCTIONS),
     )
-
-
-def _column_talks(group: Any, given: dict[str, Any]) -> bool:
-    return (given["sequence_parallel"] or given["allreduce_dgrad"]) and group is not None and group.size() > 1
 
 
 def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: str) -> bool:

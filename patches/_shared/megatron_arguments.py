@@ -1,7 +1,7 @@
 """Megatron's arguments before its validation: defaults that need a missing package, mistakes found late.
 
-Defaults that need Transformer Engine or Apex are replaced and logged; a value that the user set by flag raises an
-error. So do arguments on which Megatron would fail late, with a traceback on every rank.
+Defaults that need Transformer Engine or Apex are replaced and logged. Values set by flag that need them, and arguments
+on which Megatron would fail late with a traceback on every rank, raise an error.
 """
 
 from __future__ import annotations

@@ -87,9 +87,12 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
         # `layer_number` counts within the chunk here.
         return (recompute_index(layer.config, given.get("layer_number", 1) - 1, virtual_stage(given)),)
 
+    def act(session: Session, layer: Any, index: tuple[int | None]) -> None:
+        prepare(layer, session, *index)
+
     return Around(
         "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        with_arguments(choose, lambda session, layer, index: prepare(layer, session, *index)),
+        with_arguments(choose, act),
         reads=(*_READS, *reads),
     )
 

@@ -30,7 +30,7 @@ ISSUES = re.compile(
 )
 ELSEWHERE = {
     "mindspeed_lite/bench/selftest/device.py": "a self-test of one device",
-    "patches/_shared/memory_choice.py": "copies are timed before the training",
+    "patches/adaptive_memory.py": "copies are timed before the training",
     "patches/moe_fb_overlap.py": "Megatron's nodes, which `two_microbatches` makes",
     "patches/moe_wgrad_side_stream.py": "the stream that `expert_gradients` makes",
     "patches/swap_attention.py": "the engine that `layers` makes",

@@ -1,9 +1,7 @@
 """`doctor --selftest`: checks the device, and every operator against float64.
 
-Checks run in a process of their own; after a crash or hang a new one continues. Report: schema_version, kind
-"selftest", created, device, quick, passed, environment (as in `bench-ops`), facts, checks, to_report. A check has
-group, name, status (ok, fallback, failed), text, seconds, and figures: relative `error` and `bound` of output and
-gradients.
+Checks run in a process of their own; after a crash or hang a new one continues. Figures of a check: relative `error`
+and `bound` of output and gradients.
 """
 
 from __future__ import annotations
@@ -60,8 +58,10 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Report of every check on `device`.
 
-    quick: fewer shapes and dtypes. facts: added to the report. seconds: limit of one check. tell: called with (done,
-    total, next). plan: a function of a module, for the process.
+    Args:
+        facts: added to the report.
+        seconds: limit of one check.
+        tell: called with (done, total, next).
     """
     checks: list[Line] = []
     names: list[tuple[str, str]] = []

@@ -107,16 +107,16 @@ def test_every_way_has_the_same_bits_and_the_bytes_of_its_record(fields, flags):
 )
 @forked("megatron")
 def test_what_is_moved_gives_the_same_bits_and_leaves_the_bytes_of_its_record(fields, flags):
-    from mindspeed_lite.patches._shared import memory_choice
+    from mindspeed_lite.patches import adaptive_memory
 
     made = []
 
-    class Seen(memory_choice.Offload):
+    class Seen(adaptive_memory.Offload):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    memory_choice.Offload = Seen
+    adaptive_memory.Offload = Seen
     platform.activate()
     with mindspeed_lite.enabled(**flags):
         off = step(model_of(**fields))
