@@ -82,13 +82,15 @@ def table(
         headers: no header line if all are empty.
         style: of a cell by its text; None: no colour.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     cells, has_headers = [tuple(row) for row in rows], any(headers)
     if not cells:
         return []
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:  # doctor says so
+        return ["  ".join(row) for row in ([tuple(headers)] * has_headers + cells)]
     pairs = [*zip(headers, zip(*cells, strict=True), strict=True)]
     figures = [has_headers and all(map(is_figure, column)) for _, column in pairs]
     narrowest = [_narrowest(*pair, is_whole) for pair, is_whole in zip(pairs, figures, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -50,6 +51,11 @@ def test_forms_of_a_table():
     assert table(*LAYOUTS, 40)[:2] == ["        1", "layout  TP2 PP4 VPP6 MBS1"]
     assert table(("x",), [], 80) == []
     assert table(("", "y"), [("a", "1")], 10_000) == ["   y", "a  1"]
+
+
+def test_without_rich_a_row_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert table(("", "y"), [("a", "1")], 40) == ["  y", "a  1"]
 
 
 def test_lines_break_between_words_and_long_words_after_a_separator():

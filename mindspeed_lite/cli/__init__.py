@@ -89,8 +89,11 @@ def _show_commands() -> None:
     from . import terminal
 
     options = {"--version": "print the version", "-h, --help": "print this; COMMAND --help explains one command"}
-    terminal.say(f"usage: {PROGRAM} COMMAND ...\n")
-    terminal.say("A non-invasive accelerator for Megatron-LM: one import line, features by flag.\n\ncommands:")
-    terminal.table(("", ""), COMMANDS.items())
-    terminal.say("\noptions:")
-    terminal.table(("", ""), options.items())
+    lines = [
+        f"usage: {PROGRAM} COMMAND ...",
+        "",
+        "A non-invasive accelerator for Megatron-LM: one import line, features by flag.",
+    ]
+    for title, names in (("commands", COMMANDS), ("options", options)):
+        lines += ["", f"{title}:", *(f"  {name:10}  {meaning}" for name, meaning in names.items())]
+    print("\n".join(terminal.reflowed("\n".join(lines), terminal.width())))
