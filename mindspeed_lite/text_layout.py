@@ -9,10 +9,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TextIO
+from typing import TextIO
 
-# Least columns of text that is wrapped.
-_READABLE = 24
+# Least columns of a cell of text that is wrapped; of text after short cells.
+_READABLE, _MAIN_TEXT = 24, 36
+Paint = Callable[..., str]
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
@@ -42,7 +43,7 @@ def wrapped(text: str, columns: int, indent: int = 0, *, keeps_words: bool = Fal
                 line = joined
                 continue
             found += [line] if line != start else []
-            *full, last = [word] if keeps_words else _pieces(word, max(12, columns - len(start)))
+            *full, last = [word] if keeps_words else _pieces(word, max(_READABLE // 2, columns - len(start)))
             found += [start + each for each in full]
             line = start + last
         found.append(line.rstrip())
@@ -85,38 +86,72 @@ def table(
     cells, has_headers = [tuple(row) for row in rows], any(headers)
     if not cells:
         return []
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:  # doctor says so
-        return ["  ".join(row) for row in ([tuple(headers)] * has_headers + cells)]
-    pairs = [*zip(headers, zip(*cells, strict=True), strict=True)]
-    figures = [has_headers and all(map(is_figure, column)) for _, column in pairs]
-    narrowest = [_narrowest(*pair, is_whole) for pair, is_whole in zip(pairs, figures, strict=True)]
-    if has_headers and sum(narrowest) + 2 * (len(pairs) - 1) > columns:
-        # Rows as columns, as many next to each other as fit.
-        widest = max(len(cell) for row in cells for cell in row) + 2
-        count = max(1, (columns - max(map(len, headers))) // widest)
-        parts = [cells[at : at + count] for at in range(0, len(cells), count)]
-        blocks = [table(("",) * (len(part) + 1), zip(headers, *part, strict=True), columns, style) for part in parts]
-        return "\n\n".join(map("\n".join, blocks)).split("\n")
-    bold = "bold" if style else ""
-    grid = Table(box=None, show_header=has_headers, header_style=bold, padding=(0, 1), pad_edge=False)
-    for header, are_figures in zip(headers, figures, strict=True):
-        justify: Literal["left", "right"] = "right" if are_figures else "left"
-        grid.add_column(Text(header), justify=justify, no_wrap=are_figures, overflow="fold")
-    for row in cells:
-        grid.add_row(*(Text(cell, style(cell) if style else "") for cell in row))
-    console = Console(width=columns, force_terminal=bool(style), color_system="standard" if style else None)
-    with console.capture() as captured:
-        console.print(grid)
-    # Cells are padded within their colour.
-    return [re.sub(r" +((?:\x1b\[[\d;]*m)*)$", r"\1", line) for line in captured.get().splitlines()]
+
+    def paint(text: str, cell: str | None = None) -> str:
+        """A part of a cell, or of a header."""
+        return painted(text, "bold" if cell is None else style(cell)) if style else text
+
+    natural = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    least = [_least(*column) for column in zip(headers, *cells, strict=True)]
+    if not has_headers:
+        least[-1] = max(least[-1], min(natural[-1], _MAIN_TEXT))
+    gaps = len(headers) - 1
+    gap = 2 if sum(natural) + 2 * gaps <= columns else 1
+    widths = _shared(natural, least, columns - gap * gaps)
+    if widths is None:
+        return _turned(headers, cells, columns, paint) if has_headers else _stacked(cells, columns, paint)
+    rights = [has_headers and all(map(is_figure, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in [headers, *cells] if has_headers else cells:
+        columns_of_row = [wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for place in range(max(map(len, columns_of_row))):
+            line = []
+            for cell, texts, width, right in zip(row, columns_of_row, widths, rights, strict=True):
+                text = texts[place] if place < len(texts) else ""
+                pad, shown = " " * (width - len(text)), paint(text, None if row is headers else cell)
+                line.append(pad + shown if right else shown + pad)
+            lines.append((" " * gap).join(line).rstrip())
+    return lines
 
 
-def _narrowest(header: str, cells: Sequence[str], is_whole: bool) -> int:
-    """Width at which a column can still be read: figures whole, text wrapped but for words."""
+def _least(header: str, *cells: str) -> int:
     words = [len(word) for cell in (header, *cells) for word in cell.split()]
-    longest = max(map(len, cells))
-    return longest if is_whole else max(min(longest, _READABLE), min(max(words, default=0), 2 * _READABLE))
+    return max(min(max(map(len, cells)), _READABLE), min(max(words, default=0), 2 * _READABLE))
+
+
+def _shared(natural: Sequence[int], least: Sequence[int], room: int) -> list[int] | None:
+    """Widths in `room`, for those that lack most first; None where columns would be too narrow."""
+    widths = list(natural) if sum(natural) <= room else list(least)
+    if sum(widths) > room:
+        return None
+    while widths != natural and sum(widths) < room:
+        lacking = [want - width for want, width in zip(natural, widths, strict=True)]
+        widths[lacking.index(max(lacking))] += 1
+    return widths
+
+
+def _turned(headers: Sequence[str], rows: Sequence[Sequence[str]], columns: int, paint: Paint) -> list[str]:
+    """Rows as columns, as many next to each other as fit."""
+    first = max(map(len, headers)) + 2
+    widest = max(len(cell) for row in rows for cell in row) + 2
+    count = max(1, (columns - first + 2) // widest)
+    lines: list[str] = []
+    for at in range(0, len(rows), count):
+        lines += [""] if lines else []
+        for header, *cells in zip(headers, *rows[at : at + count], strict=True):
+            head, pad = paint(header), " " * (first - len(header))
+            if count > 1:
+                lines.append(head + pad + "  ".join(paint(each.rjust(widest - 2), each) for each in cells))
+            else:
+                start, *others = wrapped(cells[0], columns, first)
+                lines += [head + pad + paint(start.strip(), cells[0]), *others]
+    return lines
+
+
+def _stacked(rows: Sequence[Sequence[str]], columns: int, paint: Paint) -> list[str]:
+    """The last cell below the others, indented."""
+    lines = []
+    for *firsts, last in rows:
+        lines.append("  ".join(paint(each, each) for each in firsts if each))
+        lines += wrapped(last, columns, indent=4)
+    return lines

@@ -39,7 +39,7 @@ def in_a_terminal(*arguments, columns, path=(), **variables):
 def test_a_terminal_has_colour_and_its_own_width(tmp_path):
     # Doctor without torch: instant, and it has all three colours.
     code, out = in_a_terminal("doctor", columns=70, **without(tmp_path, "torch"))
-    assert code == 1 and "\x1b[31mproblem\x1b[0m" in out and "\x1b[32mok " in out
+    assert code == 1 and "\x1b[31mproblem\x1b[0m" in out and "\x1b[32mok\x1b[0m " in out
     plain = ESCAPE.sub("", out)
     assert max(map(len, plain.splitlines())) <= 70
     _, wide = in_a_terminal("doctor", columns=160, NO_COLOR="1", **without(tmp_path, "torch"))
