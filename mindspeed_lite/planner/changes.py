@@ -38,15 +38,17 @@ class _Toggle:
     applies: Callable[[TrainingConfig], bool] = lambda training: True
 
 
-def _switch(
-    flag: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, name: str = "", **off: object
-) -> _Toggle:
-    name = name or flag.removeprefix("--").replace("-", "_")
-    return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False, **off}, applies)
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _switch(flag: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, name: str = "") -> _Toggle:
+    name = name or _name(flag)
+    return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False}, applies)
 
 
 def _recompute_toggle(flag: str) -> _Toggle:
-    name = flag.removeprefix("--").replace("-", "_")
+    name = _name(flag)
     number = f"{name}_num_layers"
     return _Toggle(
         flag,
@@ -75,23 +77,17 @@ def _recompute(flags: str, granularity: str, method: str = "", modules: tuple[st
     )
 
 
-def _states(form: str) -> _Toggle:
+def _choice(
+    flag: str, value: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, **off: object
+) -> _Toggle:
+    """One value of a flag that has none in the command, or this one."""
+    name = _name(flag)
     return _Toggle(
-        f"--quant-states {form}",
-        lambda training: training.quant_states == form,
-        {"quant_states": form},
-        {"quant_states": ""},
-        lambda training: training.quant_states in ("", form),
-    )
-
-
-def _zero_memory(level: str) -> _Toggle:
-    return _Toggle(
-        f"--moe-zero-memory {level}",
-        lambda training: training.moe_zero_memory == level,
-        {"moe_zero_memory": level},
-        {"moe_zero_memory": "", "moe_zero_memory_num_layers": None},
-        lambda training: training.moe_grouped_gemm and training.moe_zero_memory in ("", "disable", level),
+        f"{flag} {value}",
+        lambda training: getattr(training, name) == value,
+        {name: value},
+        {name: "", **off},
+        lambda training: getattr(training, name) in ("", "disable", value) and applies(training),
     )
 
 
@@ -113,18 +109,12 @@ def _algorithms(training: TrainingConfig) -> set[str]:
     return {context.algorithm(training, layer) for layer in range(training.num_layers)}
 
 
-def _cache(policy: str) -> _Toggle:
-    return _Toggle(
-        f"--context-parallel-kv-cache-policy {policy}",
-        lambda training: training.context_parallel_kv_cache_policy == policy,
-        {"context_parallel_kv_cache_policy": policy},
-        {"context_parallel_kv_cache_policy": "", "context_parallel_cache_interval": 0},
-        lambda training: (
-            training.context_parallel_kv_cache_policy in ("", policy)
-            and bool(_algorithms(training))
-            and _algorithms(training) <= {"ring", "hybrid"}
-        ),
-    )
+def _is_ring(training: TrainingConfig) -> bool:
+    return training.cp > 1 and _algorithms(training) <= {"ring", "hybrid"}
+
+
+def _is_grouped(training: TrainingConfig) -> bool:
+    return training.moe_grouped_gemm
 
 
 def _is_rms(training: TrainingConfig) -> bool:
@@ -148,8 +138,8 @@ _TOGGLES = (
         lambda training: training.cp > 1 and context.divides_heads(training, training.cp),
     ),
     _switch("--use-ulysses-allgather-kv", lambda training: "ulysses" in _algorithms(training)),
-    _cache("full"),
-    _cache("half"),
+    _choice("--context-parallel-kv-cache-policy", "full", _is_ring, context_parallel_cache_interval=0),
+    _choice("--context-parallel-kv-cache-policy", "half", _is_ring, context_parallel_cache_interval=0),
     _switch(
         "--masked-softmax-fusion",
         lambda training: training.has_softmax_to_fuse,
@@ -174,8 +164,8 @@ _TOGGLES = (
     _recompute("--recompute-granularity selective", "selective", modules=("core_attn",)),
     _recompute("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full", "uniform"),
     _switch("--reuse-fp32-param", lambda training: training.bf16),
-    _states("bf16"),
-    _states("fp8"),
+    _choice("--quant-states", "bf16"),
+    _choice("--quant-states", "fp8"),
     _Toggle(
         "--virtual-optimizer all",
         lambda training: bool(training.virtual_optimizer),
@@ -185,26 +175,20 @@ _TOGGLES = (
     ),
     _switch("--swap-optimizer", lambda training: not training.virtual_optimizer),
     _switch("--use-distributed-optimizer", lambda training: training.dp > 1),
-    _Toggle(
+    # Megatron requires it for experts under TP.
+    _switch(
         "--sequence-parallel",
-        lambda training: training.sequence_parallel,
-        {"sequence_parallel": True},
-        {"sequence_parallel": False},
-        # Megatron requires it for experts under TP.
         lambda training: training.tp > 1 and not (training.num_experts and training.sequence_parallel),
     ),
-    _Toggle(
-        "--grad-reduce-compression int8",
-        lambda training: bool(training.grad_reduce_compression),
-        {"grad_reduce_compression": "int8"},
-        {"grad_reduce_compression": ""},
-        lambda training: training.dp * training.cp > 1,
-    ),
+    _choice("--grad-reduce-compression", "int8", lambda training: training.dp * training.cp > 1),
+    # All take as much: others are shown where they are on.
+    _choice("--grad-reduce-compression", "fp8", lambda training: bool(training.grad_reduce_compression)),
+    _choice("--grad-reduce-compression", "bf16", lambda training: bool(training.grad_reduce_compression)),
     _switch("--grad-reduce-in-bf16", lambda training: training.bf16),
     _switch("--accumulate-allreduce-grads-in-fp32", lambda training: training.fp16),
     _switch("--moe-permute-fusion", lambda training: bool(training.num_experts)),
-    _zero_memory("level0"),
-    _zero_memory("level1"),
+    _choice("--moe-zero-memory", "level0", _is_grouped, moe_zero_memory_num_layers=None),
+    _choice("--moe-zero-memory", "level1", _is_grouped, moe_zero_memory_num_layers=None),
 )
 
 

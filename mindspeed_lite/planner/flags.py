@@ -5,76 +5,43 @@ Names are Megatron's `dest`; defaults are Megatron's.
 
 from __future__ import annotations
 
+
+def _same_name(flags: str) -> dict[str, str]:
+    """Flags to the names that argparse derives."""
+    return {flag: flag.removeprefix("--").replace("-", "_") for flag in flags.split()}
+
+
 # Switches that set a name to True.
-ON = {
-    "--swiglu": "swiglu",
-    "--squared-relu": "squared_relu",
-    "--quick-geglu": "quick_geglu",
-    "--add-qkv-bias": "add_qkv_bias",
-    "--qk-layernorm": "qk_layernorm",
-    "--multi-latent-attention": "multi_latent_attention",
-    "--group-query-attention": "group_query_attention",
-    "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights",
-    "--bf16": "bf16",
-    "--fp16": "fp16",
-    "--sequence-parallel": "sequence_parallel",
-    "--use-distributed-optimizer": "use_distributed_optimizer",
-    "--accumulate-allreduce-grads-in-fp32": "accumulate_allreduce_grads_in_fp32",
-    "--grad-reduce-in-bf16": "grad_reduce_in_bf16",
-    "--account-for-embedding-in-pipeline-split": "account_for_embedding_in_pipeline_split",
-    "--account-for-loss-in-pipeline-split": "account_for_loss_in_pipeline_split",
-    "--attention-softmax-in-fp32": "attention_softmax_in_fp32",
-    "--apply-query-key-layer-scaling": "apply_query_key_layer_scaling",
-    "--fp16-lm-cross-entropy": "fp16_lm_cross_entropy",
-    "--cross-entropy-loss-fusion": "cross_entropy_loss_fusion",
-    "--recompute-activations": "recompute_activations",
-    "--moe-grouped-gemm": "moe_grouped_gemm",
-    "--moe-permute-fusion": "moe_permute_fusion",
-    "--moe-router-fusion": "moe_router_fusion",
-    "--moe-tp-extend-ep": "moe_tp_extend_ep",
-    "--moe-router-enable-expert-bias": "moe_router_enable_expert_bias",
-    "--moe-shared-expert-gate": "moe_shared_expert_gate",
-    "--use-flash-attn": "use_flash_attn",
+ON = _same_name(
+    """
+    --swiglu --squared-relu --quick-geglu --add-qkv-bias --qk-layernorm --multi-latent-attention
+    --group-query-attention --untie-embeddings-and-output-weights --bf16 --fp16 --sequence-parallel
+    --use-distributed-optimizer --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --attention-softmax-in-fp32
+    --apply-query-key-layer-scaling --fp16-lm-cross-entropy --cross-entropy-loss-fusion --recompute-activations
+    --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-tp-extend-ep --moe-router-enable-expert-bias
+    --moe-shared-expert-gate --use-flash-attn --use-fused-swiglu --use-fused-rmsnorm --use-fused-layernorm
+    --use-fused-rotary-pos-emb --use-fused-cross-entropy --use-fused-linear-cross-entropy --use-fused-adamw
+    --reuse-fp32-param --swap-optimizer --recompute-activation-function --recompute-norm --use-cp-send-recv-overlap
+    --use-ulysses-allgather-kv --reset-attention-mask --sft --dataloader-inter-document-masking
+    --moe-pad-expert-input-to-capacity --overlap-moe-expert-parallel-comm --balanced-moe-experts --moe-fb-overlap
+    --swap-attention
+    """
+) | {
     "--bias-dropout-fusion": "use_bias_dropout_fusion",
     "--masked-softmax-fusion": "use_masked_softmax_fusion",
-    "--use-fused-swiglu": "use_fused_swiglu",
-    "--use-fused-rmsnorm": "use_fused_rmsnorm",
-    "--use-fused-layernorm": "use_fused_layernorm",
-    "--use-fused-rotary-pos-emb": "use_fused_rotary_pos_emb",
-    "--use-fused-cross-entropy": "use_fused_cross_entropy",
-    "--use-fused-linear-cross-entropy": "use_fused_linear_cross_entropy",
-    "--use-fused-adamw": "use_fused_adamw",
-    "--reuse-fp32-param": "reuse_fp32_param",
-    "--swap-optimizer": "swap_optimizer",
-    "--recompute-activation-function": "recompute_activation_function",
-    "--recompute-norm": "recompute_norm",
-    "--use-cp-send-recv-overlap": "use_cp_send_recv_overlap",
-    "--use-ulysses-allgather-kv": "use_ulysses_allgather_kv",
-    "--reset-attention-mask": "reset_attention_mask",
-    "--sft": "sft",
-    "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
-    "--moe-pad-expert-input-to-capacity": "moe_pad_expert_input_to_capacity",
-    "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
-    "--balanced-moe-experts": "balanced_moe_experts",
-    "--moe-fb-overlap": "moe_fb_overlap",
-    "--swap-attention": "swap_attention",
 }
 # MindSpeed-LLM's, for an activation with a gate.
 GATED = {"--geglu": "quick_geglu", "--gelu-tanh": "quick_geglu"}
 # Switches that affect only time.
-TIMED = {
-    "--tp-comm-overlap": "tp_comm_overlap",
-    "--moe-enable-deepep": "moe_enable_deepep",
-    "--enable-cuda-graph": "enable_cuda_graph",
-    "--external-cuda-graph": "external_cuda_graph",
-    "--overlap-grad-reduce": "overlap_grad_reduce",
-    "--overlap-param-gather": "overlap_param_gather",
+TIMED = _same_name(
+    """
+    --tp-comm-overlap --moe-enable-deepep --enable-cuda-graph --external-cuda-graph --overlap-grad-reduce
+    --overlap-param-gather --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-alltoall-mc2
+    --use-ascend-coc --use-ascend-mc2
+    """
+) | {
     "--gradient-accumulation-fusion": "fuses_accumulation",
-    "--moe-alltoall-overlap-comm": "moe_alltoall_overlap_comm",
-    "--moe-allgather-overlap-comm": "moe_allgather_overlap_comm",
-    "--moe-alltoall-mc2": "moe_alltoall_mc2",
-    "--use-ascend-coc": "use_ascend_coc",
-    "--use-ascend-mc2": "use_ascend_mc2",
 }
 # Features without predicted effect on time, and what is predicted instead.
 NOT_TIMED = {
@@ -98,79 +65,32 @@ OFF = {
     "--no-masked-softmax-fusion": "masked_softmax_fusion",
     "--disable-jit-fuser": "jit_fuser",
 }
-INTEGERS = {
-    "--num-layers": "num_layers",
-    "--hidden-size": "hidden_size",
-    "--ffn-hidden-size": "ffn_hidden_size",
-    "--num-attention-heads": "num_attention_heads",
-    "--kv-channels": "kv_channels",
-    "--q-lora-rank": "q_lora_rank",
-    "--kv-lora-rank": "kv_lora_rank",
-    "--qk-head-dim": "qk_head_dim",
-    "--qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
-    "--v-head-dim": "v_head_dim",
-    "--mtp-num-layers": "mtp_num_layers",
-    "--num-query-groups": "num_query_groups",
-    "--seq-length": "seq_length",
-    "--max-position-embeddings": "max_position_embeddings",
-    "--micro-batch-size": "micro_batch_size",
-    "--global-batch-size": "global_batch_size",
-    "--vocab-size": "vocab_size",
-    "--padded-vocab-size": "padded_vocab_size",
-    "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
-    "--tensor-model-parallel-size": "tensor_model_parallel_size",
-    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
-    "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
-    "--context-parallel-size": "context_parallel_size",
-    "--ulysses-degree-in-cp": "ulysses_degree_in_cp",
-    "--cp-window-size": "cp_window_size",
-    "--context-parallel-cache-interval": "context_parallel_cache_interval",
-    "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
-    "--num-virtual-stages-per-pipeline-rank": "num_virtual_stages_per_pipeline_rank",
+INTEGERS = _same_name(
+    """
+    --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --q-lora-rank --kv-lora-rank
+    --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mtp-num-layers --num-query-groups --seq-length
+    --max-position-embeddings --micro-batch-size --global-batch-size --vocab-size --padded-vocab-size
+    --make-vocab-size-divisible-by --tensor-model-parallel-size --pipeline-model-parallel-size
+    --expert-model-parallel-size --expert-tensor-parallel-size --context-parallel-size --ulysses-degree-in-cp
+    --cp-window-size --context-parallel-cache-interval --num-layers-per-virtual-pipeline-stage
+    --num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+    --num-experts --moe-router-topk --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
+    --recompute-num-layers --recompute-activation-function-num-layers --recompute-norm-num-layers
+    --balanced-moe-hot-expert-num --moe-zero-memory-num-layers
+    """
+) | {
     "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
-    "--decoder-first-pipeline-num-layers": "decoder_first_pipeline_num_layers",
-    "--decoder-last-pipeline-num-layers": "decoder_last_pipeline_num_layers",
-    "--num-experts": "num_experts",
-    "--moe-router-topk": "moe_router_topk",
-    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
-    "--moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
-    "--recompute-num-layers": "recompute_num_layers",
-    "--recompute-activation-function-num-layers": "recompute_activation_function_num_layers",
-    "--recompute-norm-num-layers": "recompute_norm_num_layers",
-    "--balanced-moe-hot-expert-num": "balanced_moe_hot_expert_num",
-    "--moe-zero-memory-num-layers": "moe_zero_memory_num_layers",
 }
-NUMBERS = {
-    "--hidden-dropout": "hidden_dropout",
-    "--attention-dropout": "attention_dropout",
-    "--moe-expert-capacity-factor": "moe_expert_capacity_factor",
-}
-TEXTS = {
-    "--normalization": "normalization",
-    "--position-embedding-type": "position_embedding_type",
-    "--rope-type": "rope_type",
-    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
-    "--tokenizer-type": "tokenizer_type",
-    "--optimizer": "optimizer",
-    "--moe-layer-freq": "moe_layer_freq",
-    "--moe-zero-memory": "moe_zero_memory",
-    "--moe-token-dispatcher-type": "moe_token_dispatcher_type",
-    "--attention-backend": "attention_backend",
-    "--quant-states": "quant_states",
-    "--grad-reduce-compression": "grad_reduce_compression",
-    "--grad-reduce-compression-scope": "grad_reduce_compression_scope",
-    "--cuda-graph-impl": "cuda_graph_impl",
-    "--window-attn-skip-freq": "window_attn_skip_freq",
-    "--recompute-granularity": "recompute_granularity",
-    "--recompute-method": "recompute_method",
-    "--transformer-impl": "transformer_impl",
-    "--context-parallel-algo": "context_parallel_algo",
-    "--context-parallel-kv-cache-policy": "context_parallel_kv_cache_policy",
-    "--pipeline-schedule": "pipeline_schedule",
-    "--schedules-method": "schedules_method",
-    "--swap-modules": "swap_modules",
-}
+NUMBERS = _same_name("--hidden-dropout --attention-dropout --moe-expert-capacity-factor")
+TEXTS = _same_name(
+    """
+    --normalization --position-embedding-type --rope-type --pipeline-model-parallel-layout --tokenizer-type
+    --optimizer --moe-layer-freq --moe-zero-memory --moe-token-dispatcher-type --attention-backend --quant-states
+    --grad-reduce-compression --grad-reduce-compression-scope --cuda-graph-impl --window-attn-skip-freq
+    --recompute-granularity --recompute-method --transformer-impl --context-parallel-algo
+    --context-parallel-kv-cache-policy --pipeline-schedule --schedules-method --swap-modules
+    """
+)
 # Integers that may be 0.
 FROM_ZERO = (
     "--mtp-num-layers",
@@ -198,14 +118,12 @@ CHOICES = {
     "grad_reduce_compression_scope": ("auto", "all", "between-nodes"),
 }
 # Flags with any number of values.
-LISTS = {
-    "--virtual-optimizer": "virtual_optimizer",
-    "--cp-comm-type": "cp_comm_type",
-    "--hierarchical-context-parallel-sizes": "hierarchical_context_parallel_sizes",
-    "--recompute-modules": "recompute_modules",
-    "--moe-aux-loss-coeff": "moe_aux_loss_coeff",
-    "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
-}
+LISTS = _same_name(
+    """
+    --virtual-optimizer --cp-comm-type --hierarchical-context-parallel-sizes --recompute-modules
+    --moe-aux-loss-coeff --moe-router-load-balancing-type
+    """
+)
 # Supported `--recompute-modules`.
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")

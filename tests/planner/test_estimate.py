@@ -153,4 +153,6 @@ def test_what_does_not_apply_is_not_offered() -> None:
     flags = {each.flag for each in changes(training())}
     assert not flags & {"--use-fused-rmsnorm", "--sequence-parallel", "--use-distributed-optimizer"}
     assert {"--reuse-fp32-param", "--quant-states fp8", "--recompute-norm"} <= flags
+    compressed = {each.flag: each.is_on for each in changes(training("--grad-reduce-compression", "fp8", world_size=2))}
+    assert compressed["--grad-reduce-compression fp8"] and "--grad-reduce-compression int8" not in compressed
     assert "--reuse-fp32-param" not in {each.flag for each in changes(training().replace(bf16=False))}
