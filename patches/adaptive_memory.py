@@ -112,6 +112,6 @@ FEATURE = Feature(
         forward_pass_patch(NAME),
         linear_layers.PLACEHOLDER_PATCH,
         *recompute.CHECKPOINT_PATCHES,
-        recompute_activation_function.MLP_PATCH,
+        *recompute_activation_function.MLP_PATCHES,
     ),
 )  # fmt: skip
