@@ -16,9 +16,9 @@ import pytest
 from tests.harness import checkouts
 from tests.harness.processes import clean_environment
 from tests.harness.training import DRIFT
-from tests.te_contract.conftest import STAND_IN
 
 FOLDER = Path(__file__).parents[1] / "examples" / "frameworks"
+STAND_IN = checkouts.ROOT / "tests" / "te_contract" / "stand_in"
 OURS = "mindspeed_lite_plugin,verl_post_training"
 
 

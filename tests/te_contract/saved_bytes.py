@@ -12,8 +12,8 @@ from mindspeed_lite.memory.layer_records import ACTIVATION, LAYER, MLP_NORM
 from mindspeed_lite.patches import swap_attention, swap_optimizer
 from mindspeed_lite.patches._shared import recomputed_layers
 from tests.harness import optimizers
+from tests.harness.gpt_block import FFN, model_of, step
 from tests.harness.lanes import Lanes
-from tests.patches.gpt_block import FFN, model_of, step
 
 HOST = {"transformer_impl": "transformer_engine", "bf16": True, "swiglu": True, "normalization": "RMSNorm"}
 EXPERTS = {

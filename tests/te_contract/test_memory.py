@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 
 from tests.harness import checkouts
+from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE
 from tests.harness.training import Trainer
-from tests.patches.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE
 from tests.te_contract import saved_bytes
 
 TOKENS, TOP, WIDTH = SEQUENCE * BATCH, 2, 2
