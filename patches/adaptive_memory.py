@@ -295,6 +295,6 @@ FEATURE = Feature(
         forward_pass_patch(NAME),
         linear_layers.PLACEHOLDER_PATCH,
         recompute.CHECKPOINT_PATCH,
-        recompute_activation_function.MLP_PATCH,
+        *recompute_activation_function.MLP_PATCHES,
     ),
 )  # fmt: skip

@@ -80,7 +80,7 @@ def _is_asked_for(config: Any, session: Session) -> bool:
     return getattr(config, ARGUMENT, False) or _order_asks(session)
 
 
-#: DDP -> layer -> handles of its queue's hooks at autograd, while the feature is off.
+#: DDP -> layer -> its queue's hooks with their handles and nodes at autograd, while the feature is off.
 _given_back: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -174,6 +174,9 @@ def _reduction(wrapped: Function, session: Session) -> Function:
                     session.fallback(FEATURE.name, reason)
                 else:
                     _queue(session, layer)
+        elif getattr(config, ARGUMENT, False) and any(True for _ in linear_layers.te_layers(module)):
+            # Transformer Engine's gradients come after autograd's hooks, with overlap and without.
+            session.mark(ddp_config, ARGUMENT, True)
         elif getattr(config, ARGUMENT, False) and ddp_config.overlap_grad_reduce and not ddp_config.delay_wgrad_compute:
             session.fallback(
                 FEATURE.name,
@@ -193,12 +196,12 @@ def _reduction(wrapped: Function, session: Session) -> Function:
 def _reduce_later_again(session: Session, ddp: Any) -> None:
     if _order_asks(session):
         session.mark(ddp.ddp_config, ARGUMENT, True)
-    for layer, handles in _given_back.pop(ddp).items():
+    for layer, given in _given_back.pop(ddp).items():
         _queue(session, layer)
-        for handle, param in zip(handles, linear_layers.delayed_parameters(layer), strict=False):
+        for hook, handle, accumulator in given:
             handle.remove()
-            getattr(layer, _QUEUE).call_when_done(ddp._make_backward_post_hook(param))
-            ddp.grad_accs.pop()
+            ddp.grad_accs.remove(accumulator)
+            getattr(layer, _QUEUE).call_when_done(hook)
     _complete_wrappers(session, ddp.module)
     at_end(session, ddp, _reduce_as_it_comes)
 
@@ -225,7 +228,7 @@ def _reduce_as_it_comes(ddp: Any) -> None:
         for hook, param in zip(hooks, linear_layers.delayed_parameters(layer), strict=False):
             with torch.enable_grad():
                 accumulator = param.expand_as(param).grad_fn.next_functions[0][0]
-            given[layer].append(accumulator.register_hook(hook))
+            given[layer].append((hook, accumulator.register_hook(hook), accumulator))
             ddp.grad_accs.append(accumulator)
 
 
@@ -289,7 +292,6 @@ FEATURE = Feature(
             reads=(
                 f"{DDP_CONFIG}.overlap_grad_reduce",
                 f"{DDP_CONFIG}.delay_wgrad_compute",
-                f"{_DDP}._make_backward_post_hook",
                 f"{_DDP}.grad_accs",
             ),
         ),

@@ -184,19 +184,15 @@ def _rows(dispatcher: Any, tokens: Tensor) -> RecomputedRows:
 
 
 def _te_experts(wrapped: Function, session: Session) -> Function:
-    """Megatron recomputes the activation, as with `--recompute-modules moe_act`; the rest is released here."""
+    """Megatron recomputes the activation; the rest is released here."""
 
     def forward(self: Any, permuted_local_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         released = released_of(session, permuted_local_hidden_states)
         if released is None:
             return wrapped(self, permuted_local_hidden_states, *args, **kwargs)
-        layer, call, recomputes = self.linear_fc1, LinearCall(), self.activation_recompute
-        self.activation_recompute = True
-        try:
-            with seen(layer, call):
-                out, bias = wrapped(self, permuted_local_hidden_states, *args, **kwargs)
-        finally:
-            self.activation_recompute = recomputes
+        layer, call = self.linear_fc1, LinearCall()
+        with recompute_activation_function.grouped_activation(self), seen(layer, call):
+            out, bias = wrapped(self, permuted_local_hidden_states, *args, **kwargs)
         x, middle = permuted_local_hidden_states.detach(), call.output
         if call.input is not permuted_local_hidden_states or middle is None or not middle.requires_grad:
             return out, bias

@@ -1,24 +1,27 @@
 """`--recompute-activation-function`: release the MLP activation's output and recompute it.
 
-Reaches every local MLP: dense, experts and shared experts. The output [s, b, ffn / TP] is freed after the second linear
-layer and recomputed in its backward by Megatron's `CheckpointWithoutOutput`, without a GEMM.
+Reaches every MLP: dense, experts and shared experts, and Transformer Engine's grouped experts. The output
+[s, b, ffn / TP] is freed after the second linear layer and recomputed in its backward by Megatron's
+`CheckpointWithoutOutput`, without a GEMM.
 `--recompute-activation-function-num-layers N` limits it to the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Function, Override, Session
+from mindspeed_lite.engine import Around, Function, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import recompute
 from ._shared.proxies import RECOMPUTED, run_activation
 
 _OBSERVERS = "activation_observers"
+_SWITCH = "activation_recompute"
 
 
 def is_recomputed(mlp: Any, session: Session) -> bool:
@@ -63,7 +66,9 @@ def prepare(layer: Any, session: Session) -> None:
     if isinstance(mlp, MLP):
         session.mark(mlp, RECOMPUTED, not (selective and "mlp" in modules))
     elif not (selective and "moe" in modules):
-        for expert in getattr(getattr(mlp, "experts", None), "local_experts", ()):
+        experts = getattr(mlp, "experts", None)
+        # Grouped experts have a switch for it.
+        for expert in [experts] if hasattr(experts, _SWITCH) else getattr(experts, "local_experts", ()):
             session.mark(expert, RECOMPUTED, True)
         shared = getattr(mlp, "shared_experts", None)
         if shared is not None and layer.config.moe_shared_expert_overlap:
@@ -99,8 +104,30 @@ def _forward(wrapped: Function, session: Session) -> Function:
     return forward
 
 
+@contextlib.contextmanager
+def grouped_activation(experts: Any, is_recomputed: bool = True) -> Iterator[None]:
+    """Let Megatron's grouped experts recompute the activation, as with `--recompute-modules moe_act`."""
+    before = experts.activation_recompute
+    experts.activation_recompute = before or is_recomputed
+    try:
+        yield
+    finally:
+        experts.activation_recompute = before
+
+
+def _grouped(wrapped: Function, session: Session) -> Function:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with grouped_activation(self, is_recomputed(self, session)):
+            return wrapped(self, *args, **kwargs)
+
+    return forward
+
+
 # For features that mark an MLP with `RECOMPUTED`.
-MLP_PATCH = Override("megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True)
+MLP_PATCHES = (
+    Override("megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True),
+    Around("megatron.core.transformer.moe.experts:TEGroupedMLP.forward", _grouped, reads=(_SWITCH,), versions=">=0.16"),
+)
 FEATURE = recompute.feature_of_layers(
     "recompute_activation_function",
     summary="the MLP's activation released after use and recomputed",
@@ -108,5 +135,5 @@ FEATURE = recompute.feature_of_layers(
     theme="memory",
     prepare=prepare,
     reads=("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap"),
-    patches=(MLP_PATCH,),
+    patches=MLP_PATCHES,
 )

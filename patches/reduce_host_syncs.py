@@ -179,20 +179,30 @@ def _scale_loss(wrapped: Function, session: Session) -> Function:
     return scale_loss
 
 
+def _reduced(wrapped: Function, session: Session, stat: Any, *given: Any) -> Any:
+    if stat is None:
+        return wrapped(stat, *given)
+    from megatron.core import parallel_state
+
+    if isinstance(stat, Tensor):
+        value = stat.detach().to(torch.float32, copy=True).reshape(())
+    else:
+        value = torch.full((), stat, dtype=torch.float32, device=session.context.device)
+    group = given[0] if given else parallel_state.get_model_parallel_group()
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=group)
+    return value
+
+
 def _reduce_max(wrapped: Function, session: Session) -> Function:
     def reduce_max_stat_across_model_parallel_group(stat: Any, group: Any = None) -> Any:
-        given = () if group is None else (group,)
-        if stat is None:
-            return wrapped(stat, *given)
-        from megatron.core import parallel_state
+        return _reduced(wrapped, session, stat, *(() if group is None else (group,)))
 
-        if isinstance(stat, Tensor):
-            value = stat.detach().to(torch.float32, copy=True).reshape(())
-        else:
-            value = torch.full((), stat, dtype=torch.float32, device=session.context.device)
-        group = parallel_state.get_model_parallel_group() if group is None else group
-        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=group)
-        return value
+    return reduce_max_stat_across_model_parallel_group
+
+
+def _reduce_max_ungrouped(wrapped: Function, session: Session) -> Function:
+    def reduce_max_stat_across_model_parallel_group(stat: Any) -> Any:
+        return _reduced(wrapped, session, stat)
 
     return reduce_max_stat_across_model_parallel_group
 
@@ -203,6 +213,10 @@ def _all_true(wrapped: Function, session: Session) -> Function:
         return bool(input is True)
 
     return logical_and_across_model_parallel_group
+
+
+def _all_true_ungrouped(wrapped: Function, session: Session) -> Function:
+    return lambda input: bool(input is True)
 
 
 def _why_not(context: Context) -> list[str]:
@@ -243,8 +257,12 @@ FEATURE = Feature(
         Around(f"{_OPTIMIZER}:MegatronOptimizer.scale_loss", _scale_loss),
         *(
             Override(f"{module}:{name}_across_model_parallel_group", make, versions=versions)
-            for module, versions in ((f"{_TRAINING}.utils", "<0.18"), (f"{_TRAINING}.utils.common_utils", ">=0.18"))
-            for name, make in (("reduce_max_stat", _reduce_max), ("logical_and", _all_true))
+            for module, versions, makes in (
+                (f"{_TRAINING}.utils", "<0.18", (_reduce_max_ungrouped, _all_true_ungrouped)),
+                (f"{_TRAINING}.utils.common_utils", ">=0.18,<0.19", (_reduce_max_ungrouped, _all_true_ungrouped)),
+                (f"{_TRAINING}.utils.common_utils", ">=0.19", (_reduce_max, _all_true)),
+            )
+            for name, make in zip(("reduce_max_stat", "logical_and"), makes, strict=True)
         ),
         Around(f"{_TRAINING}.training:training_log", _log),
         Around(f"{_TRAINING}.checkpointing:save_checkpoint", _save),

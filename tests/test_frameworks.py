@@ -1,4 +1,4 @@
-"""verl's Megatron engine with our memory and log-probabilities, as `examples/frameworks` puts them there."""
+"""The scripts of `examples/frameworks`, each where its framework is installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,49 @@ import pytest
 
 from tests.harness import checkouts
 from tests.harness.processes import clean_environment
+from tests.harness.training import DRIFT
 
 FOLDER = Path(__file__).parents[1] / "examples" / "frameworks"
+STAND_IN = checkouts.ROOT / "tests" / "te_contract" / "stand_in"
 OURS = "mindspeed_lite_plugin,verl_post_training"
 
 
-def steps(modules: str, ranks: int, *options: str) -> list[dict[str, Any]]:
-    release = checkouts.folder("0.16.1")
-    path = os.pathsep.join(str(each) for each in (release, FOLDER, checkouts.ROOT))
-    environment = clean_environment(
-        PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES=modules, MINDSPEED_LITE_DEVICE="cpu", OMP_NUM_THREADS="1"
-    )
+def last_line(script: str, ranks: int, *options: str, path: Sequence[Any], **environment: str) -> Any:
+    """What a script of the examples prints last, as JSON; `path` comes first on its PYTHONPATH."""
+    joined = os.pathsep.join(map(str, (*path, FOLDER, checkouts.ROOT, os.environ.get("PYTHONPATH", ""))))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["verl_ppo.py", *options]
-    done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, script, *options], cwd=FOLDER, env=clean_environment(PYTHONPATH=joined, **environment),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def steps(modules: str, ranks: int, *options: str) -> list[dict[str, Any]]:
+    path = [checkouts.folder("0.16.1")]
+    found: list[dict[str, Any]] = last_line(
+        "verl_ppo.py", ranks, *options, path=path, VERL_USE_EXTERNAL_MODULES=modules
+    )
     return found
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("script", "package", "layers"),
+    [
+        ("ms_swift_steps.py", "mcore_bridge", {"TEColumnParallelLinear", "TELayerNormColumnParallelLinear"}),
+        ("megatron_bridge_steps.py", "megatron.bridge", {"TELayerNormColumnParallelLinear", "TERowParallelLinear"}),
+    ],
+)
+def test_models_of_frameworks_train_with_features(script: str, package: str, layers: set[str]) -> None:
+    """Two steps with Transformer Engine's layers, which are the stand-in's, as without features."""
+    if not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed")
+    on, off = (last_line(script, 1, path=[STAND_IN], MINDSPEED_LITE_FEATURES=given) for given in ("on", "off"))
+    assert len(on["losses"]) == 2 and on["losses"] == pytest.approx(off["losses"], rel=DRIFT)
+    assert layers & {*on["layers"]} and on["layers"] == off["layers"] and "features" not in off
+    assert {"use_fused_adamw", "use_fused_cross_entropy", "use_fused_swiglu"} <= {*on["features"]}
 
 
 @pytest.mark.skipif(

@@ -59,7 +59,7 @@ def local_names(module: Any) -> None:
     def _weight_name_mapping_mcore_to_hf(self: Any, mcore_weights_name: str) -> Any:
         try:
             return original(self, mcore_weights_name)
-        except NotImplementedError:
+        except NotImplementedError:  # what mbridge raises for a name that it does not know
             for local, other in fused.items():
                 mcore_weights_name = mcore_weights_name.replace(local, other)
             return original(self, mcore_weights_name)

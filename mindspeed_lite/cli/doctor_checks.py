@@ -316,6 +316,11 @@ def _torch_npu(machine: Machine) -> Findings:
 def _megatron_arguments(machine: Machine) -> Findings:
     from mindspeed_lite.patches._shared import megatron_arguments
 
+    error = megatron_arguments.import_error()
+    # An ImportError of the package itself, which Megatron expects, leaves no module.
+    if error is not None and (not isinstance(error, ImportError) or "transformer_engine" in sys.modules):
+        text = f"Megatron imports transformer_engine and stops there: {one_line(error)}"
+        yield "problem", text, "install its extension, or pip uninstall transformer_engine"
     missing = {each.flag: each.needs for each in megatron_arguments.DEFAULTS if each.is_missing(machine.device)}
     if missing:
         flags = ", ".join(f"{flag} (for {needs})" for flag, needs in missing.items())

@@ -184,10 +184,8 @@ def is_column_parallel(layer: Any) -> bool:
 
 
 def te_layers(model: Any) -> Iterator[Any]:
-    """Transformer Engine's linear layers in transformer layers; these have a name for communication buffers."""
-    for each in model.modules():
-        if getattr(each, "wgrad_store", None) is not None and getattr(each, "ub_name", None) is not None:
-            yield each
+    """Transformer Engine's linear layers; embedding and output layer are Megatron's own."""
+    return (each for each in model.modules() if getattr(each, "wgrad_store", None) is not None)
 
 
 def delayed_parameters(layer: Any) -> list[Any]:

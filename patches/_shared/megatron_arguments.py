@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -45,7 +46,7 @@ class Default(NamedTuple):
             return self.module != _TE or not _computes_without_cuda()
         # Modules provided by a session have no loader.
         found = importlib.util.find_spec(self.module)
-        return getattr(found, "loader", found) is None or _failed_to_load(self.module)
+        return getattr(found, "loader", found) is None or (self.module == _TE and import_error() is not None)
 
 
 def fused_adam(device: str) -> str:
@@ -60,9 +61,19 @@ def _computes_without_cuda() -> bool:
     return isinstance(getattr(found, "loader", None), importlib.machinery.SourceFileLoader)
 
 
-def _failed_to_load(module: str) -> bool:
-    """Whether Megatron imported the package in vain: without its extension it has no part for PyTorch."""
-    return module == _TE and module in sys.modules and not hasattr(sys.modules[module], "pytorch")
+def import_error() -> Exception | None:
+    """Why Transformer Engine cannot be imported; None if it can, or is not there."""
+    try:
+        if importlib.util.find_spec(_TE) is not None:
+            importlib.import_module(f"{_TE}.pytorch")
+    except Exception as error:  # its own checks raise what they like
+        return error
+    return None
+
+
+def _needed(default: Default) -> str:
+    error = import_error() if default.dest == "transformer_impl" else None
+    return default.needs if error is None else f"{default.needs}, whose import fails ({type(error).__name__}: {error})"
 
 
 def _has_compiler() -> bool:
@@ -144,12 +155,12 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
         # Other values are Megatron's defaults, which no flag asks for.
         if default.dest == "transformer_impl" and default.dest in explicit:
             raise OptionError(
-                f"--transformer-impl {_TE} needs {default.needs}. Leave the flag out or write {default.flag}, or "
+                f"--transformer-impl {_TE} needs {_needed(default)}. Leave the flag out or write {default.flag}, or "
                 "install what is missing."
             )
     for holder, default in switches:
         setattr(holder, default.dest, default.instead)
-    return {f"{each.flag} set: Megatron's default needs {each.needs}": each.dest for _, each in switches}
+    return {f"{each.flag} set: Megatron's default needs {_needed(each)}": each.dest for _, each in switches}
 
 
 _LAYOUT = ("tensor_model", "pipeline_model", "context")

@@ -176,3 +176,27 @@ def test_a_reduction_that_does_not_know_of_the_delay_turns_it_off():
     step(mlp)
     assert bool(mlp.linear_fc1.weight.main_grad.any())
     assert ["overlap_grad_reduce" in each.reason for each in mindspeed_lite.report().fallbacks] == [True]
+
+
+@forked("megatron")
+def test_hooks_are_those_of_before_when_the_feature_is_on_again():
+    start()
+    config = delayed(config_of(True))
+    mindspeed_lite.enable(**FLAGS)
+    late, now = mlp_of(config), mlp_of(config_of(True))
+    model = reduced(late, config, delay_wgrad_compute=True)
+    layers = (late.linear_fc1, late.linear_fc2)
+    hooks, nodes = [[*getattr(each, patch._QUEUE).hooks] for each in layers], [*model.grad_accs]
+    assert all(hooks)
+    for _ in range(2):
+        mindspeed_lite.disable()
+        assert model.grad_accs[:-2] == nodes
+        model.grad_accs.append(other := object())
+        mindspeed_lite.enable(**FLAGS)
+        assert [[*getattr(each, patch._QUEUE).hooks] for each in layers] == hooks and model.grad_accs.pop() is other
+        assert model.grad_accs == nodes
+    for each in (late, now):
+        step(each)
+    assert not bool(late.linear_fc1.weight.main_grad.any())
+    late.backward_dw()
+    assert all(map(torch.equal, gradients(now), gradients(late)))

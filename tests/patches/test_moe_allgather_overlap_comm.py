@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mindspeed_lite
+from tests.harness.gpt_block import FFN, model_of, same, step
 from tests.harness.processes import forked
-from tests.patches.gpt_block import FFN, model_of, same, step
 
 SHARED = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN, "moe_router_dtype": "fp32",

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import mindspeed_lite
 from mindspeed_lite.planner.experts import experts
 from mindspeed_lite.planner.training import TrainingConfig
+from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 from tests.harness.processes import forked
-from tests.patches.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 
 GROUPED = {"moe_grouped_gemm": True, "strict": True}
 EXPERTS = {

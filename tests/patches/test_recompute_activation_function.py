@@ -7,8 +7,8 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
+from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 from tests.harness.processes import forked
-from tests.patches.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 
 ON = {"recompute_activation_function": True, "strict": True}
 ONE = 2 * SEQUENCE * BATCH * FFN

@@ -8,8 +8,8 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.patches import recompute_norm
 from tests.harness.compare import error
+from tests.harness.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, keeping, model_of, same, size_without, step
 from tests.harness.processes import forked
-from tests.patches.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, keeping, model_of, same, size_without, step
 
 ON = {"recompute_norm": True, "strict": True}
 TWO = 2 * 2 * SEQUENCE * BATCH * HIDDEN

@@ -12,9 +12,9 @@ import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import OptionError
 from mindspeed_lite.patches import swap_attention
+from tests.harness.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 from tests.harness.lanes import Lanes
 from tests.harness.processes import forked
-from tests.patches.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 
 ONE = 2 * SEQUENCE * BATCH * HIDDEN
 

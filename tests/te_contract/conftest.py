@@ -9,12 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import checkouts
 from tests.harness.training import Trainer
 
 STAND_IN = Path(__file__).parent / "stand_in"
 _NAMES = ("transformer_engine", "transformer_engine_torch")
+# What `log_delayed` logs.
+DELAYED = tuple(f"{name} gives up its gradients" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+
+
+def log_delayed() -> None:
+    """Before features are on: log which layers' weight gradients a schedule takes."""
+    from mindspeed_lite.patches import delay_wgrad_compute as patch
+
+    queue, complete, chosen = patch._queue, patch._complete_wrappers, set()
+
+    def _queue(session: Any, layer: Any) -> None:
+        queue(session, layer)
+        chosen.add(layer)
+
+    def _complete_wrappers(session: Any, module: torch.nn.Module) -> None:
+        complete(session, module)
+        for name, layer in module.named_modules():
+            if layer in chosen:
+                print(f"{name.rpartition('.')[2]} gives up its gradients", flush=True)
+
+    patch._queue, patch._complete_wrappers = _queue, _complete_wrappers
 
 
 @pytest.fixture

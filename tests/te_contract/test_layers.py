@@ -19,7 +19,7 @@ from tests.te_contract.conftest import STAND_IN
 def test_gradients_wait_until_they_are_computed(imported: Callable[[Path], Any], kind: str) -> None:
     te = imported(STAND_IN)
     make = functools.partial(te.GroupedLinear, 2) if kind == "GroupedLinear" else getattr(te, kind)
-    layers = [make(8, 6, device="cpu", fuse_wgrad_accumulation=True, ub_name="fc1") for _ in range(2)]
+    layers = [make(8, 6, device="cpu", fuse_wgrad_accumulation=True) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     rest = (torch.tensor([2, 3]),) if kind == "GroupedLinear" else ()
     jobs: list[Callable[[], None]] = []
@@ -31,7 +31,7 @@ def test_gradients_wait_until_they_are_computed(imported: Callable[[Path], Any],
         torch.manual_seed(1)
         layer(torch.randn(5, 8), *rest).square().sum().backward()
         for param in layer.parameters():
-            # What Megatron's hook does, at once or when it is told.
+            # Megatron's hook, which autograd calls for the second layer and the schedule for the first.
             if param.grad is not None and not param.grad_added_to_main_grad:
                 param.main_grad.add_(param.grad)
             param.grad, param.grad_added_to_main_grad = None, False

@@ -14,8 +14,8 @@ from mindspeed_lite.memory.layer_records import LayerRecorder
 from mindspeed_lite.memory.memory_options import layer_options
 from mindspeed_lite.memory.saved_tensors import Tracker
 from tests.harness import simulated
+from tests.harness.gpt_block import LAYERS, keeping, model_of, same, size_without, step
 from tests.harness.processes import forked
-from tests.patches.gpt_block import LAYERS, keeping, model_of, same, size_without, step
 
 pytest.importorskip("scipy")
 ON = {"adaptive_memory": True, "memory_budget": 1.0, "strict": True}

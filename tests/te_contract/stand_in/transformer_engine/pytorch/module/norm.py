@@ -6,21 +6,47 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .base import ExtraState
+
+
+class _Normalize(torch.autograd.Function):
+    """Saves the input and statistics of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, bias: Any, eps: float, centers: bool) -> torch.Tensor:
+        values = x.float()
+        mean = values.mean(-1, keepdim=True) if centers else None
+        if mean is not None:
+            values = values - mean
+        factor = (values.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, mean, factor)
+        ctx.scale, ctx.has_bias = scale, bias is not None
+        out = values * factor * scale.float()
+        return (out if bias is None else out + bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (x, mean, factor), grad = ctx.saved_tensors, grads[0].float()
+        unit = (x.float() if mean is None else x.float() - mean) * factor
+        of_unit = grad * ctx.scale.float()
+        grad_x = of_unit - unit * (of_unit * unit).mean(-1, keepdim=True)
+        if mean is not None:
+            grad_x = grad_x - of_unit.mean(-1, keepdim=True)
+        kind, grad_bias = ctx.scale.dtype, grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        grad_scale = (grad * unit).flatten(0, -2).sum(0).to(kind)
+        return (factor * grad_x).to(x.dtype), grad_scale, None if grad_bias is None else grad_bias.to(kind), None, None
 
 
 def normalize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool, kind: str
 ) -> torch.Tensor:
     """LayerNorm or RMSNorm over the last dimension; a zero-centered weight is stored less one."""
+    if kind not in ("LayerNorm", "RMSNorm"):
+        raise AssertionError("Unsupported normalization type!")
     scale = weight + 1 if zero_centered else weight
-    if kind == "LayerNorm":
-        return F.layer_norm(x, scale.shape, scale, bias, eps)
-    if kind == "RMSNorm":
-        return F.rms_norm(x, scale.shape, scale, eps)
-    raise AssertionError("Unsupported normalization type!")
+    found: torch.Tensor = _Normalize.apply(x, scale, bias, eps, kind == "LayerNorm")
+    return found
 
 
 class _Norm(ExtraState):

@@ -11,10 +11,10 @@ from tests.harness.process_groups import start
 SEQUENCE, BATCH, HIDDEN, FFN, LAYERS = 24, 2, 32, 80, 3
 
 
-def model_of(**fields):
+def model_of(transformer_engine=False, **fields):
     if not torch.distributed.is_initialized():
         start()
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -27,7 +27,11 @@ def model_of(**fields):
         "params_dtype": torch.bfloat16, "bias_activation_fusion": True, **fields,
     }  # fmt: skip
     config = TransformerConfig(**values)
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
+    if transformer_engine:
+        make, more = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, {"moe_grouped_gemm": True}
+    else:
+        make, more = gpt_layer_specs.get_gpt_layer_local_spec, {"normalization": "RMSNorm"}
+    spec = make(num_experts=config.num_moe_experts, **more)
     return TransformerBlock(config=config, spec=spec, post_layer_norm=False).bfloat16()
 
 
