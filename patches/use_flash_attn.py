@@ -66,7 +66,7 @@ def _forward(wrapped: Function, session: Session) -> Function:
 
         def compute(q: Any, k: Any, v: Any) -> Any:
             """[s, b, n, d] -> [s, b, n, dv], or for a pack [t, n, d] -> [t, n, dv]"""
-            return (attend(q, k, v, spec) if packing is None else packed.attend(q, k, v, packing, spec))[0]
+            return attend(q, k, v, spec) if packing is None else packed.attend(q, k, v, packing, spec)
 
         if session.verifier is not None:
             check(

@@ -279,8 +279,7 @@ def _unsupported(module: Any, qkv: Sequence[Tensor], packing: packed.Packing | N
 def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., Tensor]:
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = reference.attention(q, k, v, spec) if packing is None else reference.packed(q, k, v, packing, spec)
-        flat: Tensor = found[0].flatten(-2)
-        return flat
+        return found.flatten(-2)
 
     return definition
 

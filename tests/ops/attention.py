@@ -48,12 +48,14 @@ def term_sizes(inputs: Sequence[torch.Tensor], dout: torch.Tensor, options: dict
     Roundings of terms are independent, and add up to as much of this, however the terms cancel.
     """
     q, k, v = (each.detach().double() for each in inputs)
-    spec = prepare(q, k, v, **{**options, "return_lse": True})
-    out, lse = definition.attention(q, k, v, spec)
-    assert lse is not None
+    spec = prepare(q, k, v, **options)
+    out = definition.attention(q, k, v, spec)
     ratio, given = q.shape[2] // k.shape[2], dout.double()
     keys, values = (t.repeat_interleave(ratio, dim=2) for t in (k, v))
     scores, empty = definition._scores(q, k, spec)
+    lse = scores.logsumexp(-1)
+    if spec.sink is not None:
+        lse = torch.logaddexp(lse, spec.sink.detach().double().unsqueeze(-1))
     probs = (scores - lse.unsqueeze(-1)).exp()
     if empty is not None:
         probs = probs.masked_fill(empty, 0.0)

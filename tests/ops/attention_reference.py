@@ -13,14 +13,12 @@ from mindspeed_lite.ops.attention import prepare, reference
 Tensors = tuple[torch.Tensor, ...]
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    out, lse = reference.attention(q, k, v, prepare(q, k, v, **options))
-    return (out, lse) if options.get("return_lse") else out
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    return reference.attention(q, k, v, prepare(q, k, v, **options))
 
 
-def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: packs.Packing, **options: Any) -> Any:
-    out, lse = reference.packed(q, k, v, packing, packs.prepare(q, k, v, packing, **options))
-    return (out, lse) if options.get("return_lse") else out
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: packs.Packing, **options: Any) -> torch.Tensor:
+    return reference.packed(q, k, v, packing, packs.prepare(q, k, v, packing, **options))
 
 
 def forward_half(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Tensors:

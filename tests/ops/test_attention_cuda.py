@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed_lite.ops.attention import cuda, cuda_flash, cuda_kernels, packed, prepare
+from mindspeed_lite.ops.attention import autograd, cuda, cuda_flash, cuda_kernels, packed, prepare
 from mindspeed_lite.ops.attention.packed import Packing
 from tests.harness.compare import forward_backward
 from tests.harness.errors import assert_within, bound
@@ -34,25 +34,28 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Aten:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """The package's function on the CUDA backend, for CPU tensors."""
-    spec = prepare(q, k, v, **options)
-    out, lse = cuda.attention(q, k, v, spec)
-    return (out, lse) if spec.return_lse else out
+    return cuda.attention(q, k, v, prepare(q, k, v, **options))
+
+
+def by_halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """Its kernels without autograd, as context parallelism calls them."""
+    return autograd.attention(cuda._KERNELS, q, k, v, prepare(q, k, v, **options))
 
 
 # sizes, options, kernels in bf16
 CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[str]]] = {
-    "log-sum-exp": ((12, 12, 2, 4, 2, 8, 8), dict(return_lse=True), FLASH),
-    "causal": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True, return_lse=True), FLASH),
+    "log-sum-exp": ((12, 12, 2, 4, 2, 8, 8), dict(halves=True), FLASH),
+    "causal": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True, halves=True), FLASH),
     "causal, more keys": ((7, 12, 2, 4, 2, 8, 8), dict(causal=True), FLASH),
     "window": ((12, 12, 2, 4, 1, 8, 8), dict(window=(3, 0)), FLASH),
     "two-sided window": ((9, 12, 2, 4, 4, 16, 16), dict(window=(2, 4)), FLASH),
-    "window open to the left": ((12, 12, 1, 4, 2, 8, 8), dict(window=(-1, 2), return_lse=True), FLASH),
+    "window open to the left": ((12, 12, 1, 4, 2, 8, 8), dict(window=(-1, 2), halves=True), FLASH),
     "sink": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True, sink=True, scale=0.3), FLASH),
     "smaller values and a sink": ((12, 12, 2, 4, 2, 24, 16), dict(causal=True, sink=True), FLASH),
     "heads of 10 and 5": ((12, 12, 2, 4, 2, 10, 5), dict(causal=True, sink=True), FLASH),
     "mask and a sink": ((12, 13, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 13), sink=True), BLOCKED),
-    "mask per head": ((12, 12, 2, 4, 4, 8, 8), dict(mask=(4, 12, 12), causal=True, return_lse=True), BLOCKED),
-    "heads of 264": ((12, 12, 1, 2, 1, 264, 264), dict(causal=True, return_lse=True), BLOCKED),
+    "mask per head": ((12, 12, 2, 4, 4, 8, 8), dict(mask=(4, 12, 12), causal=True, halves=True), BLOCKED),
+    "heads of 264": ((12, 12, 1, 2, 1, 264, 264), dict(causal=True, halves=True), BLOCKED),
     "mask by sdpa": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 12)), []),
     "causal by sdpa": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True), []),
 }
@@ -75,26 +78,22 @@ def test_over_the_emulation(
     inputs, dout = make(*sizes, dtype=dtype)
     tensors = [*inputs, torch.randn(sizes[3], generator=torch.Generator().manual_seed(1)).to(dtype)]
     tensors = tensors if options.pop("sink", False) else tensors[:3]
-    want_lse = options.pop("return_lse", False)
+    halves = options.pop("halves", False)
 
     def run(function: Any) -> Any:
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sink: torch.Tensor) -> torch.Tensor:
-            out: Any = function(q, k, v, sink=sink[0] if sink else None, return_lse=want_lse, **options)
-            return out[0] if want_lse else out
-
-        return call
+        return lambda q, k, v, *sink: function(q, k, v, sink=sink[0] if sink else None, **options)
 
     exact = forward_backward(run(reference.attention), tensors, dout, torch.float64)
-    got = forward_backward(run(attention), tensors, dout)
+    got = forward_backward(run(by_halves if halves else attention), tensors, dout)
     assert got[0].is_contiguous()
     # Rounding of the output, and of it once more before the backward pass reads it; fp32 sums.
     for part, ours, truth in zip(NAMES, got, exact, strict=False):
         assert ours.dtype == dtype
         # A sink's gradient is a sum over all rows, which cancels.
         assert_within(ours, truth, bound(dtype, 264, roundings=2) * (4 if part == "dsink" else 1), name=part)
-    if want_lse:
-        lse = attention(*inputs, return_lse=True, **options)[1]
-        truth = reference.attention(*(t.double() for t in inputs), return_lse=True, **options)[1]
+    if halves:
+        lse = cuda.forward(*inputs, prepare(*inputs, **options))[1]
+        truth = reference.forward_half(*(t.double() for t in inputs), **options)[1]
         torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-5)
     wanted = BLOCKED if dtype == torch.float32 else wanted
     assert kernels.calls[: len(wanted)] == wanted and bool(kernels.calls) == bool(wanted)
@@ -115,9 +114,6 @@ def test_packs_go_to_the_kernel_in_one_call(
     assert kernels.calls == FLASH
     for part, ours, truth in zip(NAMES, got, exact, strict=False):
         assert_within(ours, truth, bound(ours.dtype, 16, roundings=2) * (4 if part == "dsink" else 1), name=part)
-    _, lse = packed.attention(q, k, v, layout, return_lse=True, **options)
-    truth = reference.packed(q.double(), k.double(), v.double(), layout, return_lse=True, **options)[1]
-    torch.testing.assert_close(lse.double(), truth, rtol=1e-4, atol=1e-4)
 
 
 def test_deterministic_sums_are_not_cudnns(kernels: Aten, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,17 +121,16 @@ def test_deterministic_sums_are_not_cudnns(kernels: Aten, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    attention(q, k, v, causal=True, return_lse=True)
+    by_halves(q, k, v, causal=True)
     assert kernels.calls == FLASH[:1]
 
 
 def test_dropout_with_a_sink_has_its_own_path(kernels: Aten) -> None:
     (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8)
     torch.manual_seed(0)
-    out, lse = attention(q, k, v, dropout_p=0.5, sink=torch.zeros(2), return_lse=True)
+    out = attention(q, k, v, dropout_p=0.5, sink=torch.zeros(2))
     torch.manual_seed(0)
     assert torch.equal(attention(q, k, v, dropout_p=0.5, sink=torch.zeros(2)), out) and kernels.calls == []
-    torch.testing.assert_close(lse, reference.attention(q, k, v, sink=torch.zeros(2), return_lse=True)[1])
 
 
 def test_reasons_name_what_flash_does_not_take() -> None:

@@ -154,7 +154,7 @@ def test_masked_gradients_are_finite_for_small_sums() -> None:
         tensor.mul_(0.1)[..., 0] = first
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     leaves = [each.detach().cuda().requires_grad_() for each in (q, k, v)]
-    out, _ = cuda.attention(*leaves, prepare(*leaves, mask=mask.cuda()))
+    out = cuda.attention(*leaves, prepare(*leaves, mask=mask.cuda()))
     for gradient in torch.autograd.grad(out, leaves, dout.cuda()):
         assert gradient.isfinite().all()
 
@@ -177,7 +177,7 @@ def test_fp32_memory_is_linear(options: dict[str, Any], dtype: torch.dtype, drop
         if "mask" in options:
             options = dict(mask=torch.zeros(1, 1, 1, length, dtype=torch.bool))
         with Sizes() as sizes:
-            out, _ = cuda.attention(*leaves, prepare(*leaves, dropout_p=dropout, **options))
+            out = cuda.attention(*leaves, prepare(*leaves, dropout_p=dropout, **options))
             torch.autograd.grad(out, leaves, dout)
         largest.append(sizes.largest)
     # Twice the length, at most twice the memory; a bias would take four times: 64 MiB.

@@ -93,7 +93,7 @@ def test_dropout_that_cannot_be_drawn_again_is_refused() -> None:
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "PyTorch's"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_query_row_has_a_nan_log_sum_exp(
+def test_a_nan_query_row_is_nan_alone(
     dtype: torch.dtype, dropout_p: float, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ours:
@@ -101,10 +101,10 @@ def test_a_nan_query_row_has_a_nan_log_sum_exp(
     q, k, v = (torch.randn(140, 1, 2, 8).to(dtype) for _ in range(3))
     q[3, 0, 1] = torch.nan
     for options in (dict(), dict(causal=True), dict(mask=torch.ones(140, 140).triu(5).bool())):
-        out, lse = attention(q, k, v, return_lse=True, dropout_p=dropout_p, **options)
-        assert lse[0, 1, 3].isnan() and out[3, 0, 1].isnan().all()
-        lse[0, 1, 3] = 0.0
-        assert lse.isfinite().all(), options
+        out = attention(q, k, v, dropout_p=dropout_p, **options)
+        assert out[3, 0, 1].isnan().all()
+        out[3, 0, 1] = 0.0
+        assert out.isfinite().all(), options
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), 1e-60, 1e39])
@@ -141,13 +141,10 @@ def test_what_a_hidden_key_holds_does_not_show(
     clean = k.clone()
     k[7:, 0] = value
     clean[7:, 0] = 0.0
-    out, lse = attention(q, k, v, mask=hidden, return_lse=True)
-    want, want_lse = (t for t in attention(q, clean, v, mask=hidden, return_lse=True))
+    out, want = attention(q, k, v, mask=hidden), attention(q, clean, v, mask=hidden)
     exact = reference.attention(q.double(), clean.double(), v.double(), mask=hidden)
     for found in (out, want):
         assert_within(found, exact, bound(dtype, 12, 2))
-    # PyTorch's kernel takes its exponentials no more exactly than 16 bits need.
-    assert_within(lse, want_lse, bound(dtype, 12, 2))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     attention(*leaves, mask=hidden).backward(dout)
     twins = [t.clone().requires_grad_() for t in (q, clean, v)]

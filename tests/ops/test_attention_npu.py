@@ -38,13 +38,10 @@ def test_packs_go_to_the_operator_in_one_call(causal: bool, dv: int, npu_twin: l
     exact = forward_backward(lambda *qkv: reference.packed(*qkv, layout, causal=causal), (q, k, v), dout, torch.float64)
     with force("attention", "npu"):
         got = forward_backward(lambda *qkv: packed.attention(*qkv, layout, causal=causal), (q, k, v), dout)
-        _, lse = packed.attention(q, k, v, layout, causal=causal, return_lse=True)
-    (made, _) = npu_twin
+    (made,) = npu_twin
     assert made.kwargs["input_layout"] == "TND" and made.kwargs["actual_seq_qlen"] == [5, 7, 13]
     for part, ours, truth in zip(NAMES, got, exact, strict=False):
         assert error(ours, truth) < 2e-6, part
-    truth = reference.packed(q.double(), k.double(), v.double(), layout, causal=causal, return_lse=True)[1]
-    torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [dict(window=(2, 0)), dict(sink=True, causal=True)], ids=str)

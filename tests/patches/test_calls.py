@@ -111,10 +111,8 @@ PACK = (9, 15)
 HEADS_ROLLED = of(
     "use_flash_attn", "attend", lambda attend, q, k, v, *rest: attend(q, k.roll(1, 2), v.roll(1, 2), *rest)
 )
-WRONG = of("use_flash_attn", "attend", lambda attend, *given: (attend(*given)[0] * 1.1, None))
-PACK_WRONG = replacing(
-    "mindspeed_lite.ops.attention.packed", "attend", lambda attend, *given: (attend(*given)[0] * 1.1, None)
-)
+WRONG = of("use_flash_attn", "attend", lambda attend, *given: attend(*given) * 1.1)
+PACK_WRONG = replacing("mindspeed_lite.ops.attention.packed", "attend", lambda attend, *given: attend(*given) * 1.1)
 SCALE, WINDOW = read(scale=lambda scale: scale * 1.05), read(window=lambda window: (window[0] - 1, window[1]))
 
 

@@ -3,9 +3,8 @@
 `forward` and `backward` run without autograd, for callers that merge results over parts of the keys (context
 parallelism).
 
-Backends define `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`), and
-`forward` and `backward`, which ignore `spec.sink`. Every row sees a key by position. `UNROUNDED`: kernels whose results
-are fp32 for 16-bit inputs.
+Backends define `supported(case)`, `attention(q, k, v, spec)`, and `forward` and `backward`, which ignore `spec.sink`.
+Every row sees a key by position. `UNROUNDED`: kernels whose results are fp32 for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -37,38 +36,35 @@ __all__ = [
 _SPLIT_KEYS = "PyTorch's fused kernels split the keys by the number of sequences"
 OPERATOR = Operator(
     "attention",
-    reference.attention,  # type: ignore[arg-type]  # two results
+    reference.attention,
     batch_dependence={"reference": TORCH, "cpu": "", "cuda": _SPLIT_KEYS, "npu": CANN},
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """out[s, b, i] = sum_t dropout(p[s, t]) * v[t, b, j], p = exp(scale * q[s, b, i] . k[t, b, j] - lse)
 
     where j = i * g // n and lse = log(sum over visible keys t of exp(scale * q . k), plus exp(sink[i]) if given).
 
     q: [sq, b, n, d], k: [sk, b, g, d], v: [sk, b, g, dv], one dtype, any strides; g divides n. options: of `prepare`.
-    Returns out [sq, b, n, dv], contiguous, in q's dtype; with `return_lse` also lse [b, n, sq] in fp32 (float64 for
-    float64), without gradient. Scores and softmax are fp32. Saves q, k, v, the output and lse.
+    Returns out [sq, b, n, dv], contiguous, in q's dtype. Scores and softmax are fp32 (float64 for float64). Saves q, k,
+    v, the output and lse.
 
-    A row without visible keys returns 0, has lse -inf (or the sink's value) and gives no gradient; Megatron averages
-    all values there.
+    A row without visible keys returns 0 and gives no gradient; Megatron averages all values there.
     """
-    out, lse = attend(q, k, v, prepare(q, k, v, return_lse=return_lse, **options))
-    return (out, lse) if return_lse else out
+    return attend(q, k, v, prepare(q, k, v, **options))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """`attention` for a `prepare`d call."""
     implementation = reference.attention if spec.degenerate else OPERATOR.choose(spec.case)
-    result: tuple[Tensor, Tensor | None] = implementation(q, k, v, spec)  # type: ignore[assignment]
-    return result
+    return implementation(q, k, v, spec)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: PositionalDropout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout.
+    """out and lse [b, n, sq] of `attention` over these keys, without autograd; `spec` has no sink and no dropout.
 
     Results over disjoint sets of keys merge: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
     out2 * exp(lse2 - lse); a row with lse -inf contributes nothing. `out` has lse's dtype.

@@ -26,12 +26,12 @@ class Kernels(NamedTuple):
     backward: Callable[..., Triple]
 
 
-def attention(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Pair:
-    """(out, lse), differentiable through `out` in q, k, v and the sink."""
+def attention(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """The output, differentiable in q, k, v and the sink."""
     # Saved tensors must go through autograd: it frees them, checks versions and runs hooks.
     options = kernels, spec._replace(mask=None, sink=None)
-    pair: Pair = autograd.apply(_ATTENTION, (q, k, v, spec.sink, spec.mask), options)
-    return pair
+    out: Tensor = autograd.apply(_ATTENTION, (q, k, v, spec.sink, spec.mask), options)
+    return out
 
 
 def pad(t: Tensor, width: int) -> Tensor:
@@ -53,14 +53,14 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     return -(weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-def _forward(inputs: Any, options: tuple[Kernels, AttentionSpec]) -> tuple[Pair, autograd.Inputs]:
+def _forward(inputs: Any, options: tuple[Kernels, AttentionSpec]) -> tuple[Tensor, autograd.Inputs]:
     kernels, spec = options
     q, k, v, sink, mask = inputs
     out, lse = kernels.forward(q, k, v, spec._replace(mask=mask))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
     out = out.to(q.dtype)
-    return (out, lse), (*inputs, out, lse)
+    return out, (*inputs, out, lse)
 
 
 def _backward(

@@ -68,7 +68,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 31)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """`attention` of a backend."""
     return autograd.attention(_KERNELS, q, k, v, drawn(q, k, spec) if spec.dropout_p > 0.0 else spec)
 

@@ -31,7 +31,7 @@ def unusable() -> str | None:
     return native.without_micro_kernel(_library, torch.float32)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.attention(q, k, v, spec)
     if spec.dropout_p > 0.0:

@@ -1,9 +1,9 @@
 """attention on CUDA through PyTorch's fused kernels.
 
-scaled_dot_product_attention chooses in `cuda_flash`'s order. Calls it does not support (lse, sink, window, causal with
+scaled_dot_product_attention chooses in `cuda_flash`'s order. Calls it does not support (sink, window, causal with
 fewer queries than keys) run cuDNN or flash directly for 16 bit without mask, else `blocked`, as do windows with dropout
 and fp32 masks, whose bias [sq, sk] would be in fp32. Key heads are repeated where PyTorch would use the math path.
-Under torch.compile: SDPA with a bias, or the reference for lse and sink.
+Under torch.compile: SDPA with a bias, or the reference for a sink.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    by_itself = spec.sink is not None or spec.return_lse
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    by_itself = spec.sink is not None
     if torch.compiler.is_compiling():
-        return reference.attention(q, k, v, spec) if by_itself else (_sdpa(q, k, v, spec), None)
+        return reference.attention(q, k, v, spec) if by_itself else _sdpa(q, k, v, spec)
     positions = spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
     has_wide_bias = spec.mask is not None and q.dtype == torch.float32
     if not (by_itself or positions or has_wide_bias):
-        return _sdpa(q, k, v, spec), None
+        return _sdpa(q, k, v, spec)
     return blocked.attention(q, k, v, spec) if spec.dropout_p > 0.0 else autograd.attention(_KERNELS, q, k, v, spec)
 
 
@@ -92,11 +92,10 @@ def why_not_packed(case: Case) -> list[str]:
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, queries: tuple[int, ...], keys: tuple[int, ...], spec: AttentionSpec
-) -> autograd.Pair:
-    """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> (out [t, n, dv], lse [n, t])."""
+) -> Tensor:
+    """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> [t, n, dv]."""
     ends = kernels.Ends.of(queries, keys, q.device)
     both = autograd.Kernels(
         functools.partial(kernels.flash_forward, ends=ends), functools.partial(kernels.flash_backward, ends=ends)
     )
-    out, lse = autograd.attention(both, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), spec)
-    return out.squeeze(1), lse.squeeze(0)
+    return autograd.attention(both, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), spec).squeeze(1)

@@ -49,9 +49,9 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.sink is None or _takes_sink():
-        return _call(q, k, v, spec)
+        return _call(q, k, v, spec)[0]
     if spec.dropout_p > 0.0:
         return blocked.attention(q, k, v, spec)
     return autograd.attention(_KERNELS, q, k, v, spec)
@@ -59,13 +59,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> autograd.Pair:
     with torch.no_grad():
-        out, lse = _call(q, k, v, spec._replace(return_lse=True, sink=None))
-    assert lse is not None
-    return out, lse
+        out, most, total, empty = _call(q, k, v, spec._replace(sink=None))
+        lse = most[..., 0] + total[..., 0].log()  # the lanes are equal
+        return out, lse if empty is None else lse.masked_fill(empty.squeeze(-1), float("-inf"))
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """(out, lse [b, n, sq] without gradient, or None), differentiable in q, k, v and the sink."""
+def _call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The output, differentiable in q, k, v and the sink; maxima and sums [b, n, sq, 8]; rows without keys."""
     (sq, b, n, d), dv = q.shape, v.shape[3]
     width = max(d, dv)
     masking, empty = _masking(q, k, spec)
@@ -76,13 +76,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor,
         out = out[..., :dv]
     if empty is not None:
         out = out.masked_fill(empty.permute(2, 0, 1, 3), 0.0)
-    lse = None
-    if spec.return_lse:
-        lse = _lse(most, total)
-        if empty is not None:
-            nothing = lse.new_full((), float("-inf")) if spec.sink is None else spec.sink.detach().to(lse.dtype)
-            lse = torch.where(empty.squeeze(-1), nothing.unsqueeze(-1), lse)
-    return out.contiguous(), lse
+    return out.contiguous(), most, total, empty
 
 
 def backward(
@@ -196,11 +190,11 @@ def why_not_packed(case: Case) -> list[str]:
 
 def packed(
     q: Tensor, k: Tensor, v: Tensor, queries: tuple[int, ...], keys: tuple[int, ...], spec: AttentionSpec
-) -> tuple[Tensor, Tensor | None]:
-    """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> (out [t, n, dv], lse [n, t] or None)."""
+) -> Tensor:
+    """q [t, n, d], k [u, g, d], v [u, g, dv] with these lengths -> [t, n, dv]."""
     (_, n, d), dv = q.shape, v.shape[2]
     size = max(d, dv)
-    out, most, total = _fused(
+    out = _fused(
         autograd.pad(q, size).contiguous(),
         autograd.pad(k, size).contiguous(),
         autograd.pad(v, size).contiguous(),
@@ -210,18 +204,13 @@ def packed(
         _Masking(_triangle(q.device), _LOWER_RIGHT) if spec.causal else _Masking(),
         _ends(queries),
         _ends(keys),
-    )
-    return out[..., :dv].contiguous(), _lse(most, total).transpose(0, 1) if spec.return_lse else None
+    )[0]
+    return out[..., :dv].contiguous()
 
 
 def _ends(lengths: tuple[int, ...]) -> list[int]:
     """Cumulative lengths on the host, without a leading zero."""
     return list(itertools.accumulate(lengths))
-
-
-def _lse(most: Tensor, total: Tensor) -> Tensor:
-    """lse from maximum and sum [..., 8], whose lanes are equal."""
-    return most.detach()[..., 0] + total.detach()[..., 0].log()
 
 
 def _lanes(t: Tensor) -> Tensor:

@@ -93,24 +93,15 @@ def _spans(ends: Tensor | Sequence[int], starts: Tensor | Sequence[int] | None) 
     return tuple((start, start + length) for start, length in zip(starts, lengths, strict=False))
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    *,
-    return_lse: bool = False,
-    **options: Any,
-) -> Any:
+def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any) -> Tensor:
     """`attention` within each sequence of `packing`.
 
-    q: [t, n, d], k: [u, g, d], v: [u, g, dv]. options: of the dense `prepare`, without a mask. Returns out [t, n, dv],
-    contiguous, and with `return_lse` also lse [n, t]. Padding rows return 0 and lse -inf, and have no gradient.
+    q: [t, n, d], k: [u, g, d], v: [u, g, dv]. options: of the dense `prepare`, without a mask. Returns [t, n, dv],
+    contiguous. Padding rows return 0 and have no gradient.
 
     Sequences of one length run as a batch; others in the device's varlen kernel, or one by one.
     """
-    out, lse = attend(q, k, v, packing, prepare(q, k, v, packing, return_lse=return_lse, **options))
-    return (out, lse) if return_lse else out
+    return attend(q, k, v, packing, prepare(q, k, v, packing, **options))
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any) -> AttentionSpec:
@@ -127,10 +118,10 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any) -
     return prepare_dense(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **options)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of `attention` for a `prepare`d call; lse may be None without `spec.return_lse`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
+    """`attention` for a `prepare`d call."""
     packing = packing.of_queries()
-    out, lse = _contiguous(
+    out = _contiguous(
         _joined(q, packing.q),
         _joined(k, packing.k),
         _joined(v, packing.k),
@@ -138,10 +129,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpe
         [stop - start for start, stop in packing.k],
         spec,
     )
-    out = _spread(out, packing.q, q.shape[0], 0.0, 0)
-    if lse is None or not spec.return_lse:
-        return out, None
-    return out, _spread(lse, packing.q, q.shape[0], float("-inf"), 1)
+    return _spread(out, packing.q, q.shape[0])
 
 
 def forward(
@@ -229,30 +217,25 @@ def _sequences(packing: Packing, dropout: PositionalDropout | None) -> Iterator[
         first = last
 
 
-def _contiguous(
-    q: Tensor, k: Tensor, v: Tensor, queries: list[int], keys: list[int], spec: AttentionSpec
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of sequences without padding, by length."""
+def _contiguous(q: Tensor, k: Tensor, v: Tensor, queries: list[int], keys: list[int], spec: AttentionSpec) -> Tensor:
+    """`attention` of sequences without padding, by length."""
     queries, keys = queries or [0], keys or [0]
     if len(set(queries)) == 1 and len(set(keys)) == 1:
         # [sequences * s, heads, size] -> [s, sequences, heads, size]
         lengths = zip((q, k, v), (queries[0], keys[0], keys[0]), strict=True)
         q, k, v = (t.view(len(queries), s, *t.shape[1:]).transpose(0, 1) for t, s in lengths)
-        out, lse = attend_dense(q, k, v, spec.for_lengths(queries[0], keys[0]))
-        return out.transpose(0, 1).flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
+        return attend_dense(q, k, v, spec.for_lengths(queries[0], keys[0])).transpose(0, 1).flatten(0, 1)
     backend = module(spec)
     if not (_leaves_rows_empty(queries, keys, spec) or getattr(backend, "why_not_packed", _no_kernel)(spec.case)):
-        pair: tuple[Tensor, Tensor | None] = backend.packed(q, k, v, tuple(queries), tuple(keys), spec)
-        return pair
+        out: Tensor = backend.packed(q, k, v, tuple(queries), tuple(keys), spec)
+        return out
     # The backward of split concatenates once; slices would each add a gradient of the pack's size.
     sequences = zip(_split(q, queries), _split(k, keys), _split(v, keys), strict=True)
     parts = [
         attend_dense(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), spec.for_lengths(len(q), len(k)))
         for q, k, v in sequences
     ]
-    out = torch.cat([each for each, _ in parts]).squeeze(1)
-    logs = [each.squeeze(0) for _, each in parts if each is not None] if spec.return_lse else []
-    return out, torch.cat(logs, -1) if logs else None
+    return torch.cat(parts).squeeze(1)
 
 
 def _no_kernel(case: Case) -> list[str]:
@@ -265,8 +248,8 @@ def _leaves_rows_empty(queries: list[int], keys: list[int], spec: AttentionSpec)
     )
 
 
-def _split(t: Tensor, sizes: list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    return torch.split_with_sizes(t, sizes, dim)
+def _split(t: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return torch.split_with_sizes(t, sizes)
 
 
 def _joined(t: Tensor, spans: Spans) -> Tensor:
@@ -277,21 +260,15 @@ def _joined(t: Tensor, spans: Spans) -> Tensor:
     return torch.cat(pieces) if pieces else t[:0]
 
 
-def _spread(t: Tensor, spans: Spans, rows: int, value: float, dim: int) -> Tensor:
-    """Scatters concatenated rows to their places among `rows`, filling with `value`."""
+def _spread(t: Tensor, spans: Spans, rows: int) -> Tensor:
+    """Scatters concatenated rows to their places among `rows`, with zeros between."""
     sizes, kept = _pieces(spans, rows)
     if all(kept):
         return t.contiguous()
-    pieces = iter(_split(t, [size for size, keep in zip(sizes, kept, strict=True) if keep] or [0], dim))
-
-    def padding(size: int) -> Tensor:
-        shape = list(t.shape)
-        shape[dim] = size
-        return t.new_full(shape, value)
-
-    whole = [next(pieces) if keep else padding(size) for size, keep in zip(sizes, kept, strict=True)]
+    pieces = iter(_split(t, [size for size, keep in zip(sizes, kept, strict=True) if keep] or [0]))
+    whole = [next(pieces) if keep else t.new_zeros(size, *t.shape[1:]) for size, keep in zip(sizes, kept, strict=True)]
     # An empty remainder keeps the result differentiable.
-    return torch.cat([*whole, *pieces], dim)
+    return torch.cat([*whole, *pieces])
 
 
 def _pieces(spans: Sequence[tuple[int, int]], rows: int) -> tuple[list[int], list[bool]]:

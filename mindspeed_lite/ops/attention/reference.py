@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """softmax(scale * q k^T, masked) v with materialised [sq, sk] scores, in fp32 (float64 for float64)."""
     sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
@@ -33,30 +33,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
         probs = probs.masked_fill(empty, 0.0)
     probs = torch.nn.functional.dropout(probs, spec.dropout_p, training=spec.dropout_p > 0)  # [b, n, sq, sk]
     context = probs.reshape(b, g, n // g * sq, sk) @ v.to(dtype).permute(1, 2, 0, 3)  # [b, g, n / g * sq, dv]
-    out = context.reshape(b, n, sq, dv).permute(2, 0, 1, 3).to(q.dtype).contiguous()
-    if not spec.return_lse:
-        return out, None
-    lse = scores.detach().logsumexp(-1)  # [b, n, sq]
-    if empty is not None:
-        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.detach().to(dtype).reshape(1, n, 1))
-    return out, lse
+    return context.reshape(b, n, sq, dv).permute(2, 0, 1, 3).to(q.dtype).contiguous()
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     rows, n = q.shape[:2]
-    spec = spec._replace(return_lse=True)
     # Padding rows stay connected to the graph.
     out = (q.sum() + k.sum() + v.sum()) * q.new_zeros(rows, n, v.shape[2])
-    lse = q.new_full((n, rows), float("-inf"), dtype=precision(q.dtype))
     for (first, last), (low, high) in zip(packing.q, packing.k, strict=True):
         queries, keys, values = (t.unsqueeze(1) for t in (q[first:last], k[low:high], v[low:high]))
-        its_out, its_lse = attention(queries, keys, values, spec.for_lengths(last - first, high - low))
-        assert its_lse is not None
-        out = torch.cat([out[:first], its_out.squeeze(1), out[last:]])
-        lse[:, first:last] = its_lse.squeeze(0)
-    return out, lse
+        its = attention(queries, keys, values, spec.for_lengths(last - first, high - low))
+        out = torch.cat([out[:first], its.squeeze(1), out[last:]])
+    return out
 
 
 def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:

@@ -48,7 +48,6 @@ class AttentionSpec(NamedTuple):
     scale: float
     dropout_p: float
     sink: Tensor | None
-    return_lse: bool
     degenerate: bool
     rng: Any = None
 
@@ -93,7 +92,6 @@ def prepare(
     dropout_p: float = 0.0,
     window: band.Window | None = None,
     sink: Tensor | None = None,
-    return_lse: bool = False,
 ) -> AttentionSpec:
     """Checks the arguments of `attention`.
 
@@ -136,7 +134,7 @@ def prepare(
     sizes, options = (n, g, d, dv), (causal, window is not None, mask is not None, dropout_p > 0, sink is not None)
     case = Case(q.device.type, dtype, *sizes, *options)
     degenerate = b == 0 or _is_degenerate(case, sq, sk, causal, window)
-    return AttentionSpec(case, causal, window, mask, scale, dropout_p, sink, return_lse, degenerate)
+    return AttentionSpec(case, causal, window, mask, scale, dropout_p, sink, degenerate)
 
 
 def _is_degenerate(case: Case, sq: int, sk: int, causal: bool, window: band.Window | None) -> bool:

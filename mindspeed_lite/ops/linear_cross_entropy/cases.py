@@ -23,13 +23,13 @@ class Shape:
         weight = draw(self.vocabulary, self.hidden, scale=max(self.hidden, 1) ** -0.5)
         return draw(self.rows, self.hidden), weight, draw.integers(self.vocabulary, self.rows)
 
-    def ours(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, labels)
+    def ours(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, target)
 
-    def reference(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def reference(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         logits = torch.nn.functional.linear(x, weight)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+        return torch.nn.functional.cross_entropy(wide, target, reduction="none")
 
     def work(self, size: int) -> tuple[Work, Work]:
         once = (self.rows + self.vocabulary) * self.hidden * size

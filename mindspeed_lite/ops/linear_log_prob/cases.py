@@ -7,26 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mindspeed_lite.ops.case import Draw, OperatorCases, Work
+from mindspeed_lite.ops.case import Draw, OperatorCases
+from mindspeed_lite.ops.linear_cross_entropy import cases
 from mindspeed_lite.ops.linear_log_prob import linear_log_prob
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(cases.Shape):
     """x [rows, hidden], weight [vocabulary, hidden]; every third target is ignored. cap: 0 for none."""
 
-    rows: int
-    hidden: int
-    vocabulary: int
     temperature: float = 1.0
     cap: float = 0.0
     entropy: bool = False
 
     def make(self, draw: Draw) -> tuple[Tensor, ...]:
-        weight = draw(self.vocabulary, self.hidden, scale=max(self.hidden, 1) ** -0.5)
-        target = draw.integers(self.vocabulary, self.rows)
+        x, weight, target = super().make(draw)
         target[2::3] = -100
-        return draw(self.rows, self.hidden), weight, target
+        return x, weight, target
 
     def ours(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         log_prob, entropy = linear_log_prob(
@@ -47,13 +44,7 @@ class Shape:
             found.append(-(log_p.exp() * log_p).sum(-1))
         return torch.stack(found) * (target >= 0)
 
-    def work(self, size: int) -> tuple[Work, Work]:
-        once = (self.rows + self.vocabulary) * self.hidden * size
-        matmul = 2 * self.rows * self.hidden * self.vocabulary
-        return Work(once, matmul), Work(2 * once, 2 * matmul)
 
-
-# Llama 3 8B, unsharded and over eight ranks.
 CASES = OperatorCases(
     "linear_log_prob",
     Shape,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mindspeed_lite.ops import autograd, native
 
-_SIZES = "lllllllifi"
 LIBRARY = native.Library(__file__)
 DTYPES = native.DTYPES
 

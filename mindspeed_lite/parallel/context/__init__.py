@@ -153,16 +153,16 @@ def attend_masked(
         rows = torch.tensor(stream_rows(layout, group.rank()), device=mask.device)
         mask = mask | bands.hidden(length, length, window, mask.device).index_select(0, rows)
     spec = op.prepare(q, keys, values, mask=mask, scale=scale, dropout_p=dropout_p, sink=sink)
-    return op.attend(q, keys, values, spec)[0]
+    return op.attend(q, keys, values, spec)
 
 
 def _attend_alone(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, band: Band, scale: float | None, sink: Tensor | None
 ) -> Tensor:
     if q.dim() == 4:
-        return op.attend(q, k, v, op.prepare(q, k, v, window=band, scale=scale, sink=sink))[0]
+        return op.attend(q, k, v, op.prepare(q, k, v, window=band, scale=scale, sink=sink))
     packing = packed.Packing(layout.documents, layout.documents)
-    return packed.attend(q, k, v, packing, packed.prepare(q, k, v, packing, window=band, scale=scale, sink=sink))[0]
+    return packed.attend(q, k, v, packing, packed.prepare(q, k, v, packing, window=band, scale=scale, sink=sink))
 
 
 def _compare_lengths(q: Tensor, k: Tensor, group: ProcessGroup) -> None:

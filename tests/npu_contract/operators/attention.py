@@ -58,7 +58,6 @@ class Attention(ContractCase):
     scale: float | None = None
     dropout: float = 0.0
     packed: bool = False
-    lse: bool = False
 
     operator = "attention"
     forward = "npu_fusion_attention"
@@ -111,8 +110,7 @@ class Attention(ContractCase):
         return given | dict.fromkeys(unused)
 
     def result(self) -> Any:
-        out = Tensor(self.dtype, (self.sq, self.b, self.n, self.dv), "")
-        return (out, Tensor("float32", (self.b, self.n, self.sq), "")) if self.lse else out
+        return Tensor(self.dtype, (self.sq, self.b, self.n, self.dv), "")
 
     def effect(self, call: Call) -> list[str]:
         seen = visible_to(call)
@@ -164,7 +162,6 @@ class Attention(ContractCase):
             "mask": hidden,
             "scale": self.scale,
             "dropout_p": self.dropout,
-            **({"return_lse": True} if self.lse else {}),
         }
 
 
@@ -274,7 +271,6 @@ class Pack(Attention):
             causal=self.causal,
             scale=self.scale,
             dropout_p=self.dropout,
-            return_lse=self.lse,
         )
 
     def arguments(self) -> Mapping[str, Any]:
@@ -289,8 +285,7 @@ class Pack(Attention):
         return {**super().arguments(), **changed, "input_layout": "TND", **lengths, **mode}
 
     def result(self) -> Any:
-        out = Tensor(self.dtype, (self.sq, self.n, self.dv), "")
-        return (out, Tensor("float32", (self.n, self.sq), "", contiguous=False)) if self.lse else out
+        return Tensor(self.dtype, (self.sq, self.n, self.dv), "")
 
     def effect(self, call: Call) -> list[str]:
         return []
@@ -336,13 +331,11 @@ CASES = (
     Attention("float16", dtype="float16", causal=True),
     Attention("float32", dtype="float32", causal=True),
     Attention("packed", packed=True, causal=True),
-    Attention("log-sum-exp", lse=True, causal=True),
-    Attention("log-sum-exp and mask", lse=True, mask=(2, 1, 24, 24)),
     WithSink("sink", causal=True, g=2),
     WithSink("sink and mask", mask=(2, 1, 24, 24), scale=0.3),
     WithSink("sink and window, smaller values", window=(5, 0), dv=32),
     WithSink("sink and dropout", dropout=0.1, causal=True, sk=40),
-    WithSink("sink and log-sum-exp", lse=True, mask=(1, 1, 24, 24)),
+    WithSink("sink and one mask for all", mask=(1, 1, 24, 24)),
     SinkOutside("sink outside", causal=True, g=2),
     SinkOutside("sink outside and mask", mask=(2, 1, 24, 24), scale=0.3),
     SinkOutside("sink outside and window, smaller values", window=(5, 0), dv=32),
@@ -351,7 +344,7 @@ CASES = (
     Partial("partial, float32", dtype="float32"),
     Pack("pack", causal=True),
     Pack("pack, groups and smaller values", g=2, dv=32, causal=True),
-    Pack("pack, keys of other lengths", keys=(12, 3, 15), sk=30, lse=True),
+    Pack("pack, keys of other lengths", keys=(12, 3, 15), sk=30),
     Pack("pack with dropout", dropout=0.1, causal=True),
     Attention("longer than the triangle", sq=2304, sk=2304, b=1, n=1, g=1, d=16, dv=16, causal=True),
 )
