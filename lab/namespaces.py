@@ -3,21 +3,26 @@
     python -m lab.namespaces --hosts 4 --rate 500 [--ranks-per-host N] [--slow HOST:HOST:MBIT ...] -- python train.py
 
 Runs the command as each rank, with a launcher's variables. `--slow 0:1:50` throttles a link, `--slow 2::50` all links
-of a host. Namespaces end with their processes.
+of a host; `--straggler 3` halts a rank for nine tenths of the time. Namespaces end with their processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 # Slow links: (host, other host or None for all, Mbit/s).
 Slow = tuple[int, int | None, float]
 _PORT = "29511"
+# Seconds that a straggler is halted, and that it runs then: less than what is timed.
+_HALTED, _RUNS = 0.009, 0.001
 
 
 def available() -> bool:
@@ -25,7 +30,14 @@ def available() -> bool:
     return subprocess.run(["unshare", "--net", "tc", "qdisc", "show"], capture_output=True, check=False).returncode == 0
 
 
-def run(command: Sequence[str], hosts: int, rate: float, slow: Sequence[Slow] = (), ranks_per_host: int = 1) -> int:
+def run(
+    command: Sequence[str],
+    hosts: int,
+    rate: float,
+    slow: Sequence[Slow] = (),
+    ranks_per_host: int = 1,
+    stragglers: Sequence[int] = (),
+) -> int:
     """Run the command as every rank; returns the largest exit code.
 
     rate: Mbit/s that leave a host.
@@ -33,14 +45,21 @@ def run(command: Sequence[str], hosts: int, rate: float, slow: Sequence[Slow] = 
     child = os.fork()
     if not child:
         try:
-            os._exit(_run(command, hosts, rate, slow, ranks_per_host))
+            os._exit(_run(command, hosts, rate, slow, ranks_per_host, stragglers))
         except BaseException as error:
             print(f"lab.namespaces: {error}", file=sys.stderr, flush=True)
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _run(command: Sequence[str], hosts: int, rate: float, slow: Sequence[Slow], ranks_per_host: int) -> int:
+def _run(
+    command: Sequence[str],
+    hosts: int,
+    rate: float,
+    slow: Sequence[Slow],
+    ranks_per_host: int,
+    stragglers: Sequence[int],
+) -> int:
     os.unshare(os.CLONE_NEWNET)
     _ip("link add name bridge type bridge")
     _ip("link set bridge up")
@@ -53,7 +72,7 @@ def _run(command: Sequence[str], hosts: int, rate: float, slow: Sequence[Slow], 
             socket.sethostname(f"host{host}")
             peer.sendall(b"x")
             peer.recv(1)
-            os._exit(_on_host(command, host, hosts, rate, slow, ranks_per_host))
+            os._exit(_on_host(command, host, hosts, rate, slow, ranks_per_host, stragglers))
         own.recv(1)
         _ip(f"link add veth{host} type veth peer name eth0 netns {child}")
         _ip(f"link set veth{host} master bridge up")
@@ -63,7 +82,13 @@ def _run(command: Sequence[str], hosts: int, rate: float, slow: Sequence[Slow], 
 
 
 def _on_host(
-    command: Sequence[str], host: int, hosts: int, rate: float, slow: Sequence[Slow], ranks_per_host: int
+    command: Sequence[str],
+    host: int,
+    hosts: int,
+    rate: float,
+    slow: Sequence[Slow],
+    ranks_per_host: int,
+    stragglers: Sequence[int],
 ) -> int:
     _ip("link set lo up")
     _ip(f"addr add {_address(host)}/24 dev eth0")
@@ -92,9 +117,21 @@ def _on_host(
             "MASTER_ADDR": _address(0),
             "MASTER_PORT": _PORT,
             "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as torchrun
         }
         ranks.append(subprocess.Popen(command, env={**os.environ, **{k: str(v) for k, v in environment.items()}}))
+    for local, each in enumerate(ranks):
+        if host * ranks_per_host + local in stragglers:
+            threading.Thread(target=_halt, args=(each,), daemon=True).start()
     return max(abs(each.wait()) for each in ranks)
+
+
+def _halt(process: subprocess.Popen[bytes]) -> None:
+    """Halt the process for most of the time until it ends."""
+    while process.poll() is None:
+        for each, seconds in ((signal.SIGSTOP, _HALTED), (signal.SIGCONT, _RUNS)):
+            process.send_signal(each)
+            time.sleep(seconds)
 
 
 def _address(host: int) -> str:
@@ -122,10 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, required=True, metavar="MBIT", help="Mbit/s that leave a host")
     parser.add_argument("--slow", type=_slow, default=[], nargs="+", metavar="HOST:[HOST]:MBIT", help="slower links")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--straggler", type=int, default=[], nargs="+", metavar="RANK", help="ranks halted most of the time"
+    )
     options, command = parser.parse_args(given[:place]), given[place + 1 :]
     if not command:
         parser.error("write the command after --")
-    return run(command, options.hosts, options.rate, options.slow, options.ranks_per_host)
+    return run(
+        command, options.hosts, options.rate, options.slow, options.ranks_per_host, options.straggler
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

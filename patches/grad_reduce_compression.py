@@ -2,12 +2,14 @@
 
 Reaches `_ParamAndGradBucketGroup.start_grad_sync`, where buckets of dense parameters and experts are reduced, with the
 distributed optimizer or without, also while the backward pass runs. `DistributedDataParallel.__init__` names the
-buckets; `dist_checkpointing`'s `save` and `load` keep what rounding took in a file per rank. Leaves scaling, checks for
-NaN and the optimizer alone: gradient norm and clipping read the reduced values.
+buckets; `dist_checkpointing`'s `save` and `load` keep what rounding took in a file per rank; `ChainedOptimizer.step`
+changes the loss scale that it is in, or skips a step. Leaves scaling, checks for NaN and the optimizer alone: gradient
+norm and clipping read the reduced values.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import weakref
 from typing import Any
@@ -28,6 +30,7 @@ NAME = "grad_reduce_compression"
 SCOPE = "grad_reduce_compression_scope"
 WARMUP = "grad_reduce_compression_warmup"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
 _SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 
 
@@ -35,71 +38,80 @@ class _Compression:
     """The compressed reductions of one bucket group.
 
     Attributes:
-        key: names the bucket group in checkpoints: model chunk, kind, place, global ranks.
+        key: names the bucket group in checkpoints: model chunk, parameters, global ranks.
         steps: reductions so far, those of the warm-up included.
     """
 
-    def __init__(self, session: Session, key: str, group: Any, nodes: NodeGroups | None) -> None:
-        self._session, self._group, self._nodes = session, group, nodes
+    def __init__(self, key: str, code: str, bucket_group: Any, ranks: Any, nodes: NodeGroups | None) -> None:
         self.key, self.steps = key, 0
-        self._reduces: list[CompressedReduce] = []
-        self._loaded: list[list[torch.Tensor]] = []
+        config, self._ranks = bucket_group.ddp_config, ranks.size()
+        self._reduces = [
+            CompressedReduce(
+                bucket.grad_data.numel(), bucket.grad_data.device, ranks, code,
+                scatters=config.use_distributed_optimizer, nodes=nodes,
+            )
+            for bucket in bucket_group.buckets
+        ]  # fmt: skip
 
     def start(self, buckets: Any, config: Any) -> list[PendingReduce]:
-        if not self._reduces:
-            self._reduces = [self._of(bucket.grad_data, config.use_distributed_optimizer) for bucket in buckets]
-            self._use_loaded()
-        divisor = self._group.size() if config.average_in_collective else 1
+        divisor = self._ranks if config.average_in_collective else 1
         return [reduce.start(bucket.grad_data, divisor) for reduce, bucket in zip(self._reduces, buckets, strict=True)]
 
+    def residuals(self) -> list[torch.Tensor]:
+        return [tensor for each in self._reduces for tensor in each.residuals]
+
+    def rescale(self, factor: torch.Tensor | float) -> None:
+        for each in self.residuals():
+            each.mul_(factor)
+
     def state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "residuals": [each.residuals for each in self._reduces] or self._loaded}
+        return {"steps": self.steps, "residuals": self.residuals()}
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.steps, self._loaded = state["steps"], state["residuals"]
-        if self._reduces:
-            self._use_loaded()
-
-    def _of(self, gradient: torch.Tensor, scatters: bool) -> CompressedReduce:
-        code = self._session.settings[NAME]
-        return CompressedReduce(
-            gradient.numel(), gradient.device, self._group, code, scatters=scatters, nodes=self._nodes
-        )
-
-    def _use_loaded(self) -> None:
-        own = [tensor for each in self._reduces for tensor in each.residuals]
-        loaded = [tensor for each in self._loaded for tensor in each]
-        self._loaded = []
-        if [each.shape for each in own] == [each.shape for each in loaded]:
-            for tensor, found in zip(own, loaded, strict=True):
-                tensor.copy_(found)
-        elif loaded:
-            self._session.log_decision(f"{NAME}: buckets differ from the checkpoint's: error feedback starts at zero")
+    def load(self, state: Any) -> None:
+        """Raises LookupError, TypeError and ValueError for what `state` of such a bucket group is not."""
+        own, found = self.residuals(), state["residuals"]
+        if [each.shape for each in own] != [each.shape for each in found]:
+            raise ValueError("buckets differ from the checkpoint's")
+        self.steps = int(state["steps"])
+        for tensor, each in zip(own, found, strict=True):
+            tensor.copy_(each)
 
 
 # Model chunk -> its number, which names its bucket groups in checkpoints.
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _compressions(session: Session) -> weakref.WeakKeyDictionary[Any, _Compression]:
-    """By bucket group."""
+def _compressions(session: Session) -> weakref.WeakKeyDictionary[Any, _Compression | None]:
+    """By bucket group; None where gradients are reduced as they are."""
     return session.state(NAME, weakref.WeakKeyDictionary)
 
 
+def _active(session: Session) -> list[_Compression]:
+    return [each for each in _compressions(session).values() if each is not None]
+
+
 def _register(session: Session, ddp: Any) -> None:
-    """Name the bucket groups that several ranks reduce."""
-    found, config = _compressions(session), ddp.ddp_config
+    """Make the reductions of bucket groups that several ranks reduce."""
+    found = _compressions(session)
     chunks: weakref.WeakSet[Any] = session.state(f"{NAME} chunks", weakref.WeakSet)
     number = _numbers.setdefault(ddp, max((_numbers[each] for each in chunks), default=0) + 1)
     chunks.add(ddp)
-    for kind, groups in (("dense", ddp.bucket_groups), ("experts", ddp.expert_parallel_bucket_groups)):
-        for place, each in enumerate(groups):
-            scatters = config.use_distributed_optimizer
-            group = each.intra_distributed_optimizer_instance_group if scatters else each.data_parallel_group
-            if group.size() > 1 and (nodes := _nodes_of(session, group)) is not _EXACT:
-                ranks = torch.distributed.get_process_group_ranks(group)
-                key = f"{number} {kind} {place} of ranks {ranks}"
-                found[each] = _Compression(session, key, group, nodes)
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    for each in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+        found[each] = None
+        group = _group_of(each)
+        if group.size() > 1 and (nodes := _nodes_of(session, group)) is not _EXACT:
+            # Their order in a list is Megatron's and may change.
+            held = " ".join(names[parameter] for bucket in each.buckets for parameter in bucket.params_list)
+            ranks = torch.distributed.get_process_group_ranks(group)
+            key = f"{number} {hashlib.sha256(held.encode()).hexdigest()[:16]} of ranks {ranks}"
+            found[each] = _Compression(key, session.settings[NAME], each, group, nodes)
+
+
+def _group_of(bucket_group: Any) -> Any:
+    if bucket_group.ddp_config.use_distributed_optimizer:
+        return bucket_group.intra_distributed_optimizer_instance_group
+    return bucket_group.data_parallel_group
 
 
 # Of groups that nothing is compressed for.
@@ -133,6 +145,8 @@ def _start_grad_sync(wrapped: Function, session: Session) -> Function:
     def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
         compression, config = found.get(self), self.ddp_config
         is_started = getattr(self, "is_first_batch", False) and self.grad_reduce_handle is not None
+        if self not in found and _group_of(self).size() > 1:
+            session.fallback(NAME, "bucket groups made after DistributedDataParallel are reduced as they are")
         if compression is None or is_started:
             return wrapped(self, force_all_reduce)  # type: ignore[no-any-return]
         compression.steps += 1
@@ -170,6 +184,26 @@ def _start_compressed(group: Any, compression: _Compression, config: Any) -> Non
         wait()
 
 
+def _step(wrapped: Function, session: Session) -> Function:
+    """Keep error feedback in the units of the next gradients: those of the loss scale, one for all models.
+
+    After a step that is skipped it starts at zero: its part of these messages was dropped with them, and the rest is
+    what rounding took from gradients that overflowed.
+    """
+
+    def step(self: Any) -> Any:
+        before = self.get_loss_scale()
+        found = wrapped(self)
+        # A scaler replaces its tensor when it changes it: a comparison would wait for the device.
+        after = self.get_loss_scale()
+        if not found[0] or after is not before:
+            for each in _active(session):
+                each.rescale(after / before if found[0] else 0.0)
+        return found
+
+    return step
+
+
 def _file(checkpoint_dir: Any) -> str:
     return os.path.join(checkpoint_dir, f"{NAME}_{torch.distributed.get_rank():05d}.pt")
 
@@ -177,10 +211,11 @@ def _file(checkpoint_dir: Any) -> str:
 def _save(wrapped: Function, session: Session) -> Function:
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        states = {each.key: each.state() for each in _compressions(session).values()}
+        states, file = {each.key: each.state() for each in _active(session)}, _file(checkpoint_dir)
         try:
             if states:
-                torch.save(states, _file(checkpoint_dir))
+                torch.save(states, f"{file}.part")
+                os.replace(f"{file}.part", file)
         except (OSError, RuntimeError) as error:
             session.fallback(NAME, f"error feedback is not in the checkpoint {checkpoint_dir}: {error}")
         return found
@@ -191,20 +226,38 @@ def _save(wrapped: Function, session: Session) -> Function:
 def _load(wrapped: Function, session: Session) -> Function:
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        compressions, file = list(_compressions(session).values()), _file(checkpoint_dir)
-        if not compressions or session.context.arg("finetune", False):
-            return found
-        states = torch.load(file, map_location="cpu", weights_only=True) if os.path.exists(file) else {}
-        for each in compressions:
-            if each.key in states:
-                each.load(states[each.key])
-        if not all(each.key in states for each in compressions):
-            session.log_decision(
-                f"{NAME}: the checkpoint has no error feedback of these ranks and buckets: it starts at zero"
-            )
+        if not session.context.arg("finetune", False):
+            _load_states(session, _file(checkpoint_dir))
         return found
 
     return load
+
+
+def _load_states(session: Session, file: str) -> None:
+    """Load this rank's file; ranks agree on the step, and rank 0 says which of them start at zero. A collective."""
+    compressions, why = _active(session), ""
+    try:
+        states = torch.load(file, map_location="cpu", weights_only=True) if compressions else {}
+        for each in compressions:
+            each.load(states[each.key])
+    except FileNotFoundError:
+        why = "the checkpoint has none"
+    except LookupError:
+        why = "the checkpoint has none of these ranks and buckets"
+    except ValueError as error:
+        why = str(error)
+    except Exception as error:  # of a damaged file, torch's, pickle's and zipfile's
+        why = f"{file} cannot be read: {str(error).partition(chr(10))[0]}"
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, (max((each.steps for each in compressions), default=0), why))
+    for each in compressions:
+        each.steps = max(steps for steps, _ in told)
+        if why:
+            each.rescale(0.0)
+    for reason in dict.fromkeys(reason for _, reason in told if reason):
+        ranks = [rank for rank, (_, each) in enumerate(told) if each == reason]
+        whose = "" if len(ranks) == len(told) else f" of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        session.log_decision(f"{NAME}: error feedback{whose} starts at zero: {reason}")
 
 
 def _why_not(context: Context) -> list[str]:
@@ -262,7 +315,6 @@ FEATURE = Feature(
             after_init(_register),
             reads=(
                 "bucket_groups",
-                "ddp_config",
                 "expert_parallel_bucket_groups",
                 f"{DDP_CONFIG}.use_distributed_optimizer",
                 f"{_GROUP}.data_parallel_group",
@@ -275,6 +327,7 @@ FEATURE = Feature(
             by_name=True,
             reads=("_ParamAndGradBucket.grad_data", "_ParamAndGradBucket.gradient_scaling_factor"),
         ),
+        Around(f"{_OPTIMIZER}:ChainedOptimizer.step", _step, reads=("get_loss_scale",)),
         Around(f"{_SERIALIZATION}:save", _save),
         Around(f"{_SERIALIZATION}:load", _load),
     ),

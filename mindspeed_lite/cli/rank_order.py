@@ -31,7 +31,7 @@ def apply(file: str) -> None:
     if not order:
         raise CommandError(f"{_FLAG} {file}: proposes no order: measure with `links --json FILE -- COMMAND`")
     host, measured_host = socket.gethostname(), measured.hosts[rank]
-    if host != measured_host:
+    if host != measured_host.partition("(")[0]:  # a number of machines with the same name
         raise CommandError(
             f"{_FLAG} {file}: rank {rank} was measured on {measured_host}, and runs on {host}: start the nodes in the "
             "same order (torchrun --node-rank), or measure these again"

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,7 @@ from .groups import new_groups
 ALL_PAIRS = 64
 _PINGS, _REPEATS, _PRODUCTS = 50, 5, 32
 # A message takes about so many seconds, within these bytes.
-_SECONDS, _LEAST, _MOST = 0.1, 1 << 16, 1 << 26
+_SECONDS, _LEAST, _MOST = 0.08, 1 << 16, 1 << 26
 # Sides of the products that are timed, on a CPU and on others.
 _SIDES = {"cpu": 512}
 _SIDE = 4096
@@ -66,6 +67,22 @@ def _fast(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
+def host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
+    """Of (name, machine) of each rank; machines with the same name get a number."""
+    machines: dict[str, list[str]] = {}
+    for name, machine in dict.fromkeys(hosts):
+        machines.setdefault(name, []).append(machine)
+    return [f"{name}({machines[name].index(machine)})" if len(machines[name]) > 1 else name for name, machine in hosts]
+
+
+def _machine() -> str:
+    """Differs between machines, also where containers have the same host name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
+
+
 class LinkProbe:
     """Probes of this rank on `host`, whose tensors are on `device`."""
 
@@ -73,7 +90,7 @@ class LinkProbe:
         self.device, self.rank, self.ranks = device, dist.get_rank(), dist.get_world_size()
         self._world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         self._ack = torch.zeros(1, dtype=torch.uint8, device=device)
-        self.hosts: list[str] = self._gathered(host)
+        self.hosts = host_names(self._gathered((host, _machine())))
 
     def pairs(self, tell: Callable[[int, int, str], None]) -> tuple[list[list[float]], list[list[float]]]:
         """(bytes/s, seconds of an empty message) from each rank (row) to another."""
@@ -127,7 +144,7 @@ class LinkProbe:
         for _ in range(_PRODUCTS):
             dist.barrier()
             times.append(self._timed(lambda: x @ x))
-        return self._gathered(_fast(times))
+        return self._gathered(median(times))  # also slow now and then is slow
 
     def _latency(self, peer: int, sender: int) -> float:
         """Seconds of an empty message; what others take longer than the fastest is the hosts'."""

@@ -121,7 +121,7 @@ def test_the_new_rank_0_says_the_predicted_gain(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    file = written(tmp_path, [1, 0])
+    file = written(tmp_path, [1, 0], hosts=[f"{socket.gethostname()}({each})" for each in range(2)])
     rank_order.apply(file)
     assert capsys.readouterr().out == (
         f"mindspeed_lite: ranks in the order of {file}; messages of a step: 2.000 s -> 500.0 ms (prediction)\n"

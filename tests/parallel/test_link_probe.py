@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lab.network import Delays
-from mindspeed_lite.parallel.link_probe import ALL_PAIRS, LinkProbe, rounds
+from mindspeed_lite.parallel import link_probe
+from mindspeed_lite.parallel.link_probe import ALL_PAIRS, LinkProbe, host_names, rounds
 from mindspeed_lite.planner import slow_parts
 from mindspeed_lite.planner.links import Links
 from tests.harness.process_groups import joined
@@ -37,6 +38,16 @@ def test_all_pairs_meet_once_and_of_many_ranks_one_of_each_host(hosts, ranks):
 def test_hosts_of_unequal_size_meet_all_the_same():
     found = [*rounds(["a", "a", "b"])]
     assert sorted((i, j) for peers in found for i, j in enumerate(peers) if i < j) == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_slow_links_of_64_ranks_are_measured_in_a_minute():
+    """In both directions; faster ones take less."""
+    found = [*rounds([f"h{rank // 8}" for rank in range(64)])]
+    assert 2 * len(found) * link_probe._REPEATS * link_probe._SECONDS < 55
+
+
+def test_machines_with_the_same_name_are_told_apart():
+    assert host_names([("a", "1"), ("a", "1"), ("a", "2"), ("b", "3")]) == ["a(0)", "a(0)", "a(1)", "b"]
 
 
 class _Slow(Delays):

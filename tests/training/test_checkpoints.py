@@ -77,11 +77,6 @@ for format in (
     TABLE[f"swapped in {format}"] = Checkpoint(
         f"--ckpt-format {format}", "--swap-optimizer", ways=("on-on",), before="swap_optimizer"
     )
-for name, flags in {"": DISTRIBUTED, ", asynchronous": f"{DISTRIBUTED} --async-save", ", all-reduce": ""}.items():
-    TABLE[f"error feedback{name}"] = Checkpoint(
-        f"--ckpt-format torch_dist {flags}", "--grad-reduce-compression int8", ways=("on-on",),
-        quick=("on-on",) if not name else (),
-    )  # fmt: skip
 # Experts that have changed places.
 PLACES = f"{LAYOUTS['ep2'][1]} --num-experts 8 --clip-grad 1000"
 OVERLAPPED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import checkouts, matrix, rows
+from tests.harness import checkouts, gradient_bytes, matrix, rows
 from tests.harness.rows import DENSE, DRIFT, EXPERTS, NEW, WGRAD, Near, Rows
 from tests.harness.simulated import sent
 from tests.harness.training import Result, Trainer
@@ -142,8 +142,10 @@ ADAMW = "use_fused_adamw"
 
 def rounds(off: Result, on: Result) -> None:
     assert on.histories() != off.histories(), "no gradient was rounded"
+    gradient_bytes.check(on)
 
 
+COUNTED = "tests.harness.gradient_bytes:count"
 SHARED = {**dict.fromkeys(STATES, ""), "dp2 dist": NEW}
 OVERLAP = "dist overlap_grad overlap_gather"
 TABLE += [
@@ -165,13 +167,13 @@ TABLE += [
           "dp4 dist grads16": "", "dp2 tp2 sp dist": "", "dp2 pp2 dist": "", "dp2 ep2 experts4 dist": NEW,
           "dp2 ep2 experts4 overlap_grad no_sync": ""},
          "grad_reduce_compression=int8", releases=checkouts.EVERY, steps=12, learns=0.3,
-         near=Near(2e-3, 2.0**-8, 0.1), check=rounds),
+         near=Near(2e-3, 2.0**-8, 0.1), before=COUNTED, check=rounds),
     Rows("gradients in fp8", {"dp2 dist": NEW, "dp2": ""}, "grad_reduce_compression=fp8", steps=12, learns=0.3,
-         near=Near(5e-3, 2.0**-6, 0.2), check=rounds),
+         near=Near(5e-3, 2.0**-6, 0.2), before=COUNTED, check=rounds),
     Rows("gradients in int8 with all of the optimizer", {f"dp2 tied {OVERLAP}": NEW, f"dp2 ep2 experts4 {OVERLAP}": ""},
          "grad_reduce_compression=int8 reset_bucket_group_order",
          both=f"{ADAMW} quant_states=fp8 reuse_fp32_param {WGRAD}", more="wgrad", steps=6, learns=0.2,
-         near=Near(5e-3, 2.0**-8, 0.2), check=rounds),
+         near=Near(5e-3, 2.0**-8, 0.2), before=COUNTED, check=rounds),
     Rows("gradients exact in the warm-up", {f"dp2 {OVERLAP}": NEW},
          "grad_reduce_compression=int8 grad_reduce_compression_warmup=4"),
     Rows("order of use", {f"dp2 tied {OVERLAP}": NEW, f"ep2 experts4 {OVERLAP}": ""}, "reset_bucket_group_order"),
