@@ -48,7 +48,7 @@ class Shape(cases.Shape):
 CASES = OperatorCases(
     "linear_log_prob",
     Shape,
-    correctness=("24x16x48", "24x16x48,entropy=1", "64x64x4200,temperature=0.7,cap=5,entropy=1"),
+    correctness=("24x16x48", "64x64x512,entropy=1", "64x64x4200,temperature=0.7,cap=5,entropy=1"),
     cpu=("4096x256x32768", "4096x256x32768,entropy=1"),
     accelerator=("8192x4096x32768", "8192x4096x128256,entropy=1", "8192x8192x16032,entropy=1"),
 )
