@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_lite import migration, planner
 from mindspeed_lite.bench.wording import flops, seconds, size
@@ -78,6 +78,8 @@ def main(options: argparse.Namespace) -> int:
         failed = next(each for each in errors if each.error == first.error)
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
         raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
+    for flag in found.unquoted:
+        say(f"{flag}: a path with spaces needs quotes; the training ends there, the dry run reads no files")
     step = timing.predict(timing.stages_of(ranks), device) if device else None
     alike = [str(each.number) for each in ranks if each.is_alike]
     ranks = [each for each in ranks if not each.is_alike]
@@ -93,15 +95,10 @@ def main(options: argparse.Namespace) -> int:
         _show_time(step, device, found.world_size)
     fits = memory is None or _show_fit(ranks, memory, options, found)
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
-    report = {"world_size": found.world_size, "problems": problems, "ranks": [_as_json(each) for each in ranks]}
-    if step:
-        report["step"] = {"step_s": step.seconds, **asdict(step)}
-    write_json(options.json, report)
+    timed = {"step": {"step_s": step.seconds, **asdict(step)}} if step else {}
+    write_json(options.json, {"world_size": found.world_size, "problems": problems,
+                              "ranks": [asdict(each) for each in ranks], **timed})  # fmt: skip
     return 0 if fits and not problems else 1
-
-
-def _as_json(one: rank.RankResult) -> dict[str, Any]:
-    return asdict(one)
 
 
 def _total(one: rank.RankResult) -> int:

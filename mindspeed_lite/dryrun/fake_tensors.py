@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 # Within it tensors have storage.
@@ -17,8 +19,8 @@ with_storage: Any = _disable_current_modes
 expert_load = 1.0
 # Called when the host reads values of a tensor.
 on_read: list[Callable[[], None]] = []
-# Elements up to which values are computed: counts of tokens per expert, shapes, scalars.
-_KNOWN = 1 << 14
+# Elements up to which values are computed: counts of tokens per expert, shapes, scalars, tokens of a batch.
+KNOWN = 1 << 16
 
 
 class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -30,7 +32,7 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         self.observe: Callable[..., None] | None = None
         # In an operator's shape, which may be found by others.
         self.is_within = False
-        fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN
+        fake_tensor.CONSTANT_NUMEL_LIMIT = KNOWN
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.observe is None or self.is_within:
@@ -56,7 +58,7 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
                     know(places, mask.nonzero())
             return places
         result: Any = super().dispatch(func, types, args, kwargs)
-        is_small = isinstance(result, FakeTensor) and result.numel() <= _KNOWN
+        is_small = isinstance(result, FakeTensor) and result.numel() <= KNOWN
         if func in _FACTORIES and is_small and not result.dtype.is_floating_point:
             with with_storage():
                 values = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
@@ -201,7 +203,18 @@ class _HostLoader:
 
     def __next__(self) -> Any:
         with with_storage():
-            return next(self._batches)
+            batch = next(self._batches)
+        return tree_map_only(torch.Tensor, _known_integers, batch)
+
+
+def _known_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Tokens whose values set shapes, such as those of images, as tensors without storage."""
+    mode: Any = active_fake_mode()
+    if mode is None or tensor.is_floating_point() or tensor.numel() > KNOWN:
+        return tensor
+    found: torch.Tensor = mode.from_tensor(tensor)
+    know(found, tensor)
+    return found
 
 
 def _read_on_host() -> None:

@@ -17,6 +17,9 @@ from mindspeed_lite.child_process import child_process
 
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.torchrun")
 _TIMEOUT = 60.0
+# How flags of one file or folder end, which a dry run does not need; and those of several.
+_PATHS = ("-path", "-dir", "-model", "-file", "--save", "--load")
+_LISTS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 # Every Python that the command starts imports it first; programs that start no training go on.
 _SITE = """
 import json, os, sys
@@ -44,6 +47,7 @@ class TrainingLaunch:
     """A script as a launcher would start it.
 
     words: script and its arguments, or `-m`, module and its. is_run: through `mindspeed-lite run`.
+    unquoted: flags whose path has spaces, of which `words` have the first word.
     """
 
     interpreter: str
@@ -53,6 +57,7 @@ class TrainingLaunch:
     environment: dict[str, str]
     world_size: int
     local_size: int
+    unquoted: tuple[str, ...] = ()
 
 
 def find(command: Sequence[str]) -> TrainingLaunch:
@@ -121,7 +126,21 @@ def _read(interpreter: str, words: list[str], folder: str, environment: dict[str
         )
     local = int(per_node) if launcher else 8
     ranks = int(per_node) * int(nodes)
-    return TrainingLaunch(interpreter, before > 0, tuple(words), folder, environment, ranks, local)
+    kept, unquoted = _joined(words)
+    return TrainingLaunch(interpreter, before > 0, kept, folder, environment, ranks, local, unquoted)
 
 
-__all__ = ["TrainingLaunch", "LaunchError", "find"]
+def _joined(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Words without those that follow a path, up to the next flag; flags of such paths."""
+    kept: list[str] = []
+    unquoted: list[str] = []
+    flag, given = "", 0
+    for word in words:
+        if word.startswith("-"):
+            flag, given = word, 0
+        given += 1
+        if given > 2 and flag.endswith(_PATHS) and flag not in _LISTS:
+            unquoted += [flag] * (flag not in unquoted)
+        else:
+            kept.append(word)
+    return tuple(kept), tuple(unquoted)

@@ -49,13 +49,10 @@ class _Replay:
 
     def _issue(self, rank: int, call: GroupCall) -> str | None:
         if call.kind in SENDS or call.kind in RECEIVES:
-            is_send = call.kind in SENDS
-            pair = (rank, call.peer) if is_send else (call.peer, rank)
-            mine, others = (self.sends, self.receives) if is_send else (self.receives, self.sends)
-            mine[pair].append(call)
-            place = len(mine[pair]) - 1
-            if place < len(others[pair]):
-                other = others[pair][place]
+            mine, others = self._between(rank, call)
+            mine.append(call)
+            if len(mine) <= len(others):
+                other = others[len(mine) - 1]
                 if (other.dtype, other.size) != (call.dtype, call.size):
                     return _difference(call.peer, other, rank, call)
             return None
@@ -72,13 +69,17 @@ class _Replay:
         if call.kind in SENDS or call.kind in RECEIVES:
             if call.peer not in self.messages:
                 return True
-            is_send = call.kind in SENDS
-            pair = (rank, call.peer) if is_send else (call.peer, rank)
-            mine, others = (self.sends, self.receives) if is_send else (self.receives, self.sends)
-            return len(others[pair]) >= len(mine[pair])
+            mine, others = self._between(rank, call)
+            return len(others) >= len(mine)
         ranks = self.collectives[call.group]
         place = len(ranks[rank])
         return all(len(ranks.get(each, ())) >= place for each in call.group if each in self.messages)
+
+    def _between(self, rank: int, call: GroupCall) -> tuple[list[GroupCall], list[GroupCall]]:
+        """Calls of this rank and of its peer for messages of this direction."""
+        if call.kind in SENDS:
+            return self.sends[rank, call.peer], self.receives[rank, call.peer]
+        return self.receives[call.peer, rank], self.sends[call.peer, rank]
 
     def _waiting(self) -> list[str]:
         stuck = {rank: calls[self.next[rank]] for rank, calls in self.messages.items() if self.next[rank] < len(calls)}

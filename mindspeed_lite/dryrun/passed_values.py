@@ -87,6 +87,3 @@ class PassedValues:
         with part.open("wb") as file:
             _Pickler(file).dump(value)
         part.rename(path)
-
-
-__all__ = ["PassedValues"]

@@ -55,7 +55,9 @@ def main() -> None:
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
     if request["replaces_engine"] and not importlib.util.find_spec("transformer_engine"):
         wrapt.register_post_import_hook(_use_local_bert, "megatron.core.models.bert.bert_layer_specs")
+        wrapt.register_post_import_hook(_use_local_norm, "megatron.core.models.vision.clip_vit_model")
     _import_ahead(words)
+    _read_ahead()
     gc.freeze()
     read_end, write_end = os.pipe()
     ranks = request["ranks"] or [0]
@@ -107,6 +109,15 @@ def _use_local_bert(module: Any) -> None:
     module.bert_layer_with_transformer_engine_spec = module.bert_layer_local_spec
 
 
+def _use_local_norm(module: Any) -> None:
+    import torch
+
+    # Megatron's default without Transformer Engine, torch's own, does not take what Megatron gives it.
+    init, name = module.CLIPViTModel.__init__, "megatron.core.transformer.torch_norm"
+    norm = importlib.import_module(name).WrappedTorchNorm
+    init.__defaults__ = tuple(norm if each is torch.nn.LayerNorm else each for each in init.__defaults__)
+
+
 def _import_ahead(words: Sequence[str]) -> None:
     """Import what the script imports at its top; what fails there fails again in the script."""
     try:
@@ -118,6 +129,16 @@ def _import_ahead(words: Sequence[str]) -> None:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             with contextlib.suppress(BaseException):
                 exec(compile(ast.Module([statement], []), words[0], "exec"), {})
+
+
+def _read_ahead() -> None:
+    """Read what every rank needs: features, this package's modules, what torch imports late."""
+
+    from mindspeed_lite import runtime
+    from mindspeed_lite.bench.probes import memory, train_step  # noqa: F401
+    from mindspeed_lite.dryrun import fake_tensors, masked_data, timing, work  # noqa: F401
+
+    runtime.catalogue(), runtime.fingerprints()
 
 
 def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int], announce: int | None) -> int:
@@ -299,7 +320,8 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     missing = next((each for each in files if each and not os.path.exists(each)), None)
     # Megatron's tokenizer of a vocabulary with merges, if none is named.
     kind = args.tokenizer_type or ("GPT2BPETokenizer" if args.merge_file else "")
-    size = vocabulary or VOCABULARIES.get(kind) or getattr(args, "vocab_size", None)
+    given = next(filter(None, (getattr(args, name, None) for name in ("vocab_size", "padded_vocab_size"))), None)
+    size = vocabulary or VOCABULARIES.get(kind) or given
     if missing is None and vocabulary is None:
         return
     if size is None:

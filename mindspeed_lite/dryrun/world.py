@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .fake_tensors import keep_share, know, known, share_of, with_storage
+from .fake_tensors import KNOWN, keep_share, know, known, share_of, with_storage
 from .passed_values import PassedValues
 
 # Arguments whose size is the message's, by collective.
@@ -41,8 +41,6 @@ _OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_l
             "recv_object_list")  # fmt: skip
 # Megatron's name of the group of a pipeline's stages.
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
-# Elements of the largest tensor of flags or shapes.
-_FLAGS = 64
 _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
 
 
@@ -228,7 +226,7 @@ class World:
 
         From a rank that does not run come the values last sent, such as the shape of a stage's output, else 1.
         """
-        if tensor.numel() > _FLAGS or tensor.dtype.is_floating_point or self.values is None:
+        if tensor.numel() > KNOWN or tensor.dtype.is_floating_point or self.values is None:
             return _nothing
         if sender == self.rank:
             self._sending(tensor)
@@ -246,7 +244,7 @@ class World:
         know(tensor, values)
 
     def _sending(self, tensor: torch.Tensor) -> None:
-        if tensor.numel() <= _FLAGS and not tensor.dtype.is_floating_point:
+        if tensor.numel() <= KNOWN and not tensor.dtype.is_floating_point:
             values = known(tensor)
             self._last = [1] * tensor.numel() if values is None else values.reshape(-1).tolist()
 

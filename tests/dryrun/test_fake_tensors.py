@@ -26,3 +26,13 @@ def test_places_of_known_values_are_known():
         places = (torch.arange(4) == 2).nonzero()
         assert places.shape == (1, 1) and int(places[0]) == 2
         assert torch.arange(4)[torch.arange(4) > 1].shape == (2,)
+
+
+def test_integers_of_a_batch_are_known():
+    """Megatron's multimodal model counts a batch's image tokens, and makes its layers as long."""
+    batch = {"tokens": torch.tensor([[-200, 7, 9], [-200, 1, 2]]), "image": torch.ones(2, 3)}
+    with fake_tensors.StoragelessMode():
+        found = next(fake_tensors._HostLoader(iter([batch])))
+        tokens = torch.cat([found["tokens"].view(-1), found["tokens"].view(-1)])
+        assert int((tokens == -200).sum()) == 4 and torch.where(tokens != -200)[0].shape == (8,)
+        assert found["image"].sum().shape == ()

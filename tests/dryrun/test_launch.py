@@ -65,6 +65,14 @@ def test_a_shell_script_keeps_its_folder_and_environment(tmp_path):
     assert found.environment["NNODES"] == "4" and "mindspeed-lite-dryrun" not in found.environment["PYTHONPATH"]
 
 
+def test_paths_without_quotes_are_said(tmp_path):
+    words = "--save your own path --data-path 1 a 2 b --tokenizer-name-or-path your tokenizer --bf16 stray"
+    found = launch.find(f"python a.py {words}".split())
+    assert found.unquoted == ("--save", "--tokenizer-name-or-path")
+    kept = "--save your --data-path 1 a 2 b --tokenizer-name-or-path your --bf16 stray"
+    assert found.words == ("a.py", *kept.split())
+
+
 @pytest.mark.parametrize(
     ("command", "text"),
     [

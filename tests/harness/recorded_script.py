@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mindspeed_lite.dryrun.world import World
 
@@ -33,6 +36,14 @@ class Recorder(World):
             self.depth -= 1
 
 
+def spread(_: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Random logits of Megatron's that spread the tokens of a rank evenly, as a dry run does."""
+    experts = logits.shape[-1]
+    tokens = torch.arange(logits.numel() // experts, device=logits.device)
+    distance = (torch.arange(experts, device=logits.device) - tokens.unsqueeze(1)) % experts
+    return -distance.to(logits.dtype).view_as(logits)
+
+
 def main() -> None:
     world = Recorder(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     world.record()
@@ -48,6 +59,7 @@ def main() -> None:
 
     def step(model: Any, optimizer: Any, run: Callable[[], Any]) -> Any:
         train_step.stop_after(1)
+        importlib.import_module("megatron.core.transformer.moe.moe_utils").RandomSTE.forward = staticmethod(spread)
         result = probe.around(model, optimizer, run)
         found = {"memory": probe.counted, "messages": [asdict(each) for each in world.messages]}
         Path(os.environ["RECORDED"], f"rank{world.rank}.json").write_text(json.dumps(found))
