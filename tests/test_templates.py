@@ -28,8 +28,8 @@ assert [check.group for check in checks] == ["numerics"] * 5, checks
 for line in map(perform, checks):
     assert line["status"] == "ok", line
 # Its calls need torch_npu, and are proven by a test of the whole run.
-from tests.npu_contract.operators import CASES
-assert any(each.startswith("{NAME}/") for each in CASES), CASES
+from tests.npu_contract.operators import CALLS
+assert any(each.startswith("{NAME}/") for each in CALLS), CALLS
 """
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mindspeed_lite.bench import breakdown
 from mindspeed_lite.bench.breakdown import CATEGORIES, PREFIX, STEP, Event, attribute
 from mindspeed_lite.bench.probes import profiler_ranges
+from tests.harness import matrix
 from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
@@ -180,6 +181,7 @@ def test_the_mean_over_processes():
 NAP = 0.05
 
 
+@matrix.whole
 @once_of(8)
 @forked()
 def test_an_asynchronous_collective_is_hidden_and_the_wait_for_the_other_rank_exposed():

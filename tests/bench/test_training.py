@@ -119,6 +119,7 @@ def test_a_rounding_baseline_that_fails_is_a_warning(outcomes: Outcomes) -> None
     assert "not judged" in pages.text(found, 200, False)
 
 
+@matrix.whole
 def test_a_wrong_loss_is_a_failure(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "wrong")
     assert row["loss"]["verdict"] == "differs"

@@ -158,10 +158,13 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("placement", "kind"), [("mapped", FusedAdamW), ("swapped", FusedAdamW), ("swapped", FusedAdam)]
+    ("placement", "kind", "form", "shares"),
+    [
+        *(("swapped", FusedAdamW, form, shares) for form in FORMS for shares in (False, True)),
+        *(("mapped", FusedAdamW, form, form == "fp8") for form in ("fp32", "fp8")),
+        ("swapped", FusedAdam, "fp8", True),
+    ],
 )
 def test_every_form_trains_to_the_same_bits(placement: str, form: str, shares: bool, kind: Any) -> None:
     expected = steps(*optimizer_of(None, form, shares, kind), 4)
@@ -215,16 +218,6 @@ def test_three_groups_are_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatc
         assert link.live == 0, "between steps nothing is on the device"
         # Its own and the next; with the one before from then on; and nothing follows the last.
         assert held == [2 * group, *[3 * group] * (times - 2), 2 * group]
-
-
-def test_a_group_ends_with_the_parameter_that_fills_it() -> None:
-    home = swapped(times=3)
-    optimizer, mains = optimizer_of(home)
-    assert list(home.update_groups([])) == []
-    step(optimizer, mains, 0)
-    # 130,000 values: thirds of 43,333. What stays belongs to the group where it stands.
-    assert list(home.update_groups(mains)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
-    assert list(swapped().update_groups(mains)) == [slice(0, 6)], "nothing of it has left"
 
 
 def test_the_next_group_comes_before_this_one_is_waited_for() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,34 +32,12 @@ def environment() -> Environment:
 
 
 @pytest.fixture(scope="session")
-def run(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """run(mode, *arguments): what runner.py wrote."""
-
-    def run(mode: str, *arguments: str) -> Any:
+def records(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By mode, what runner.py recorded of each call: in "fake" without memory, in "host" with the host's."""
+    found = {}
+    for mode in ("fake", "host"):
         out = tmp_path_factory.mktemp("npu_contract") / "records.json"
-        ran = environment.run("tests.npu_contract.runner", mode, str(out), *arguments)
+        ran = environment.run("tests.npu_contract.runner", mode, str(out), mode)
         assert ran.returncode == 0, f"the run in mode {mode} ended with {ran.returncode}:\n{ran.stderr[-4000:]}"
-        return from_json(json.loads(out.read_text()))
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def on_npu(run: Callable[..., Any]) -> dict[str, Any]:
-    """{"cases" or "declared": {"fake" or "content": {name: record}}}, from one process without memory."""
-    records: dict[str, Any] = run("fake", "records", "fake", "content")
-    return records
-
-
-@pytest.fixture(scope="session")
-def on_host(run: Callable[..., Any]) -> dict[str, Any]:
-    """The same with the one pass "host", from a process whose device has the host's memory."""
-    records: dict[str, Any] = run("host", "records", "host")
-    return records
-
-
-@pytest.fixture(scope="session")
-def mutated(run: Callable[..., Any]) -> dict[str, list[str]]:
-    """The problems that each mutation caused."""
-    problems: dict[str, list[str]] = run("fake", "mutations")
-    return problems
+        found[mode] = from_json(json.loads(out.read_text()))
+    return found

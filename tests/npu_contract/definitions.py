@@ -1,96 +1,46 @@
-"""What the files of operators/ are written with: a case, a mutation, and the checks that contracts share."""
+"""What the files of operators/ are written with: tensors of a call, and the checks that contracts share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tests.npu_contract.recorder import Call, Tensor
 
-OPS = Path(__file__).resolve().parents[2] / "mindspeed_lite" / "ops"
-# Of backends that operators share.
-FOLDERS = {"rms_norm": "norm", "layer_norm": "norm"}
 DTYPES = ("float16", "bfloat16", "float32")
 
-Tensors = Mapping[str, torch.Tensor]
 
+class Make:
+    """Makes the tensors of a call: zeros on a device, or drawn; `leaves` are those that want a gradient.
 
-class ContractCase:
-    """One call of an operator of `mindspeed_lite.ops`: how to make it, and what torch_npu must be handed for it.
-
-    That is said from the public operator's documentation, independently of its implementation.
-
-    operator: its name in mindspeed_lite.ops.
-    forward, calls: the operator of torch_npu that it must become, and how many times.
-    backward: the operator of torch_npu for its gradient; empty if it has none.
-    saved: argument of `backward` -> the result of `forward` that it must be. Arguments of one name must be the same
-        anyway.
-    renamed: argument of `forward` -> its name in `backward`, where the two differ.
+    eps: the coarsest of their dtypes.
     """
 
-    name: str
-    operator: str
-    forward: str
-    calls: int = 1
-    backward: str = ""
-    saved: Mapping[str, int] = {}
-    renamed: Mapping[str, str] = {}
+    def __init__(self, device: str, draws: bool = False) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.eps = 0.0
+        self._device = device
+        self._generator = torch.Generator().manual_seed(1) if draws else None
 
-    def leaves(self, device: str) -> Tensors:
-        """Its inputs; those of floating type require a gradient where there is one."""
-        raise NotImplementedError
+    def __call__(self, *shape: int, dtype: str = "bfloat16", grad: bool = True) -> torch.Tensor:
+        kind = getattr(torch, dtype)
+        self.eps = max(self.eps, torch.finfo(kind).eps)
+        if self._generator is None:
+            made = torch.zeros(shape, dtype=kind, device=self._device)
+        else:
+            made = torch.randn(shape, generator=self._generator).to(self._device, kind)
+        if grad:
+            self.leaves.append(made.requires_grad_())
+        return made
 
-    def run(self, leaves: Tensors) -> Any:
-        """Calls the operator; returns a tensor, several, or None."""
-        raise NotImplementedError
-
-    def arguments(self) -> Mapping[str, Any]:
-        """What the (first) forward call must be handed, as far as it is known whatever the device. Floats are
-        compared approximately, tensors by dtype and shape."""
-        raise NotImplementedError
-
-    def result(self) -> Any:
-        """What `run` returns, each tensor as a `Tensor`: shape, dtype, and whether it must be contiguous."""
-        raise NotImplementedError
-
-    def effect(self, call: Call) -> list[str]:
-        """What is wrong with a forward call whose masks and lists are known."""
-        return []
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
 
 
-def source(operator: str) -> str:
-    """The text of an operator's NPU backend."""
-    return (OPS / FOLDERS.get(operator, operator) / "npu.py").read_text()
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A call site broken on purpose: the text `old`, which stands once in the operator's npu.py, becomes `new`.
-
-    noticed: words of the problem that must appear. No file is edited: runner.py executes the changed text in place
-    of the module. A mutation whose text is no longer in the source is an error, not a pass.
-    """
-
-    old: str
-    new: str
-    noticed: str
-
-    def source(self, operator: str) -> str:
-        """The changed text; ValueError if `old` is not in the source exactly once."""
-        text = source(operator)
-        if text.count(self.old) != 1:
-            raise ValueError(
-                f"{self.old!r} stands {text.count(self.old)} times in ops/{operator}/npu.py: the call site has "
-                f"changed, so change the mutation in tests/npu_contract/operators/{operator}.py with it"
-            )
-        return text.replace(self.old, self.new)
-
-
-# ---- checks over a recorded call, for contracts ----
+# Calls a public operator on tensors of `make`, and returns all that it computes.
+OperatorCall = Callable[[Make], Any]
 
 
 def by_name(call: Call, *names: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Run with the wheel: passes of both products through `parallel.expert.alltoall_mc2`, and what is wrong with each call.
 
 One process stands for rank 1 of eight; torch_npu's operators answer from their meta kernels, collectives move nothing.
-The contracts are written from the operators' documentation; each mutation breaks `alltoall_mc2.py` in one place.
+The contracts are written from the operators' documentation; to try them, each mutation breaks
+`alltoall_mc2.py` in one place.
 """
 
 from __future__ import annotations
@@ -27,32 +28,10 @@ SENT = [250 + place for place in range(RANKS * EXPERTS)]
 RECEIVED = [240 + 7 * place for place in range(RANKS * EXPERTS)]
 ARRIVE, LEAVE = "npu_alltoallv_gmm", "npu_gmm_alltoallv"
 
-_ARRIVE_COUNTS = "name, ranks, sent, received"
-_LEAVE_COUNTS = "name, ranks, received, sent"
-_ARRIVE_INPUT = f"x.contiguous(), torch.stack([*weights]), {_ARRIVE_COUNTS}"
 # Text in alltoall_mc2.py -> what stands there instead, and words of what must be said.
 MUTATIONS = {
-    "counts the wrong way round": (_ARRIVE_COUNTS, _LEAVE_COUNTS, "send_counts"),
-    "counts the wrong way round on the way back": (_LEAVE_COUNTS, _ARRIVE_COUNTS, "send_counts"),
-    "half the ranks": (_ARRIVE_COUNTS, "name, ranks // 2, sent, received", "ranks: want 8"),
-    "no name": (_LEAVE_COUNTS, '"", ranks, received, sent', "communicator"),
-    "a transposed input": (_ARRIVE_INPUT, _ARRIVE_INPUT.replace("x.contiguous()", "x"), "is not contiguous"),
-    "one weight": (_ARRIVE_INPUT, _ARRIVE_INPUT.replace("[*weights])", "[*weights])[0]"), "two and three dimensions"),
-    "weights turned round": ("trans_gmm_weight=transposed, permute", "trans_gmm_weight=not transposed, permute", "fit"),
-    "weights turned round on the way back": (
-        "received, sent, trans_gmm_weight=transposed",
-        "received, sent, trans_gmm_weight=not transposed",
-        "fit",
-    ),
-    "rows that do not come out": ("permute_out_flag=True", "permute_out_flag=False", "wants the rows"),
+    "counts the wrong way round": ("name, ranks, sent, received", "name, ranks, received, sent", "send_counts"),
     "a message that is too small": ("x.element_size() < LEAST_BYTES", "x.element_size() < 0", "MiB is served"),
-    "a message that is too large": ("x.element_size() > MOST_BYTES", "x.element_size() < 0", "MiB is served"),
-    "rows of the source alone": ("-min(totals)", "-totals[0]", "MiB is served"),
-    "a dtype that it does not take": (
-        "if x.dtype not in (torch.float16, torch.bfloat16)",
-        "if x.dtype not in (torch.float16, torch.bfloat16, torch.float32)",
-        "float32 is served",
-    ),
 }
 
 

@@ -1,7 +1,4 @@
-"""`parallel.mc2` and `parallel.expert.alltoall_mc2` on the real wheel: every call is what the documentation asks for.
-
-Every mutation is noticed.
-"""
+"""Calls of `parallel.mc2` and `parallel.expert.alltoall_mc2` on the real wheel are what the documentation asks for."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,15 +45,6 @@ class Problem:
 
     def exact(self) -> list[torch.Tensor]:
         return self.run(loop, torch.float64)
-
-    def cancelled(self) -> list[float]:
-        """How much larger than each result the terms of its sums are, in the 2-norm; at least 1."""
-        squares = copy.copy(self)
-        squares.x, squares.dy = self.x.double() ** 2, self.dy.double() ** 2
-        squares.weights = [each.double() ** 2 for each in self.weights]
-        squares.biases = self.biases and [each.double() ** 2 for each in self.biases]
-        terms = [each.sum().sqrt().item() for each in squares.exact()]
-        return [max(1.0, term / (each.norm().item() or 1.0)) for term, each in zip(terms, self.exact(), strict=True)]
 
 
 NAMES = ("y", "dx", "dw", "db")

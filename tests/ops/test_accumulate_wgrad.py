@@ -10,10 +10,8 @@ import torch
 from mindspeed_lite.ops.accumulate_wgrad import Case, accumulate_wgrad, cuda, reference
 from mindspeed_lite.ops.dispatch import force
 from tests.harness.compare import error
-from tests.harness.reasons import why_not_of
 
 HALF = (torch.bfloat16, torch.float16)
-why_not = why_not_of(accumulate_wgrad)
 
 
 def make(

@@ -11,9 +11,6 @@ import torch
 
 from mindspeed_lite.ops.activation import KINDS, ActivationSpec, activation, reference
 from tests.harness.compare import error, forward_backward
-from tests.harness.reasons import why_not_of
-
-why_not = why_not_of(activation)
 
 
 def _unpacked(backend):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.adamw import adamw, cpu, reference
-from mindspeed_lite.ops.dispatch import force, selected
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
 
@@ -148,17 +147,3 @@ def test_parameters_that_require_a_gradient_are_updated_in_place() -> None:
     adamw([parameter], *lists[1:4], **RULE)
     assert parameter.requires_grad and parameter.grad_fn is None
     assert not torch.equal(parameter, lists[0][0])
-
-
-def test_on_an_npu_torchs_operator_gets_scaled_gradients(npu_twin: list[Any]) -> None:
-    assert selected("adamw", "npu") == ("npu", ())
-    lists = make([(6, 5), 0, 9], torch.bfloat16)
-    with force("adamw", "npu"):
-        got = run(adamw, lists, grad_scale=0.37)
-        assert why_not(*lists[:4], decoupled=False) == [
-            "L2 regularisation: torch_npu computes _fused_adam_ on the host"
-        ]
-    truth = exact(lists, grad_scale=0.37)
-    for name, ours, true in zip(NAMES, got, truth, strict=False):
-        assert error(flat(ours), flat(true)) <= 4 * torch.finfo(torch.float32).eps, name
-    assert all(torch.equal(out, param.bfloat16()) for out, param in zip(got[3], got[0], strict=True))

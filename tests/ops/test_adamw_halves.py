@@ -1,10 +1,9 @@
-"""Parameters in halves: the codec over every number, every path bit for bit the fp32 one, and objects that share."""
+"""Parameters in halves: the codec over every number, and every path bit for bit the fp32 one."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.adamw import Lists, adamw, cpu, cuda, halves, pieces, reference
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from tests.harness.reasons import why_not_of
 from tests.ops.adamw import RULE, make, on_npu, taken_apart, through
@@ -170,31 +169,6 @@ def steps(optimizer: Any, mains: list[torch.Tensor], number: int = 5, first: int
         optimizer.step()
 
 
-def plain(kind: type = FusedAdamW, number: int = 5, **options: Any) -> list[torch.Tensor]:
-    _, mains, _ = sharing(kind)
-    generator = torch.Generator().manual_seed(3)
-    mains = [torch.randn(shape, generator=generator) for shape in ((30, 7), (11,), (4,))]
-    steps(kind(mains, lr=1e-2, weight_decay=0.1, **options), mains, number)
-    return mains
-
-
-@pytest.mark.parametrize("kind", [FusedAdamW, FusedAdam])
-def test_an_optimizer_that_shares_trains_as_one_that_does_not(kind: type) -> None:
-    optimizer, mains, weights = sharing(kind)
-    assert optimizer.split_params is not None and all(main.isnan().all() for main in mains[:2])
-    steps(optimizer, mains)
-    assert optimizer.step_data.casts_done
-    with optimizer.materialized():
-        for main, expected in zip(mains, plain(kind), strict=True):
-            assert torch.equal(main, expected)
-        assert all((state["exp_avg_sq"] >= 0).all() for state in optimizer.state.values())
-    for main, weight in zip(mains[:2], weights, strict=False):
-        assert main.isnan().all() and main.shape == weight.shape and main.untyped_storage().nbytes() == 4
-        found = optimizer.split_params.joined(main)
-        assert torch.equal(found["param"].bfloat16(), weight) and (found["exp_avg_sq"] >= 0).all()
-    assert optimizer.split_params.joined(mains[2]) == {}
-
-
 def test_ties_survive_a_state_that_was_loaded() -> None:
     """torch puts another dictionary in the place of an optimizer's state."""
     optimizer, mains, _ = sharing()
@@ -215,43 +189,3 @@ def test_what_writes_a_parameter_that_is_not_there_fails() -> None:
     _, mains, _ = sharing()
     with pytest.raises(RuntimeError, match="single memory location"):
         mains[0].mul_(2)
-
-
-def test_a_step_that_is_torchs_own_is_right_too() -> None:
-    optimizer, mains, weights = sharing(amsgrad=True)
-    said: list[list[str]] = []
-    optimizer.on_fallback = said.append
-    steps(optimizer, mains)
-    assert said == [["amsgrad is set"]] * 5
-    with optimizer.materialized():
-        found = [main.clone() for main in mains]
-    for ours, expected in zip(found, plain(amsgrad=True), strict=True):
-        assert torch.equal(ours, expected)
-    assert torch.equal(weights[0], found[0].bfloat16())
-
-
-def test_what_is_written_while_whole_stays_and_errors_lose_nothing() -> None:
-    optimizer, mains, weights = sharing()
-    steps(optimizer, mains, 1)
-    new = torch.randn(mains[0].shape)
-    with pytest.raises(KeyError), optimizer.materialized([mains[0]]):
-        mains[0].copy_(new)
-        with optimizer.materialized():
-            assert not mains[1].isnan().any(), "the inner one is about the rest"
-        assert torch.equal(mains[0], new)
-        raise KeyError
-    assert mains[1].isnan().all()
-    assert torch.equal(optimizer.split_params.joined(mains[0])["param"], new) and torch.equal(
-        weights[0], new.bfloat16()
-    )
-
-
-def test_after_the_end_it_is_an_ordinary_optimizer() -> None:
-    optimizer, mains, weights = sharing()
-    steps(optimizer, mains, 3)
-    optimizer.split_params.restore()
-    assert optimizer.split_params.halves() == {}
-    optimizer.step_data = replace(optimizer.step_data, cast_targets=dict(zip(mains, weights, strict=True)))
-    steps(optimizer, mains, 2, first=3)
-    for main, expected in zip(mains, plain(), strict=True):
-        assert torch.equal(main, expected)

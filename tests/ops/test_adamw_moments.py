@@ -1,8 +1,7 @@
-"""Narrow moments: the codes, chance that is right on average, every path bit for bit one, and optimizers with them."""
+"""Narrow moments: the codes, chance that is right on average, and every path bit for bit one."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference
-from mindspeed_lite.optim.fused_adam import FusedAdamW
-from mindspeed_lite.optim.quantized_moments import QuantizedMoments
-from mindspeed_lite.optim.split_params import SplitFP32Params
 from tests.harness.reasons import why_not_of
 from tests.ops.adamw import RULE, on_npu, taken_apart, through
 
@@ -107,7 +103,7 @@ def test_what_is_no_number_stays_seen(form: str, number: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_chance_is_right_on_average(form: str) -> None:
     first, second = (torch.randn(512).sign() * spread(512, 10), spread(512, 20))
-    total, tries = [torch.zeros(512, dtype=torch.float64) for _ in range(2)], 4000
+    total, tries = [torch.zeros(512, dtype=torch.float64) for _ in range(2)], 1000
     for step in range(tries):
         codes = narrowed(first, second, form, moments.seed(step))
         for each, found in zip(total, moments.unpack(*codes), strict=True):
@@ -122,8 +118,8 @@ def test_chance_is_right_on_average(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_moment_follows_where_nearest_would_stand_still(form: str) -> None:
-    """Gradients become half as large: 3,000 steps later the mean of their squares is a quarter."""
-    size, steps = 4096, 3000
+    """Gradients become half as large: the mean of their squares goes towards a quarter."""
+    size, steps = 4096, 800
     generator = torch.Generator().manual_seed(0)
     means = {}
     for chance in (True, False):
@@ -225,119 +221,3 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="narrow moments must be contiguous"):
         moment = torch.zeros(16, dtype=torch.bfloat16)[::2]
         adamw([torch.zeros(8)], [torch.zeros(8)], [moment], [moment], **RULE)
-
-
-# ---- optimizers ----
-
-
-def optimizer_of(form: str | None, shares: bool = False) -> tuple[Any, list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    mains = [torch.randn(shape, generator=generator) for shape in ((30, 7), (200,), (4,))]
-    weights = [main.bfloat16() for main in mains]
-    optimizer = FusedAdamW(mains, lr=1e-2, weight_decay=0.1)
-    if form is not None:
-        # The last parameter is none of those that are narrow.
-        optimizer.quantized_moments = QuantizedMoments(
-            optimizer, lambda each: torch.float32 if each is mains[2] else FORMS[form]
-        )
-    if shares:
-        optimizer.split_params = SplitFP32Params(optimizer, lambda: dict(zip(mains, weights, strict=True)))
-    return optimizer, mains
-
-
-def steps(optimizer: Any, mains: list[torch.Tensor], number: int = 4, first: int = 0) -> None:
-    for step in range(first, first + number):
-        generator = torch.Generator().manual_seed(step)
-        for main in mains:
-            main.grad = torch.randn(main.shape, generator=generator)
-        optimizer.step()
-
-
-def numbers(optimizer: Any, mains: list[torch.Tensor]) -> list[torch.Tensor]:
-    with optimizer.materialized():
-        return [each.clone() for main in mains for each in (main, *(optimizer.state[main][name] for name in NAMES))]
-
-
-NAMES = ("exp_avg", "exp_avg_sq")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_optimizer_keeps_codes_and_the_rest_plain(form: str) -> None:
-    optimizer, mains = optimizer_of(form)
-    steps(optimizer, mains)
-    for main in mains[:2]:
-        state = optimizer.state[main]
-        assert all(state[name].dtype == FORMS[form] and state[name].shape == main.shape for name in NAMES)
-        assert (optimizer.quantized_moments.blocks(main) is None) == (form == "bf16")
-    assert optimizer.state[mains[2]]["exp_avg"].dtype == torch.float32 and optimizer.fp32_copy(mains[2]) == {}
-    exact, exact_mains = optimizer_of(None)
-    steps(exact, exact_mains)
-    for ours, theirs in zip(mains, exact_mains, strict=True):
-        assert (ours - theirs).abs().max() < (3e-3 if form == "bf16" else 2e-2)
-    assert torch.equal(mains[2], exact_mains[2])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_halves_beside_narrow_moments_change_no_bit(form: str) -> None:
-    found = []
-    for shares in (False, True):
-        optimizer, mains = optimizer_of(form, shares)
-        steps(optimizer, mains)
-        found.append(numbers(optimizer, mains))
-        steps(optimizer, mains, 2, first=4)
-        found[-1] += numbers(optimizer, mains)
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_reading_the_numbers_between_steps_changes_nothing(form: str, shares: bool) -> None:
-    found = []
-    for reads in (False, True):
-        optimizer, mains = optimizer_of(form, shares)
-        steps(optimizer, mains, 2)
-        if reads:
-            with pytest.raises(KeyError), optimizer.materialized():
-                with optimizer.materialized([mains[0]]), optimizer.materialized():
-                    assert all(optimizer.state[main]["exp_avg"].dtype == torch.float32 for main in mains)
-                assert optimizer.state[mains[0]]["exp_avg"].dtype == torch.float32, "the inner one leaves it"
-                raise KeyError
-            assert optimizer.state[mains[0]]["exp_avg"].dtype == FORMS[form]
-            with optimizer.materialized([mains[1]]):
-                assert optimizer.state[mains[0]]["exp_avg"].dtype == FORMS[form]
-        steps(optimizer, mains, 2, first=2)
-        found.append(numbers(optimizer, mains))
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_read_from_a_checkpoint_is_narrowed(form: str, shares: bool) -> None:
-    exact, exact_mains = optimizer_of(None)
-    steps(exact, exact_mains, 2)
-    optimizer, mains = optimizer_of(form, shares)
-    with optimizer.materialized():
-        optimizer.load_state_dict(exact.state_dict())
-    assert all(optimizer.state[main]["exp_avg"].dtype == FORMS[form] for main in mains[:2])
-    for main, other in zip(mains[:2], exact_mains, strict=False):
-        expected = moments.unpack(*narrowed(*(exact.state[other][name] for name in NAMES), form))
-        assert torch.equal(optimizer.fp32_copy(main)["exp_avg"], expected[0])
-        assert torch.equal(optimizer.fp32_copy(main)["exp_avg_sq"].abs(), expected[1])
-
-
-@pytest.mark.parametrize("shares", [False, True])
-def test_after_the_end_it_is_an_ordinary_optimizer(shares: bool) -> None:
-    optimizer, mains = optimizer_of("fp8", shares)
-    steps(optimizer, mains, 2)
-    expected = numbers(optimizer, mains)
-    optimizer.restore()
-    found = [each for main in mains for each in (main, *(optimizer.state[main][name] for name in NAMES))]
-    assert all(map(torch.equal, found, expected))
-    other, other_mains = optimizer_of(None)
-    with torch.no_grad():
-        for main, mine in zip(other_mains, mains, strict=True):
-            main.copy_(mine)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, own in ((optimizer, mains), (other, other_mains)):
-        steps(each, own, 2, first=2)
-    assert all(map(torch.equal, mains, other_mains))

@@ -39,7 +39,6 @@ for dtype in (torch.bfloat16, torch.float32):
 @pytest.mark.parametrize(
     ("isa", "arguments"),
     [
-        ("AVX512_CORE", ()),
         ("AVX2", ()),
         ("SSE41", ()),
         ("", ("off",)),

@@ -115,7 +115,7 @@ def test_right_results_are_accepted_and_wrong_ones_are_not(operator: str, backen
                 with on(operator, backend):
                     got = outcome(function, inputs)
             except RuntimeError as error:
-                if "is forced and cannot serve" not in str(error):
+                if backend == "npu" or "is forced and cannot serve" not in str(error):
                     raise
                 refusal = str(error)
                 continue

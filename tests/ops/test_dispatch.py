@@ -16,7 +16,6 @@ from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.dispatch import Operator, force, on_fallback, selected
 from mindspeed_lite.ops.rms_norm import OPERATOR as RMS_NORM
-from tests.harness.reasons import why_not_of
 
 
 class Case(NamedTuple):
@@ -106,15 +105,6 @@ def test_a_backend_that_fails_to_import_is_a_reason(op: Operator) -> None:
     assert "no_such_module_anywhere failed to import: ModuleNotFoundError" in reason
 
 
-def test_real_reasons() -> None:
-    q = torch.zeros(4, 1, 1, 8)
-    assert why_not_of(attention)(q, q, q, causal=True, dropout_p=0.5) == []
-    q = q.to(torch.int32)
-    assert why_not_of(attention)(q, q, q, causal=True, dropout_p=0.5) == [
-        "dtype torch.int32: the cpu backend takes bfloat16, float16, float32, float64"
-    ]
-
-
 def test_force_holds_inside_the_block_only() -> None:
     x, w = torch.randn(2, 8), torch.ones(8)
     before = RMS_NORM.choose(_rms_case(x, w))
@@ -132,11 +122,6 @@ def test_a_forced_backend_never_falls_back() -> None:
         attention(q, q, q)
     with pytest.raises(RuntimeError, match="no backend of that name"), force("attention", "abacus"):
         pass
-
-
-def test_an_unknown_operator_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'sort'.*attention.*rms_norm"):
-        dispatch.operator("sort")
 
 
 @pytest.mark.parametrize("op_name", sorted(dispatch.OPERATORS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -23,19 +22,8 @@ def scaled(x, y, factor, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def total(x, y, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.store(y, tl.sum(tl.load(x + at, mask=at < n, other=0.0)))
-
-
-@triton.jit
 def wrong(x, n, BLOCK: tl.constexpr):
     tl.store(x, tl.arange(0, BLOCK) + tl.arange(0, 2 * BLOCK))
-
-
-def test_a_small_kernel_needs_little() -> None:
-    found = compile_sm90(f"{KERNELS}:scaled", SCALED, {"BLOCK": 1024})
-    assert 0 < found.registers <= 64 and found.spills == 0 and found.shared == 0
 
 
 def test_more_work_per_thread_takes_more_registers_and_at_last_spills() -> None:
@@ -44,10 +32,6 @@ def test_more_work_per_thread_takes_more_registers_and_at_last_spills() -> None:
     )
     assert few.registers < many.registers
     assert few.spills == 0 and too_many.spills > 0
-
-
-def test_a_reduction_shares_memory() -> None:
-    assert compile_sm90(f"{KERNELS}:total", {"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 4096}).shared > 0
 
 
 @pytest.mark.parametrize(
@@ -61,11 +45,3 @@ def test_a_reduction_shares_memory() -> None:
 def test_what_does_not_compile_is_said(kernel: str, signature: dict[str, str], words: str) -> None:
     with pytest.raises(CompileError, match=words):
         compile_sm90(f"{KERNELS}:{kernel}", signature, {"BLOCK": 64})
-
-
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="kernels run on the GPU here")
-def test_kernels_run_on_cpu_tensors_here() -> None:
-    x = torch.arange(10.0)
-    y = torch.zeros(10)
-    scaled[(3,)](x, y, 2.0, 10, BLOCK=4)
-    assert torch.equal(y, 2 * x)

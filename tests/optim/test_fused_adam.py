@@ -61,20 +61,6 @@ def test_groups_decays_rates_and_missing_gradients_are_torchs(kind: Any) -> None
     same(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fused_saves", [True, False])
-def test_checkpoints_go_on_in_either(kind: Any, fused_saves: bool) -> None:
-    writer, reader = (kind, KINDS[kind]) if fused_saves else (KINDS[kind], kind)
-    written, whole = writer(groups(parameters()), **RULE), KINDS[kind](groups(parameters()), **RULE)
-    train(written, 3)
-    params = copy.deepcopy([param for group in written.param_groups for param in group["params"]])
-    read = reader(groups(params), **RULE)
-    read.load_state_dict(copy.deepcopy(written.state_dict()))
-    train(read, 3, first=3)
-    train(whole, 6)
-    same(read, whole)
-
-
 def test_adopting_changes_the_step_and_nothing_else() -> None:
     theirs, plain = torch.optim.AdamW(groups(parameters()), **RULE), torch.optim.AdamW(groups(parameters()), **RULE)
     train(theirs, 2)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_lite.engine import Context, Report, Session, Settings, automatic_reasons
-from mindspeed_lite.patches import delay_wgrad_compute, moe_fb_overlap
+from mindspeed_lite.engine import Context, Report, Session, Settings
+from mindspeed_lite.patches import moe_fb_overlap
 from mindspeed_lite.patches.moe_fb_overlap import FEATURE
 
 MODEL = {
@@ -22,20 +22,6 @@ MODEL = {
 
 def context(**args):
     return Context(Settings({"moe_fb_overlap": True}), "cpu", {}, {**MODEL, **args})
-
-
-def test_it_says_megatrons_own_flag_and_delays_weight_gradients():
-    assert list(FEATURE.condition(context())) == []
-    delayed = delay_wgrad_compute.FEATURE
-    assert delayed.is_enabled(context().settings) and not delayed.is_enabled(Settings({}))
-    assert list(delayed.condition(context())) == []
-
-
-def test_in_python_and_by_itself():
-    in_python = Context(Settings({}), "cpu", {}, None)
-    assert list(FEATURE.condition(in_python)) == []
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "memory" in left_off
 
 
 def test_one_expert_a_rank_wants_a_release_that_keeps_its_input():

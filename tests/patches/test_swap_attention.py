@@ -34,15 +34,18 @@ def swapping(smallest=1, bandwidth=1e7, **flags):
 
 
 @pytest.mark.parametrize(
-    "features",
+    ("features", "modules"),
     [
-        {},
-        {"use_flash_attn": True, "use_fused_rmsnorm": True, "use_fused_rotary_pos_emb": True},
-        {"recompute_norm": True, "recompute_activation_function": True, "use_fused_swiglu": True},
+        ({}, swap_attention._DEFAULT),
+        ({}, "self_attention.core_attention"),
+        ({"use_flash_attn": True, "use_fused_rmsnorm": True, "use_fused_rotary_pos_emb": True}, "self_attention,mlp"),
+        (
+            {"recompute_norm": True, "recompute_activation_function": True, "use_fused_swiglu": True},
+            swap_attention._DEFAULT,
+        ),
     ],
-    ids=["torch", "fused", "recompute"],
+    ids=["torch", "core", "fused", "recompute"],
 )
-@pytest.mark.parametrize("modules", [swap_attention._DEFAULT, "self_attention.core_attention", "self_attention,mlp"])
 @forked("megatron")
 def test_bits_are_the_same_and_chosen_modules_move(features, modules):
     platform.activate()

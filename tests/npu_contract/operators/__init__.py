@@ -1,11 +1,11 @@
-"""One file per operator: its calls, what is documented of them, and how they can go wrong.
+"""One file per operator: its calls, and what is documented of torch_npu's.
 
 Each module may define
-    CASES        the calls of our operator that are proven on the real wheel
+    CALLS        name -> a call of our operator in a form that its `cases.py` does not have
     CONTRACTS    operator of torch_npu -> check(call), which yields every documented sentence that the call breaks
-    MUTATIONS    name -> the call site in ops/<module>/npu.py broken on purpose
     UNFUSED      operators of torch by which one sees in a whole model that ours did not take a call over
-Adding an operator is adding a file. Here they are collected; cases and mutations as "<module>/<name>".
+Adding an operator is adding a file. Here they are collected; calls as "<module>/<name>". The calls run on the real
+wheel (`test_calls.py`) and, for their values, on the emulation (`tests/ops/test_npu.py`), which checks contracts too.
 """
 
 from __future__ import annotations
@@ -14,30 +14,18 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
 
-from tests.npu_contract.definitions import ContractCase, Mutation
+from tests.npu_contract.definitions import OperatorCall
 from tests.npu_contract.recorder import Call
 
 MODULES: Mapping[str, ModuleType] = {
     found.name: importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
 }
-
-
-def _named(attribute: str) -> dict[str, Any]:
-    return {
-        f"{module}/{name}": value
-        for module, content in MODULES.items()
-        for name, value in getattr(content, attribute, {}).items()
-    }
-
-
-CASES: Mapping[str, ContractCase] = {
-    f"{module}/{case.name}": case for module, content in MODULES.items() for case in getattr(content, "CASES", ())
+CALLS: Mapping[str, OperatorCall] = {
+    f"{module}/{name}": call for module, content in MODULES.items() for name, call in content.CALLS.items()
 }
-MUTATIONS: Mapping[str, Mutation] = _named("MUTATIONS")
 CONTRACTS: Mapping[str, Callable[[Call], Iterator[str]]] = {
-    operator: check for content in MODULES.values() for operator, check in getattr(content, "CONTRACTS", {}).items()
+    operator: check for content in MODULES.values() for operator, check in content.CONTRACTS.items()
 }
 UNFUSED: Mapping[str, tuple[str, ...]] = {
     module: content.UNFUSED for module, content in MODULES.items() if hasattr(content, "UNFUSED")

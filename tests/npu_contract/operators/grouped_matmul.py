@@ -2,194 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from mindspeed_lite.ops import grouped_matmul as operators
 from tests.npu_contract.definitions import (
     DTYPES,
-    ContractCase,
-    Mutation,
-    Tensors,
+    Call,
+    Make,
+    OperatorCall,
+    Tensor,
     by_name,
     cumulative_ends,
     is_tensor,
-)
-from tests.npu_contract.recorder import Call, Tensor
+)  # fmt: skip
 
 NAMED = ("group_list", "split_item", "group_type", "group_list_type")
+N, K, COUNTS = 32, 48, (4, 0, 2)
 
 
-@dataclass(frozen=True)
-class _Experts(ContractCase):
-    """Experts of weights [n, k], with `counts` rows each; counts of the host unless they are `on_device`."""
+def _product(
+    counts: Sequence[int] = COUNTS, dtype: str = "bfloat16", biased: bool = False, strided: bool = False,
+    on_device: bool = False, transposed: bool = True, n: int = N, k: int = K,
+) -> OperatorCall:  # fmt: skip
+    """Of experts with these counts, whose weights are [n, k] if `transposed` and [k, n] if not."""
 
-    name: str
-    counts: tuple[int, ...] = (4, 0, 2)
-    n: int = 32
-    k: int = 48
-    dtype: str = "bfloat16"
-    on_device: bool = False
+    def call(make: Make) -> Any:
+        rows = sum(counts)
+        x = make(k, rows, dtype=dtype).t() if strided else make(rows, k, dtype=dtype)
+        weights = [make(*((n, k) if transposed else (k, n)), dtype=dtype) for _ in counts]
+        biases = [make(n, dtype=dtype) for _ in counts] if biased else None
+        given: Any = make.of(torch.tensor(counts)) if on_device else list(counts)
+        return operators.grouped_matmul(x, weights, given, biases, transposed=transposed)
 
-    operator = "grouped_matmul"
-    forward = "npu_grouped_matmul"
-
-    @property
-    def rows(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def experts(self) -> int:
-        return len(self.counts)
-
-    def given(self, device: str) -> Any:
-        return torch.tensor(self.counts).to(device) if self.on_device else list(self.counts)
-
-    def made(self, device: str, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, self.dtype), device=device)
-
-    def effect(self, call: Call) -> list[str]:
-        found = call.arguments["group_list"].content
-        return [] if found == list(self.counts) else [f"the groups are {found}: want {list(self.counts)}"]
+    return call
 
 
-@dataclass(frozen=True)
-class Product(_Experts):
-    """`grouped_matmul`, whose weights are [n, k] if `transposed` and [k, n] if not."""
+def _weight_gradients(main: str = "", dtype: str = "bfloat16") -> OperatorCall:
+    """`weight_gradients`, or what `accumulate_weight_gradients` adds to main gradients of that dtype."""
 
-    transposed: bool = True
-    biased: bool = False
-    strided: bool = False
-
-    def leaves(self, device: str) -> Tensors:
-        leaves = {
-            "x": self.made(device, self.k, self.rows).t() if self.strided else self.made(device, self.rows, self.k)
-        }
-        shape = (self.n, self.k) if self.transposed else (self.k, self.n)
-        for expert in range(self.experts):
-            leaves[f"weight {expert}"] = self.made(device, *shape)
-            if self.biased:
-                leaves[f"bias {expert}"] = self.made(device, self.n)
-        return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-
-    def run(self, leaves: Tensors) -> Any:
-        from mindspeed_lite.ops.grouped_matmul import grouped_matmul
-
-        x, biases = leaves["x"], _all(leaves, "bias ") if self.biased else None
-        counts = self.given(x.device.type)
-        return grouped_matmul(x, _all(leaves, "weight "), counts, biases, transposed=self.transposed)
-
-    @property
-    def one(self) -> bool:
-        """Whether the weights go in one tensor."""
-        return self.dtype == "float32" or self.experts > LONGEST_LIST
-
-    def arguments(self) -> Mapping[str, Any]:
-        bias = Tensor("float32" if self.dtype == "bfloat16" else self.dtype, (self.n,), "")
-        weight = (self.k, self.n)
-        weights = [Tensor(self.dtype, (self.experts, *weight), "")] if self.one else [
-            Tensor(self.dtype, weight, "")
-        ] * self.experts  # fmt: skip
-        return {
-            "x": [Tensor(self.dtype, (self.rows, self.k), "")],
-            "weight": weights,
-            "bias": [bias] * self.experts if self.biased else None,
-            "split_item": 2,
-            "group_type": 0,
-            "group_list_type": 1,
-        }
-
-    def result(self) -> Any:
-        return Tensor(self.dtype, (self.rows, self.n), "")
-
-    def effect(self, call: Call) -> list[str]:
-        copied = [each for each in call.arguments["weight"] if each.contiguous == self.transposed]
-        return [*super().effect(call), *(["the weights are not handed over as they lie in memory"] if copied else [])]
-
-
-@dataclass(frozen=True)
-class Backward(Product):
-    """`grouped_matmul` and one gradient, which is one product more: that of x, or that of the weights."""
-
-    of: str = "x"
-
-    backward = "npu_grouped_matmul"
-    # The products differ in everything but the groups.
-    renamed = dict.fromkeys(("x", "weight", "split_item", "group_type"), "of the forward")
-
-    def leaves(self, device: str) -> Tensors:
-        return {name: leaf for name, leaf in super().leaves(device).items() if name.startswith(self.of)}
-
-    def run(self, leaves: Tensors) -> Any:
-        others = super().leaves(next(iter(leaves.values())).device.type)
-        return super().run({name: leaves.get(name, leaf.detach()) for name, leaf in others.items()})
-
-
-@dataclass(frozen=True)
-class WeightGradients(_Experts):
-    """`weight_gradients`, and `accumulate_weight_gradients` where nothing adds them up: `main_dtype` is given."""
-
-    main_dtype: str = ""
-
-    def leaves(self, device: str) -> Tensors:
-        leaves = {"dy": self.made(device, self.rows, self.n), "x": self.made(device, self.rows, self.k)}
-        if self.main_dtype:
-            dtype = getattr(torch, self.main_dtype)
-            for expert in range(self.experts):
-                leaves[f"main {expert}"] = torch.zeros(self.n, self.k, dtype=dtype, device=device)
-        return leaves
-
-    def run(self, leaves: Tensors) -> Any:
-        from mindspeed_lite.ops.grouped_matmul import accumulate_weight_gradients, weight_gradients
-
-        dy, x = leaves["dy"], leaves["x"]
-        if not self.main_dtype:
-            return weight_gradients(dy, x, self.given(x.device.type))
-        main_grads = _all(leaves, "main ")
-        accumulate_weight_gradients(main_grads, dy, x, self.given(x.device.type))
+    def call(make: Make) -> Any:
+        dy, x = (make(sum(COUNTS), width, dtype=dtype, grad=False) for width in (N, K))
+        if not main:
+            return operators.weight_gradients(dy, x, list(COUNTS))
+        main_grads = [make(N, K, dtype=main, grad=False) for _ in COUNTS]
+        operators.accumulate_weight_gradients(main_grads, dy, x, list(COUNTS))
         return main_grads
 
-    def arguments(self) -> Mapping[str, Any]:
-        return {
-            "x": [Tensor(self.dtype, (self.n, self.rows), "")],
-            "weight": [Tensor(self.dtype, (self.rows, self.k), "")],
-            "bias": None,
-            "split_item": 3,
-            "group_type": 2,
-            "group_list_type": 1,
-        }
-
-    def result(self) -> Any:
-        return [Tensor(self.main_dtype or self.dtype, (self.n, self.k), "")] * self.experts
+    return call
 
 
-def _all(leaves: Tensors, prefix: str) -> list[torch.Tensor]:
-    return [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
-
-
-CASES = (
-    Product("separate weights"),
-    Product("float16", dtype="float16"),
-    Product("float32", dtype="float32"),
-    Product("not transposed", transposed=False),
-    Product("biases", biased=True),
-    Product("float16 biases", biased=True, dtype="float16"),
-    Product("129 experts", counts=(1, 0, 2) * 43, n=4, k=6),
-    Product("strided x", strided=True),
-    Product("counts of the device", on_device=True),
-    Backward("gradient of x"),
-    Backward("gradient of x, not transposed", transposed=False, on_device=True),
-    Backward("gradient of x, float32", dtype="float32"),
-    Backward("gradient of the weights", of="weight"),
-    Backward("gradient of the weights, not transposed", of="weight", transposed=False, on_device=True),
-    Backward("gradient of the weights, float32", of="weight", dtype="float32"),
-    WeightGradients("weight gradients"),
-    WeightGradients("added one by one", main_dtype="float32"),
-    WeightGradients("added in 16 bits", main_dtype="bfloat16"),
-    WeightGradients("added in float32", dtype="float32", main_dtype="float32"),
-)
+CALLS = {
+    "float16": _product(dtype="float16"),
+    "float32, not transposed": _product(dtype="float32", transposed=False),
+    "not transposed, counts of the device": _product(transposed=False, on_device=True),
+    "biases": _product(biased=True),
+    "float16 biases": _product(biased=True, dtype="float16"),
+    "129 experts": _product((1, 0, 2) * 43, n=4, k=6),
+    "strided x": _product(strided=True),
+    "weight gradients": _weight_gradients(),
+    "added one by one": _weight_gradients("float32"),
+    "added in 16 bits": _weight_gradients("bfloat16"),
+    "added in float32": _weight_gradients("float32", "float32"),
+}
 
 
 # ---- what is documented ----
@@ -278,24 +155,3 @@ def _of_sums(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None
 
 
 CONTRACTS = {"npu_grouped_matmul": grouped_matmul}
-
-_FORWARD, _SUMS = "        group_type=0,\n", "        group_type=2,\n        group_list_type=1,\n"
-_LISTS = "x.dtype in _HALF and len(weights) <= _LONGEST_LIST"
-
-MUTATIONS = {
-    "weights copied": Mutation(
-        "each.transpose(-2, -1) if transposed", "each.transpose(-2, -1).contiguous() if transposed", "as they lie in"
-    ),
-    "a weight left out": Mutation("for each in matrices],", "for each in matrices[1:]],", "want int64[2]"),
-    "strides handed on": Mutation(
-        "        [x.contiguous()],\n        [each", "        [x],\n        [each", "must not be transposed"
-    ),
-    "dy not transposed": Mutation("[dy.contiguous().t()]", "[dy.contiguous()]", "do not fit"),
-    "counts for ends": Mutation(
-        f"{_FORWARD}        group_list_type=1", f"{_FORWARD}        group_list_type=0", "is not cumulative"
-    ),
-    "kind left to the default": Mutation(_SUMS, "        group_type=2,\n", "group_list_type not passed by name"),
-    "a tensor for each weight": Mutation("split_item=2", "split_item=0", "split_item is 0"),
-    "bias in 16 bits": Mutation("each.float() if each.dtype == torch.bfloat16 else each", "each", "want float32[32]"),
-    "a list of float32": Mutation(_LISTS, "len(weights) <= _LONGEST_LIST", "or one [E, K, N]"),
-}

@@ -2,101 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import (
-    DTYPES,
-    ContractCase,
-    Mutation,
-    Tensors,
-    by_name,
-    is_tensor,
-)
-from tests.npu_contract.recorder import Call, Tensor
+from mindspeed_lite.ops.masked_softmax import masked_softmax as operator
+from tests.npu_contract.definitions import DTYPES, Call, Make, OperatorCall, Tensor, by_name, is_tensor
 
 UNFUSED = ("aten::_softmax",)
 
 
-@dataclass(frozen=True)
-class MaskedSoftmax(ContractCase):
-    """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is torch_npu's own default in float16 alone.
+def _softmax(
+    mask: tuple[int, ...] | None = None, causal: bool = False, dtype: str = "bfloat16", scale: float = 0.5
+) -> OperatorCall:
+    """With a mask of that shape, which hides every third key, and one row whole."""
 
-    mask: the shape of a mask that hides every third entry.
-    """
+    def call(make: Make) -> Any:
+        hidden = None if mask is None else torch.arange(torch.Size(mask).numel()).reshape(mask) % 3 == 0
+        if hidden is not None and hidden.dim() > 1:
+            hidden[..., 5:6, :] |= hidden.shape[-2] > 1
+        given = None if hidden is None else make.of(hidden)
+        # Of a row without keys each backend makes what it likes, unless its scores are equal.
+        scores = make(2, 3, 32, 32, dtype=dtype) * make.of(torch.arange(32) != 5)[:, None]
+        return operator(scores, given, causal=causal, scale=scale)
 
-    name: str
-    shape: tuple[int, ...] = (2, 3, 32, 32)
-    dtype: str = "bfloat16"
-    causal: bool = True
-    mask: tuple[int, ...] | None = None
-    scale: float = 0.5
-
-    operator = "masked_softmax"
-    forward = "npu_scaled_masked_softmax"
-    backward = "npu_scaled_masked_softmax_backward"
-    saved = {"y": 0}  # noqa: RUF012
-
-    def leaves(self, device: str) -> Tensors:
-        dtype = getattr(torch, self.dtype)
-        leaves = {"scores": torch.zeros(self.shape, dtype=dtype, device=device).requires_grad_()}
-        if self.mask is not None:
-            leaves["mask"] = self._mask().to(device)
-        return leaves
-
-    def run(self, leaves: Tensors) -> torch.Tensor:
-        from mindspeed_lite.ops.masked_softmax import masked_softmax
-
-        return masked_softmax(leaves["scores"], leaves.get("mask"), causal=self.causal, scale=self.scale)
-
-    def arguments(self) -> Mapping[str, Any]:
-        first = (1, 1) if self.mask is None else (1, 1, 1, 1, *self.mask)[-4:-2]
-        return {
-            "x": Tensor(self.dtype, self.shape, ""),
-            "mask": Tensor("bool", (*first, *self.shape[2:]), ""),
-            "scale": self.scale,
-            "fixed_triu_mask": False,
-        }
-
-    def result(self) -> Tensor:
-        return Tensor(self.dtype, self.shape, "")
-
-    def effect(self, call: Call) -> list[str]:
-        """True hides: what the mask must be, from the public operator's documentation."""
-        hidden = torch.zeros(self.shape[2:], dtype=torch.bool)
-        if self.causal:
-            hidden = torch.arange(self.shape[3]) > torch.arange(self.shape[2])[:, None]
-        if self.mask is not None:
-            hidden = hidden | self._mask()
-        # A row in which everything is hidden sees every key.
-        hidden = hidden & ~hidden.expand(*hidden.shape[:-1], self.shape[3]).all(-1, keepdim=True)
-        given = call.arguments["mask"].content
-        right = hidden.expand(self.arguments()["mask"].shape).tolist()
-        return [] if given == right else [f"mask hides {given}: want {right}"]
-
-    def _mask(self) -> torch.Tensor:
-        assert self.mask is not None
-        mask = torch.arange(torch.Size(self.mask).numel()).reshape(self.mask) % 3 == 0
-        if mask.dim() > 1:
-            mask[..., 5:6, :] |= mask.shape[-2] > 1
-        return mask
+    return call
 
 
-CASES = (
-    MaskedSoftmax("causal"),
-    MaskedSoftmax("float16", dtype="float16", scale=1.0),
-    MaskedSoftmax("float32", dtype="float32"),
-    MaskedSoftmax("nothing hidden", causal=False),
-    MaskedSoftmax("more keys", causal=False, shape=(2, 3, 32, 96)),
-    *(
-        MaskedSoftmax(f"mask {'x'.join(map(str, mask))}", mask=mask, causal=False)
+CALLS = {
+    "causal": _softmax(causal=True),
+    "float16": _softmax(causal=True, dtype="float16", scale=1.0),
+    "nothing hidden": _softmax(),
+    **{
+        f"mask {'x'.join(map(str, mask))}": _softmax(mask)
         for mask in ((2, 1, 32, 32), (1, 3, 32, 32), (2, 3, 32, 32), (2, 1, 1, 32), (32, 32), (32,))
-    ),
-    MaskedSoftmax("mask and causal", mask=(2, 1, 32, 32)),
-)
+    },
+    "mask and causal": _softmax((2, 1, 32, 32), causal=True),
+}
 
 
 # ---- what is documented ----
@@ -139,21 +82,3 @@ def _inputs(x: Tensor, mask: object, call: Call) -> Iterator[str]:
 
 
 CONTRACTS = {"npu_scaled_masked_softmax": softmax, "npu_scaled_masked_softmax_backward": softmax_backward}
-
-MUTATIONS = {
-    "scale left out": Mutation("scale=scale, ", "", "scale is 1: want 0.5"),
-    "scale by position": Mutation("hidden, scale=scale", "hidden, scale", "scale not passed by name"),
-    "the reserved triangle": Mutation("fixed_triu_mask=False)", "fixed_triu_mask=True)", "want False"),
-    "mask left as it was given": Mutation(
-        ".expand(-1, -1, queries, keys)", "", "mask is bool[2, 1, 1, 32]: want [2 or 1, 3 or 1, 32, 32]"
-    ),
-    "a row without keys": Mutation("(hidden & ~empty)", "hidden", "mask hides"),
-    "mask of another dtype": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
-    "true sees": Mutation("npu_scaled_masked_softmax(scores, hidden", "npu_scaled_masked_softmax(scores, ~hidden",
-                          "mask hides"),
-    "a mask for the causal one": Mutation("hidden | _own_mask(", "_own_mask(", "mask is bool[1, 1, 32, 32]: want"),
-    "a causal mask kept for one that is not": Mutation(
-        "(device, queries, keys, causal)", "(device, queries, keys, True)", "mask hides"
-    ),
-    "scores without gradient": Mutation("(scores, hidden", "(scores.detach(), hidden", "does not require grad"),
-}  # fmt: skip

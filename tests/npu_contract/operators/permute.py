@@ -2,135 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Tensors, by_name, is_tensor
-from tests.npu_contract.recorder import Call, Tensor
+from mindspeed_lite.ops import permute as operators
+from tests.npu_contract.definitions import DTYPES, Call, Make, OperatorCall, Tensor, by_name, is_tensor
 
 T, E, H = 6, 4, 32
 
 
-@dataclass(frozen=True)
-class _Permutation(ContractCase):
-    """T tokens of H values and E experts: topk of them for each token, or `capacity` tokens for each of them."""
+def _there_and_back(
+    dtype: str = "bfloat16", probs: str | None = "float32", topk: int = 2, capacity: int | None = None
+) -> OperatorCall:
+    """T tokens of H values: `topk` of E experts for each, or `capacity` tokens for each expert."""
 
-    name: str
-    dtype: str = "bfloat16"
-    probs: str | None = "float32"
-    topk: int = 2
-    capacity: int | None = None
+    def call(make: Make) -> Any:
+        x = make(T, H, dtype=dtype)
+        routed = make.of((torch.arange(E) - torch.arange(T)[:, None]) % E < topk)
+        weights = None if probs is None else make(T, E, dtype=probs)
+        drops, known = ((True,), {}) if capacity else ((), {"topk": topk})
+        count = T * topk if capacity is None else E * capacity
+        rows, row_probs, row_ids = operators.permute(x, routed, weights, count, *drops, **known)
+        return rows, row_probs, operators.unpermute(rows, row_ids, torch.Size([T, H]), weights, routed, *drops)
 
-    operator = "permute"
-
-    @property
-    def rows(self) -> int:
-        return T * self.topk if self.capacity is None else E * self.capacity
-
-    @property
-    def given(self) -> tuple[str, str | None]:
-        """The dtypes that are handed over: one, or bfloat16 with float32 probs."""
-        if self.probs in (None, self.dtype) or (self.dtype, self.probs) == ("bfloat16", "float32"):
-            return self.dtype, self.probs
-        return "float32", "float32"
-
-    def leaves(self, device: str) -> Tensors:
-        dtype = getattr(torch, self.dtype)
-        size = (T if self.forward.startswith("npu_") else self.rows, H)
-        routes = [[(e - t) % E < self.topk for e in range(E)] for t in range(T)]
-        leaves = {
-            "x": torch.zeros(size, dtype=dtype, device=device).requires_grad_(),
-            "routing_map": torch.tensor(routes).to(device),
-        }
-        if self.probs is not None:
-            leaves["probs"] = torch.zeros(T, E, dtype=getattr(torch, self.probs), device=device).requires_grad_()
-        return leaves
-
-    def _how(self) -> tuple[tuple[bool], dict[str, Any]]:
-        return (self.capacity is not None,), {} if self.capacity is not None else {"topk": self.topk}
+    return call
 
 
-@dataclass(frozen=True)
-class Permute(_Permutation):
-    forward = "npu_moe_token_permute_with_routing_map"
-    backward = "npu_moe_token_permute_with_routing_map_grad"
-    saved = {"sorted_indices": 2}  # noqa: RUF012
-
-    def run(self, leaves: Tensors) -> Any:
-        from mindspeed_lite.ops.permute import permute
-
-        drop, topk = self._how()
-        return permute(leaves["x"], leaves["routing_map"], leaves.get("probs"), self.rows, *drop, **topk)
-
-    def arguments(self) -> Mapping[str, Any]:
-        dtype, probs = self.given
-        return {
-            "tokens": Tensor(dtype, (T, H), ""),
-            "routing_map": Tensor("bool", (T, E), ""),
-            "probs": None if probs is None else Tensor(probs, (T, E), ""),
-            "num_out_tokens": self.rows,
-            "drop_and_pad": self.capacity is not None,
-        }
-
-    def result(self) -> Any:
-        probs = None if self.probs is None else Tensor(self.probs, (self.rows,), "")
-        return Tensor(self.dtype, (self.rows, H), ""), probs, Tensor("int32", (self.rows,), "")
-
-    def effect(self, call: Call) -> list[str]:
-        counts = {sum(row) for row in call.arguments["routing_map"].content}
-        even = self.capacity is not None or counts == {self.rows // T}
-        return [] if even else [f"tokens have {sorted(counts)} experts: want {self.rows // T} for each"]
-
-
-@dataclass(frozen=True)
-class Unpermute(_Permutation):
-    forward = "_npu_moe_token_unpermute_with_routing_map"
-    backward = "npu_moe_token_unpermute_with_routing_map_grad"
-    saved = {"out_index": 1, "permuted_token_id": 2}  # noqa: RUF012
-
-    def leaves(self, device: str) -> Tensors:
-        return {**super().leaves(device), "row_ids": torch.zeros(self.rows, dtype=torch.int32).to(device)}
-
-    def run(self, leaves: Tensors) -> Any:
-        from mindspeed_lite.ops.permute import unpermute
-
-        x, row_ids, routing_map = (leaves[name] for name in ("x", "row_ids", "routing_map"))
-        return unpermute(x, row_ids, torch.Size([T, H]), leaves.get("probs"), routing_map, *self._how()[0])
-
-    def arguments(self) -> Mapping[str, Any]:
-        dtype, probs = self.given
-        # Tensors in the order in which the kernel takes them.
-        return {
-            "permuted_tokens": Tensor(dtype, (self.rows, H), ""),
-            "sorted_indices": Tensor("int32", (self.rows,), ""),
-            "routing_map": None if probs is None else Tensor("bool", (T, E), ""),
-            "probs": None if probs is None else Tensor(probs, (T, E), ""),
-            "restore_shape": [T, H],
-            "drop_and_pad": self.capacity is not None,
-        }
-
-    def result(self) -> Tensor:
-        return Tensor(self.dtype, (T, H), "")
-
-
-CASES = tuple(
-    case
-    for word, make in (("permute", Permute), ("unpermute", Unpermute))
-    for case in (
-        make(word),
-        make(f"{word} without probs", probs=None),
-        *(make(f"{word} {dtype}", dtype=dtype, probs=dtype) for dtype in DTYPES),
-        make(f"{word} float16 and wider probs", dtype="float16"),
-        make(f"{word} float32 and narrower probs", dtype="float32", probs="bfloat16"),
-        make(f"{word} one expert for each token", topk=1),
-        make(f"{word} capacity", capacity=3),
-        make(f"{word} capacity without probs", capacity=2, probs=None),
-        make(f"{word} as many rows as tokens", capacity=T),
-    )
-)
+CALLS = {
+    "float16": _there_and_back("float16", "float16"),
+    "float16 and wider probs": _there_and_back("float16"),
+    "float32 and narrower probs": _there_and_back("float32", "bfloat16"),
+    "one expert for each token, without probs": _there_and_back(probs=None, topk=1),
+    "capacity": _there_and_back(capacity=3),
+    "capacity without probs": _there_and_back(probs=None, capacity=2),
+    "as many rows as tokens": _there_and_back(capacity=T),
+}
 
 
 # ---- what is documented ----
@@ -236,23 +144,3 @@ CONTRACTS = {
     "_npu_moe_token_unpermute_with_routing_map": unpermute,
     "npu_moe_token_unpermute_with_routing_map_grad": unpermute_grad,
 }
-
-MUTATIONS = {
-    "rows left out": Mutation("num_out_tokens=count, ", "", "num_out_tokens is None"),
-    "rows for the capacity": Mutation(
-        "num_out_tokens=count", "num_out_tokens=count if capacity is None else capacity", "num_out_tokens is 3: want 12"
-    ),
-    "never dropped": Mutation("drop_and_pad=capacity is not None", "drop_and_pad=False", "drop_and_pad is False"),
-    "probs left out": Mutation("x, routing_map, probs=weights, num", "x, routing_map, num", "probs is None"),
-    "map transposed": Mutation("x, routing_map, probs=weights, num", "x, routing_map.t(), probs=weights, num",
-                               "routing_map is bool[4, 6]: want bool[6, 4]"),
-    "dtypes as they come": Mutation("return x.float(), probs.float()", "return x, probs", "want one dtype"),
-    "probs of the rows' dtype": Mutation("permuted_probs.to(probs.dtype)", "permuted_probs.to(tokens.dtype)",
-                                         "want float32[12]"),
-    "no gradient of probs": Mutation("x, routing_map, probs=weights, num", "x, routing_map, probs=None if weights is "
-                                     "None else weights.detach(), num", "the gradient of probs is None"),
-    "shape of the rows": Mutation("[tokens, permuted.shape[1]]", "list(permuted.shape)", "restore_shape is [12, 32]"),
-    "map without probs": Mutation("routing_map=None if probs is None else routing_map", "routing_map=routing_map",
-                                  "routing_map is bool[6, 4]: want None"),
-    "the second result": Mutation("    )[0]\n", "    )[1]\n", "want bfloat16[6, 32]"),
-}  # fmt: skip

@@ -1,24 +1,26 @@
 """A CPU emulation of what is documented of some torch_npu operators, for testing our calls of them: a file for each.
 
 Its functions have exactly the documented argument names, order and defaults, and do in plain PyTorch what the
-documentation says: layouts, mask polarity, sparse modes, the compressed triangle, token limits. What it forbids
-raises; what it leaves open comes out as NaN, so that nothing can come to depend on it. Running our code on this
-proves the call site against the documentation. It proves nothing about the device: not that the kernels compute this,
-nor their precision or speed.
+documentation says: layouts, mask polarity, sparse modes, the compressed triangle, token limits. What it forbids raises
+(`tests/npu_contract/operators`); what it leaves open comes out as NaN, so that nothing can come to depend on it.
+Running our code on this proves the call site against the documentation. It proves nothing about the device: not that
+the kernels compute this, nor their precision or speed.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
+from torch.utils._pytree import tree_map
 
-NPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from tests.npu_contract import recorder as contract
+from tests.npu_contract.operators import violations
 
 
 class Call(NamedTuple):
@@ -51,6 +53,11 @@ def _recorded(name: str, function: Callable[..., Any], calls: list[Call]) -> Cal
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         calls.append(Call(name, args, kwargs))
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = contract.Call(name, tree_map(contract.describe, bound.arguments), tuple(kwargs))
+        if found := violations(call):
+            raise ValueError("; ".join(found))
         return function(*args, **kwargs)
 
     return recorded

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from . import NPU_DTYPES
-
 
 def npu_moe_token_permute_with_routing_map(
     tokens: torch.Tensor,
@@ -15,11 +13,8 @@ def npu_moe_token_permute_with_routing_map(
     num_out_tokens: int | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    _check(tokens, routing_map, probs)
     count, experts = routing_map.shape
     out_tokens = count if num_out_tokens is None else num_out_tokens
-    if tokens.shape[0] != count or not 0 <= out_tokens <= count * experts:
-        raise ValueError(f"{out_tokens} rows of {tuple(tokens.shape)} by {tuple(routing_map.shape)}")
     by_expert = routing_map.bool().t()
     if drop_and_pad:
         capacity = out_tokens // experts
@@ -28,12 +23,8 @@ def npu_moe_token_permute_with_routing_map(
         sorted_indices = token.reshape(-1)
         permuted_probs = None if probs is None else probs[token, expert].reshape(-1)
         return tokens.index_select(0, sorted_indices), permuted_probs, sorted_indices.int()
-    topk = out_tokens // count
     rows = torch.arange(count).expand(experts, -1).masked_select(by_expert)
     permuted_probs = None if probs is None else probs.t().masked_select(by_expert)
-    if topk * count != out_tokens or not torch.equal(routing_map.sum(1), torch.full((count,), topk)) or topk >= 512:
-        # Only maps with topk experts for every token are documented.
-        return tokens.new_full((topk * count, tokens.shape[1]), torch.nan), permuted_probs, rows.int()
     return tokens.index_select(0, rows), permuted_probs, rows.argsort(stable=True).int()
 
 
@@ -46,13 +37,6 @@ def _npu_moe_token_unpermute_with_routing_map(
     routing_map: torch.Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    _check(permuted_tokens, routing_map, probs)
-    if type(restore_shape) is not list or [type(size) for size in restore_shape] != [int, int]:
-        raise TypeError(f"restore_shape {restore_shape!r}")
-    if sorted_indices.dtype != torch.int32 or sorted_indices.shape != permuted_tokens.shape[:1]:
-        raise ValueError(f"sorted_indices {sorted_indices.dtype} {tuple(sorted_indices.shape)}")
-    if probs is not None and (routing_map is None or routing_map.shape != probs.shape):
-        raise ValueError("probs without their map")
     count, rows = restore_shape[0], permuted_tokens.shape[0]
     wide = permuted_tokens.float()
     index = sorted_indices.long()
@@ -76,16 +60,3 @@ def _for_backward(
     """What the operator's own backward alone has a use for."""
     nothing = torch.full_like(sorted_indices, -1)
     return nothing, nothing, None if probs is None else probs.new_full(sorted_indices.shape, torch.nan)
-
-
-def _check(x: torch.Tensor, routing_map: torch.Tensor | None, probs: torch.Tensor | None) -> None:
-    if x.dtype not in NPU_DTYPES or x.dim() != 2:
-        raise ValueError(f"{x.dtype} {tuple(x.shape)}")
-    if routing_map is not None and (routing_map.dtype not in (torch.bool, torch.int8) or routing_map.dim() != 2):
-        raise ValueError(f"routing_map {routing_map.dtype} {tuple(routing_map.shape)}")
-    if probs is None:
-        return
-    if probs.dtype != x.dtype and (x.dtype, probs.dtype) != (torch.bfloat16, torch.float32):
-        raise ValueError(f"probs {probs.dtype} with {x.dtype}")
-    if routing_map is not None and probs.shape != routing_map.shape:
-        raise ValueError(f"probs {tuple(probs.shape)} for a map {tuple(routing_map.shape)}")
