@@ -6,7 +6,6 @@ of its micro-batches, forward and backward. A step has the time of its slowest r
 
 from __future__ import annotations
 
-import logging
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ import torch.fx.experimental.symbolic_shapes  # what a first backward pass impor
 
 import mindspeed_lite
 from benchmarks.harness import Benchmark, Options, Row
-from lab.ranks import Rates, on_ranks, ratio_in_words
+from lab.ranks import Rates, gathered, on_ranks, ratio_in_words, use_device_layer
 from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.balance.lengths import attention_pairs
@@ -86,10 +85,7 @@ def _steps(options: Options, micro_batches: int, folder: str, rates: Rates) -> d
     from megatron.training import global_vars
     from megatron.training.datasets import data_samplers
 
-    from mindspeed_lite import platform
-
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    platform.activate()
+    use_device_layer()
     parallel_state.initialize_model_parallel()
     data, attention, loaders = _training_set(options, micro_batches, folder), _attention(options), {}
     for name, experts in ARMS.items():
@@ -103,8 +99,7 @@ def _steps(options: Options, micro_batches: int, folder: str, rates: Rates) -> d
         for name, loader in loaders.items():
             batches = [next(loader) for _ in range(micro_batches)]
             dist.barrier()
-            every: list[Any] = [None] * RANKS
-            dist.all_gather_object(every, [attention(each) for each in batches])
+            every = gathered([attention(each) for each in batches])
             if step:  # the first one warms up
                 found[name].append([*zip(*every, strict=True)])
     return found

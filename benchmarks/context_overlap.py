@@ -6,7 +6,6 @@ Two processes, a core each, share a causal sequence; without overlap every messa
 from __future__ import annotations
 
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
 from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, over_shares
-from lab.ranks import Measure, Rates, compare, on_ranks
+from lab.ranks import Measure, Rates, compare, on_ranks, timed
 from lab.timeline import Timeline
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context.layout import CAUSAL
@@ -42,14 +41,12 @@ def _rows(options: Options, rates: Rates) -> list[Row]:
             work.wait()
         return [_DONE] * len(operations)
 
+    def forward_backward() -> None:
+        torch.autograd.grad(context.attend(q, k, v, layout, ring, band=CAUSAL), (q, k, v), dout)
+
     def run(arm: str) -> Measure:
-        dist.barrier(group)
-        with mock.patch.object(dist, "batch_isend_irecv", wait_at_once if arm == "off" else issue), timeline:
-            start = time.perf_counter()
-            out = context.attend(q, k, v, layout, ring, band=CAUSAL)
-            torch.autograd.grad(out, (q, k, v), dout)
-            seconds = time.perf_counter() - start
-        return Measure(seconds, timeline.waited)
+        with mock.patch.object(dist, "batch_isend_irecv", wait_at_once if arm == "off" else issue):
+            return Measure(timed(forward_backward, timeline), timeline.waited)
 
     # Keys and values are sent forward and backward, and the sum of their gradients backward.
     sent = 3 * 2 * k.numel() * 4

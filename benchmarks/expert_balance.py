@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row
-from lab.ranks import Measure, Rates, compare, on_ranks
+from lab.ranks import Measure, Rates, compare, gathered, on_ranks, timed
 
 RANKS = 2
 FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
@@ -87,16 +85,12 @@ def _compared(options: Options, multiplied: list[int]) -> Row:
             if arm == "on":
                 training.step()
             multiplied[0] = 0
-            dist.barrier()
-            start = time.perf_counter()
-            training.step()
-            seconds = time.perf_counter() - start
+            seconds = timed(training.step)
         counted[arm] += multiplied[0]
         return Measure(seconds)
 
     measured = compare(("off", "on"), options.repeats, run)
-    every: list[Any] = [None] * RANKS
-    dist.all_gather_object(every, counted)
+    every = gathered(counted)
     loads = {arm: [rank[arm] for rank in every] for arm in counted}
     return {**measured, "imbalance": {arm: max(each) * RANKS / sum(each) for arm, each in loads.items()}}
 

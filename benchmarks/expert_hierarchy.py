@@ -9,16 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.harness import OFF_ON, RATIOS, Benchmark, Options, Row, rate
-from lab.ranks import Measure, Rates, compare, on_ranks
+from lab.ranks import Measure, Rates, compare, gathered, on_ranks, timed
 from lab.timeline import Timeline
 from mindspeed_lite.bench.wording import size
 
@@ -73,11 +71,7 @@ def _rows(options: Options, timeline: Timeline, rates: Rates) -> list[Row]:
             with mindspeed_lite.enabled(**({NAME: True, "moe_node_size": per_host} if arm == "on" else {})):
                 # The first pass of a session makes its groups.
                 for _ in range(2):
-                    dist.barrier()
-                    start = time.perf_counter()
-                    with timeline:
-                        exchange.forward_backward()
-                    seconds = time.perf_counter() - start
+                    seconds = timed(exchange.forward_backward, timeline)
             host = dist.get_rank() // per_host
             sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // per_host != host)
             return Measure(seconds)
@@ -86,8 +80,7 @@ def _rows(options: Options, timeline: Timeline, rates: Rates) -> list[Row]:
             within = None if between is None else options.within
             rates.set(between, within)
             measured = compare(("off", "on"), options.repeats, run)
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, sent)
+            every = gathered(sent)
             leaving = {arm: sum(each[arm] for each in every) / options.hosts for arm in sent}
             rows.append({"rate": between, "within": within, "leaving": leaving, **measured})
         rates.set(None)

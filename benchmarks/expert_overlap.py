@@ -8,17 +8,14 @@ On a link as fast as it goes, and on links over which a step's exchange takes sh
 from __future__ import annotations
 
 import sys
-import time
 from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.expert_balance import RANKS, expert_training
 from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, over_shares
 from lab import streams
-from lab.ranks import Measure, Rates, compare, on_ranks, slowest
+from lab.ranks import Measure, Rates, compare, on_ranks, slowest, timed
 from lab.timeline import Timeline, is_megatrons_expert_group
 
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
@@ -60,12 +57,7 @@ def _of_feature(options: Options, feature: str, timeline: Timeline, rates: Rates
     def run(arm: str) -> Measure:
         trainings[arm].zero()
         with mindspeed_lite.enabled(**({feature: True} if arm == "on" else {})):
-            dist.barrier()
-            with timeline:
-                start = time.perf_counter()
-                trainings[arm].forward_backward()
-                seconds = time.perf_counter() - start
-        return Measure(seconds, timeline.waited_for_experts)
+            return Measure(timed(trainings[arm].forward_backward, timeline), timeline.waited_for_experts)
 
     compare(("off", "on"), 1, run)
     found = over_shares(

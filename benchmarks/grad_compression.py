@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
-import time
 from typing import Any
 
 import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.harness import RATIOS, Benchmark, Columns, Options, Row, rate, table
-from lab.ranks import Measure, Rates, compare, on_ranks
+from lab.ranks import Measure, Rates, compare, on_ranks, timed, use_device_layer
 from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.planner import devices, gradients, read
 from mindspeed_lite.planner.published import PublishedDevice
@@ -36,19 +34,13 @@ def _trainings(options: Options, scatters: bool) -> dict[str, core_loop.Training
 
 
 def _measure(options: Options, rates: Rates) -> list[Row]:
-    from mindspeed_lite import platform
-
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    platform.activate()
+    use_device_layer()
     rows = []
     for name, scatters in OPTIMIZERS.items():
         trainings = _trainings(options, scatters)
 
         def step(arm: str, trainings: dict[str, core_loop.Training] = trainings) -> Measure:
-            dist.barrier()
-            began = time.perf_counter()
-            trainings[arm].step()
-            return Measure(time.perf_counter() - began)
+            return Measure(timed(trainings[arm].step))
 
         parameters = sum(each.numel() for each in trainings["fp32"].models[0].parameters())
         for megabits in (*options.rates, 0):

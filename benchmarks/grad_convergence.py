@@ -5,7 +5,6 @@ One arm rounds its first weights the other way: what a training without compress
 
 from __future__ import annotations
 
-import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks.harness import ROOT, Benchmark, Options, Row
-from lab.ranks import Rates, on_ranks
+from lab.ranks import Rates, on_ranks, use_device_layer
 from mindspeed_lite.parallel.compressed_reduce import CompressedReduce
 from tests.harness import core_loop
 
@@ -55,10 +54,7 @@ def _losses(options: Options, arm: str, seed: int, folder: str) -> list[float]:
 
 
 def _measure(options: Options, rates: Rates) -> list[Row]:
-    from mindspeed_lite import platform
-
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    platform.activate()
+    use_device_layer()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text").write_bytes(_text())

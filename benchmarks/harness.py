@@ -100,8 +100,12 @@ class Benchmark:
 
 def table(columns: Columns, rows: Sequence[Row]) -> list[str]:
     """A table in Markdown."""
-    lines = [[*columns], ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-    return [f"| {' | '.join(each)} |" for each in lines]
+    return markdown([*columns], [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of cells."""
+    return [f"| {' | '.join(each)} |" for each in (header, ["---"] * len(header), *rows)]
 
 
 def over_shares(

@@ -7,7 +7,6 @@ order) and in chunks (`--coc-parallel-num auto`), on links so slow that a step's
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import LINK, OFF_ON, RATIOS, WAITS, Benchmark, Options, Row, over_shares
-from lab.ranks import Measure, Rates, compare, on_ranks
+from lab.ranks import Measure, Rates, compare, gathered, on_ranks, timed
 from lab.timeline import Span, Timeline, draw
 from mindspeed_lite.parallel.tp_linear import (
     AUTOGRAD_WGRAD,
@@ -73,18 +72,12 @@ def _compared(layers: _Layers, options: Options, timeline: Timeline) -> Row:
     spans: dict[str, list[Any]] = {}
 
     def run(arm: str) -> Measure:
-        dist.barrier()
-        with timeline:
-            start = time.perf_counter()
-            layers.step(arms[arm])
-            seconds = time.perf_counter() - start
+        seconds = timed(partial(layers.step, arms[arm]), timeline)
         spans[arm] = [vars(each) for each in timeline.spans]
         return Measure(seconds, timeline.waited)
 
     measured = compare([*arms], options.repeats, run)
-    every: list[Any] = [None] * options.ranks
-    dist.all_gather_object(every, spans)
-    return {**measured, "chunks": chosen, "spans": every}
+    return {**measured, "chunks": chosen, "spans": gathered(spans)}
 
 
 def _picture(page: Path, options: Options, rows: list[Row]) -> None:

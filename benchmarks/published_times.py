@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import ROOT, Columns, table
 from mindspeed_lite.bench.plots import COLORS, WIDTH, style
 from mindspeed_lite.bench.wording import seconds
 from mindspeed_lite.planner import ArgumentError, arguments, choose_device, orders, step_time
 from mindspeed_lite.planner.step_time import StepTime
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data" / "published.jsonl"
 
 
@@ -97,29 +97,33 @@ def groups(found: Sequence[Published]) -> dict[str, list[Published]]:
     return several
 
 
+_GROUPS: Columns = {
+    "Trainings": lambda row: row["name"],
+    "number": lambda row: str(len(row["members"])),
+    "mean error": lambda row: f"{mean(row['members']):.1%}",
+    "median": lambda row: f"{statistics.median(abs(each.error) for each in row['members']):.1%}",
+    "bias": lambda row: f"{statistics.mean(each.error for each in row['members']):+.1%}",
+}
+_TRAININGS: Columns = {
+    "Training": lambda row: row["model"] + (f" ({row['note']})" if row.get("note") else ""),
+    "device": lambda row: row["device"],
+    "devices": lambda row: f"{row['devices']:,}",
+    "published": lambda row: seconds(row["step_s"]),
+    "predicted": lambda row: seconds(row["found"].step.seconds),
+    "error": lambda row: f"{row['found'].error:+.1%}",
+}
+
+
 def _page(found: Sequence[Published]) -> str:
-    lines = ["| Trainings | number | mean error | median | bias |", "| --- | --- | --- | --- | --- |"]
-    for name, members in groups(found).items():
-        errors = [each.error for each in members]
-        middle = statistics.median(map(abs, errors))
-        lines.append(
-            f"| {name} | {len(members)} | {mean(members):.1%} | {middle:.1%} | {statistics.mean(errors):+.1%} |"
-        )
-    lines += [
-        "",
-        "Trainings that are more than 10 % off:",
-        "",
-        "| Training | device | devices | published | predicted | error |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for each in (each for each in found if abs(each.error) > 0.1):
-        row = each.row
-        note = f" ({row['note']})" if row.get("note") else ""
-        lines.append(
-            f"| {row['model']}{note} | {row['device']} | {row['devices']:,} | {seconds(row['step_s'])} | "
-            f"{seconds(each.step.seconds)} | {each.error:+.1%} |"
-        )
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *table(_GROUPS, [{"name": name, "members": members} for name, members in groups(found).items()]),
+            "",
+            "Trainings that are more than 10 % off:",
+            "",
+            *table(_TRAININGS, [{**each.row, "found": each} for each in found if abs(each.error) > 0.1]),
+        ]
+    )
 
 
 def _plot(found: Sequence[Published], file: Path) -> None:

@@ -101,17 +101,21 @@ def _gpu_results() -> list[tuple[str, ...]]:
     rows = []
     for file in sorted((DOCS / "benchmarks" / "gpu").glob("*.json")):
         from benchmarks.gpu import page
-        from benchmarks.gpu.training import OFF, ON
 
-        parts = {part["name"]: part for part in json.loads(file.read_text(encoding="utf-8"))["parts"]}
-        for name in ("dense", "experts"):
-            runs = page.arms(parts[name])
-            if OFF in runs and ON in runs:
-                found = page.compare(runs[OFF], runs[ON])
-                link = f"[{name}](docs/benchmarks/gpu/{file.stem}.md): {parts[name]['about']}"
-                steps = f"{found.seconds_off:.3f} s to {found.seconds_on:.3f} s"
-                memory = _off_to_on(found.bytes_off, found.bytes_on)
-                rows.append((file.stem.upper(), link, steps, found.speed, memory, f"{found.loss_apart:.0e} apart"))
+        for name, step in json.loads(file.read_text(encoding="utf-8"))["steps"].items():
+            if (found := page.compare(step)) is not None and name != page.LIGER:
+                link = f"[{name}](docs/benchmarks/gpu/{file.stem}.md): {step['about']}"
+                off, on = found.seconds
+                rows.append(
+                    (
+                        file.stem.upper(),
+                        link,
+                        f"{off:.3f} s to {on:.3f} s",
+                        found.speed,
+                        _off_to_on(*found.bytes),
+                        found.loss,
+                    )
+                )
     return rows
 
 

@@ -64,6 +64,20 @@ def install() -> None:
         operator._backend = lambda case, tensors, module=module: module
 
 
+class Inputs(torch.autograd.Function):
+    """Autograd of a function of many weights that computes nothing: the least that `grouped_matmul` can take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, *weights: Any) -> Any:
+        ctx.save_for_backward(x, *weights)
+        return x.new_empty(x.shape[0], weights[0].shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Any) -> Any:
+        x, *weights = ctx.saved_tensors
+        return x.new_empty(x.shape), *x.new_empty(len(weights), *weights[0].shape).unbind()
+
+
 def seconds(function: Callable[..., Any], inputs: Any) -> float:
     """Host time of a call with its backward pass, if it has one."""
     start = time.perf_counter()
@@ -75,14 +89,21 @@ def seconds(function: Callable[..., Any], inputs: Any) -> float:
 
 
 def measure() -> dict[str, dict[str, float]]:
-    """By operator and layer: microseconds of ours and of PyTorch's, and their ratio; of the fastest rounds."""
+    """By operator and layer: microseconds of ours and of PyTorch's, and their ratio; of the fastest rounds.
+
+    autograd: of a function with as many inputs that computes nothing.
+    """
+    # Nothing fills gradients: a processor adds denormal values a hundred times slower than others.
+    torch.set_flush_denormal(True)
     found: dict[str, dict[str, float]] = {}
     for name, text in SHAPES.items():
         shape = discovery.cases(name.split()[0]).parse(text)
         inputs = shape.make(Draw("cpu", torch.bfloat16))
-        rounds = [(seconds(shape.ours, inputs), seconds(shape.reference, inputs)) for _ in range(ROUNDS)]
-        ours, theirs = (1e6 * min(each) for each in zip(*rounds, strict=True))
-        found[name] = {"ours": ours, "torch": theirs}
+        functions = {"ours": shape.ours, "torch": shape.reference}
+        if name.startswith("grouped_matmul"):
+            functions["autograd"] = Inputs.apply
+        rounds = [[seconds(function, inputs) for function in functions.values()] for _ in range(ROUNDS)]
+        found[name] = {who: 1e6 * min(each) for who, each in zip(functions, zip(*rounds, strict=True), strict=True)}
     for layer, counts in LAYERS.items():
         found[layer] = {
             who: sum(count * found[name][who] for name, count in counts.items()) for who in ("ours", "torch")

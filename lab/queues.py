@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.schedules import COMPUTE, FLOPS, FROM_HOST, HOST, LINK, MEMORY, MESSAGES, TO_HOST, Event, Op, Recorder, Stream
+from lab.schedules import COMPUTE, FLOPS, HOST, LINK, MEMORY, MESSAGES, Event, Recorder, Stream, simulate
 from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.sleep import Sleeper
@@ -39,55 +38,6 @@ from mindspeed_lite.pipeline.run import Executor
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "queues.md"
-
-
-class Times(NamedTuple):
-    """Seconds of a schedule: until its last op ends, and of what runs on each unit."""
-
-    total: float
-    units: dict[str, float]
-
-    @property
-    def hidden(self) -> float:
-        """Share of messages and copies that overlaps with compute or with each other."""
-        others = sum(seconds for unit, seconds in self.units.items() if unit != COMPUTE)
-        return 1 - (self.total - self.units.get(COMPUTE, 0.0)) / others
-
-
-def simulate(ops: Sequence[Op], connections: int) -> Times:
-    """Run ops on hardware queues, one per connection and direction of copies; streams are mapped to them in turn.
-
-    A queue starts its ops in the order of issue: one that must wait holds up all after it, of any stream. A unit runs
-    one op at a time. The host is always ahead.
-    """
-    copies = {op.stream: op.unit for op in ops if op.unit in (TO_HOST, FROM_HOST)}
-    queues: dict[Any, deque[int]] = {}
-    before: dict[int, int] = {}
-    needs: list[list[int]] = []
-    for number, op in enumerate(ops):
-        queues.setdefault((op.stream % connections, copies.get(op.stream)), deque()).append(number)
-        needs.append([*op.waits, *([before[op.stream]] if op.stream in before else [])])
-        before[op.stream] = number
-    ends: dict[int, float] = {}
-    free: dict[str, float] = {}
-    started = dict.fromkeys(queues, 0.0)
-    while any(queues.values()):
-        heads = []
-        for place, queue in queues.items():
-            if queue and all(each in ends for each in needs[queue[0]]):
-                begins = [started[place], free.get(ops[queue[0]].unit, 0.0), *(ends[each] for each in needs[queue[0]])]
-                heads.append((max(begins), queue[0], place))
-        start, number, place = min(heads, key=lambda head: head[:2])
-        queues[place].popleft()
-        started[place] = start
-        ends[number] = start + ops[number].seconds
-        if ops[number].unit:
-            free[ops[number].unit] = ends[number]
-    units: dict[str, float] = {}
-    for op in ops:
-        if op.unit:
-            units[op.unit] = units.get(op.unit, 0.0) + op.seconds
-    return Times(max(ends.values(), default=0.0), units)
 
 
 class Group(NamedTuple):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import statistics
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,6 +67,30 @@ def on_ranks(ranks: int, body: Callable[[Rates], Any], ranks_per_host: int = 1) 
     return json.loads((out / "results.json").read_text())
 
 
+def use_device_layer() -> None:
+    """Let Megatron run on these ranks as `mindspeed-lite run` does, and log warnings only."""
+    from mindspeed_lite import platform
+
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    platform.activate()
+
+
+def gathered(value: Any) -> list[Any]:
+    """That of every rank; a collective call."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def timed(call: Callable[[], object], record: contextlib.AbstractContextManager[Any] | None = None) -> float:
+    """Seconds of a call that all ranks begin together, within `record`."""
+    dist.barrier()
+    with record or contextlib.nullcontext():
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+
 def slowest(seconds: float) -> float:
     """The largest value of any rank; a collective call."""
     value = torch.tensor(seconds, dtype=torch.float64)
@@ -96,8 +123,7 @@ def compare(arms: Sequence[str], repeats: int, run: Callable[[str], Measure]) ->
             measured = run(arm)
             if repeat:
                 own[arm].append(measured)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    ranks = gathered(own)
     seconds = {
         arm: [max(each.seconds for each in one) for one in zip(*(r[arm] for r in ranks), strict=True)] for arm in arms
     }

@@ -1,4 +1,4 @@
-"""Records what code issues to streams, without a device, other processes or values.
+"""Records what code issues to streams, without a device, other processes or values, and runs it on hardware queues.
 
 Tensors are on the meta device, or on the CPU and never computed. Operators, copies and collectives take the time of an
 H100 node. PyTorch's CUDA sanitizer checks every access. Memory that is freed counts as written by the stream that
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,6 +43,55 @@ class Op(NamedTuple):
     unit: str = ""
     seconds: float = 0.0
     waits: tuple[int, ...] = ()
+
+
+class Times(NamedTuple):
+    """Seconds of a schedule: until its last op ends, and of what runs on each unit."""
+
+    total: float
+    units: dict[str, float]
+
+    @property
+    def hidden(self) -> float:
+        """Share of messages and copies that overlaps with compute or with each other."""
+        others = sum(seconds for unit, seconds in self.units.items() if unit != COMPUTE)
+        return 1 - (self.total - self.units.get(COMPUTE, 0.0)) / others
+
+
+def simulate(ops: Sequence[Op], connections: int) -> Times:
+    """Run ops on hardware queues, one per connection and direction of copies; streams are mapped to them in turn.
+
+    A queue starts its ops in the order of issue: one that must wait holds up all after it, of any stream. A unit runs
+    one op at a time. The host is always ahead.
+    """
+    copies = {op.stream: op.unit for op in ops if op.unit in (TO_HOST, FROM_HOST)}
+    queues: dict[Any, deque[int]] = {}
+    before: dict[int, int] = {}
+    needs: list[list[int]] = []
+    for number, op in enumerate(ops):
+        queues.setdefault((op.stream % connections, copies.get(op.stream)), deque()).append(number)
+        needs.append([*op.waits, *([before[op.stream]] if op.stream in before else [])])
+        before[op.stream] = number
+    ends: dict[int, float] = {}
+    free: dict[str, float] = {}
+    started = dict.fromkeys(queues, 0.0)
+    while any(queues.values()):
+        heads = []
+        for place, queue in queues.items():
+            if queue and all(each in ends for each in needs[queue[0]]):
+                begins = [started[place], free.get(ops[queue[0]].unit, 0.0), *(ends[each] for each in needs[queue[0]])]
+                heads.append((max(begins), queue[0], place))
+        start, number, place = min(heads, key=lambda head: head[:2])
+        queues[place].popleft()
+        started[place] = start
+        ends[number] = start + ops[number].seconds
+        if ops[number].unit:
+            free[ops[number].unit] = ends[number]
+    units: dict[str, float] = {}
+    for op in ops:
+        if op.unit:
+            units[op.unit] = units.get(op.unit, 0.0) + op.seconds
+    return Times(max(ends.values(), default=0.0), units)
 
 
 class Event(NamedTuple):

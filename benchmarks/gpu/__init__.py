@@ -1,1 +1,1 @@
-"""The campaign on one GPU: what is measured (`parts`), how (`units`), and the page (`page`)."""
+"""The campaign on one GPU: its steps (`steps`), what is timed (`kernels`), and the page (`page`)."""

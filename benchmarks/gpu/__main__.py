@@ -1,11 +1,11 @@
-"""Everything that one GPU is to tell, in one command of at most 570 seconds: `python -m benchmarks.gpu`.
+"""Correctness, kernels and trainings on one GPU, in one command of at most 570 seconds: `python -m benchmarks.gpu`.
 
-    python -m benchmarks.gpu [--seconds 570] [--only PART ...] [--wheels DIR] [--fresh]
+    python -m benchmarks.gpu [--seconds 570] [--only STEP ...] [--wheels DIR] [--fresh]
     python -m benchmarks.gpu --tiny [--device cpu|cuda]
 
-Writes NAME.md and NAME.json, named after the device, into $OUT, else into docs/benchmarks/gpu/, after every part.
-A second call measures what the first left out. Nothing is downloaded: `python -m benchmarks.gpu.wheels DIR` fetches
-beforehand what a machine without a network lacks.
+Writes NAME.md and NAME.json, named after the device, into $OUT, else into docs/benchmarks/gpu/, after every step. A
+second call measures what the first left out, and what was measured with other sources. Nothing is downloaded:
+`python -m benchmarks.gpu.wheels DIR` fetches beforehand what a machine without a network lacks.
 """
 
 from __future__ import annotations
@@ -17,82 +17,87 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.campaign import Campaign
-from benchmarks.gpu.parts import PARTS, SECONDS
-from benchmarks.gpu.wheels import WheelError, missing_packages, unpack
+from benchmarks.gpu import page, wheels
+from benchmarks.gpu.steps import ROOT, STEPS, Run
+from mindspeed_lite.bench import output
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRATCH = ROOT / ".bench" / "gpu"
+SECONDS = 570.0
 KEPT = ROOT / "docs" / "benchmarks" / "gpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; 1 where a unit failed, 2 for bad input, 130 after a signal."""
+    """Measure and write; 1 where a step failed, 130 after a signal. Bad input exits with 2."""
     began = time.monotonic()
-    options = _parser().parse_args(arguments)
-    reason = _wrong(options)
-    if reason:
-        print(f"benchmarks.gpu: error: {reason}", file=sys.stderr)
-        return 2
-    # A shell that starts this in the background has SIGINT ignored.
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sign, signal.default_int_handler)
-    name = page_name(_device_name(options.device))
-    scratch = SCRATCH.with_name("gpu-tiny") if options.tiny else SCRATCH
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu: give --tiny as well; a CPU's own benchmarks are `python -m benchmarks`")
+    scratch = ROOT / ".bench" / ("gpu-tiny" if options.tiny else "gpu")
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else scratch if options.tiny else KEPT
     try:
-        paths = unpack(Path(options.wheels), ROOT / ".bench" / "wheels") if options.wheels else []
-        campaign = Campaign(name, options.device, options.tiny, scratch, out, _environment(options.device, paths))
-    except (WheelError, OSError) as error:
-        print(f"benchmarks.gpu: error: {error}", file=sys.stderr)
-        return 2
-    campaign.notes = [f"{package} is not installed: {what} is left out" for package, what in missing_packages().items()]
-    if not options.fresh:
-        campaign.resume([scratch, out, KEPT])
-    parts = [part for part in PARTS if not options.only or part.name in options.only]
+        paths = wheels.unpack(Path(options.wheels), ROOT / ".bench" / "wheels") if options.wheels else []
+        for folder in (scratch, out):
+            output.check_writable(folder)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    # A shell that starts this in the background has SIGINT ignored.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.default_int_handler)
+    run = Run(options.device, options.tiny, scratch, _environment(options.device, paths))
+    name = page_name(_device_name(options.device))
+    before = None if options.fresh else page.newest([folder / f"{name}.json" for folder in (scratch, out, KEPT)])
+    found = before if before is not None and before["tiny"] == options.tiny else page.blank(options.tiny)
+    found["created"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    steps = [step for step in STEPS if not options.only or step.name in options.only]
     try:
-        return campaign.run(parts, began + options.seconds)
+        for number, step in enumerate(steps):
+            later = sum(each.seconds for each in steps[number + 1 :])
+            left = began + options.seconds - time.monotonic()
+            record = found["steps"].setdefault(step.name, {"state": "not started", "about": step.about})
+            if left < step.least:
+                print(f"== {step.name}: {left:.0f} s are left, and it needs {step.least:.0f}; run it again", flush=True)
+            else:
+                step.measure(run, record, min(left, max(step.seconds, left - later)))
+            page.write(found, name, {scratch, out})
     except KeyboardInterrupt:
-        campaign.write()
+        page.write(found, name, {scratch, out})
         return 130
+    print(f"wrote {out / name}.md and {name}.json", flush=True)
+    return int(any(found["steps"][step.name]["state"] == "failed" for step in steps))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", usage=argparse.SUPPRESS, description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows that the campaign runs")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default)g)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--seconds", type=_seconds, default=SECONDS, help="for everything (default %(default)g)")
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--wheels", metavar="DIR", help="wheels that come before what is installed")
     return parser
 
 
-def _wrong(options: argparse.Namespace) -> str:
-    if options.device == "cpu" and not options.tiny:
-        return "--device cpu: give --tiny as well; a CPU's own benchmarks are `python -m benchmarks`"
-    if not options.seconds > 0:
-        return f"--seconds: want a number above 0, not {options.seconds:g}"
-    unknown = set(options.only or ()) - {part.name for part in PARTS}
-    if unknown:
-        return f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in PARTS)}"
-    return ""
+def _seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"want a number above 0, not {text}")
+    return float(text)
 
 
 def _device_name(device: str) -> str:
-    """As nvidia-smi names it, which asks no torch."""
+    """As nvidia-smi names it: PyTorch would hold memory of the device in this process."""
     if device == "cpu":
         return "cpu"
     try:
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return "gpu"
-    return next(iter(asked.stdout.splitlines()), "") or "gpu"
+        said = ""
+    return next(iter(said.splitlines()), "") or "gpu"
 
 
 def page_name(device: str) -> str:
@@ -101,8 +106,8 @@ def page_name(device: str) -> str:
     return (model[0] if model else re.sub(r"\W+", "-", device).strip("-")).lower()
 
 
-def _environment(device: str, paths: Sequence[Path]) -> dict[str, str]:
-    found = dict(os.environ)
+def _environment(device: str, paths: Sequence[Path]) -> Mapping[str, str]:
+    found: dict[str, Any] = dict(os.environ)
     # Compiling the packages of the wheels takes a quarter of a training's start.
     found.pop("PYTHONDONTWRITEBYTECODE", None)
     given = filter(None, [found.get("PYTHONPATH")])

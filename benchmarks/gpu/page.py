@@ -2,256 +2,167 @@
 
 from __future__ import annotations
 
-import math
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.training import LIGER, OFF, ON
-from mindspeed_lite.bench import wording
+from benchmarks.harness import markdown
+from lab import stamps
+from mindspeed_lite.bench import output, wording
 
 Json = Mapping[str, Any]
-OURS = "mindspeed_lite"
+OURS, OFF, ON, DENSE, LIGER = "mindspeed_lite", "off", "all", "dense", "dense with Liger-Kernel's patch"
+SCHEMA_VERSION = 3
+
+
+def blank(tiny: bool) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, "kind": "campaign", "created": "", "tiny": tiny, "notes": [], "steps": {}}
+
+
+def newest(files: Iterable[Path]) -> dict[str, Any] | None:
+    """The newest of the records that can be read."""
+    found = []
+    for file in files:
+        if file.is_file():
+            record = json.loads(file.read_text(encoding="utf-8"))
+            found += [record] if record["schema_version"] == SCHEMA_VERSION else []
+    return max(found, key=lambda record: str(record["created"]), default=None)
+
+
+def write(found: Json, name: str, folders: Iterable[Path]) -> None:
+    """Replace page and JSON, each in one step."""
+    found = output.finite(found)
+    for folder in folders:
+        output.write_file(folder / f"{name}.json", output.dumps(dict(found)))
+        try:
+            text = render(found, f"{name}.json")
+        except Exception as error:  # the JSON has every figure, and what is not measured yet is worth more than a page
+            text = f"# {name}\n\nThe page could not be rendered: {type(error).__name__}: {error}. See the JSON.\n"
+        output.write_file(folder / f"{name}.md", text)
 
 
 def render(found: Json, data: str) -> str:
     """Markdown; `data` is the name of the JSON."""
-    parts: dict[str, Json] = {part["name"]: part for part in found["parts"]}
-    machine = figures(parts["machine"], "versions")
+    steps, kernels = found["steps"], found["steps"].get("kernels", {})
+    machine = kernels.get("machine") or {}
     versions = ", ".join(f"{name} {version}" for name, version in (machine.get("versions") or {}).items())
     lines = [
-        f"# One GPU: {machine.get('device') or 'not measured yet'}",
-        "",
+        f"# One GPU: {machine.get('device') or 'not measured yet'}", "",
         f"`make bench-gpu{' TINY=1' if found['tiny'] else ''}`, {found['created']}; {versions or 'versions unknown'}.",
-        f"Every figure: [{data}]({data}).",
-        "",
-    ]
+        f"Every figure: [{data}]({data}). {_older(steps)}", "",
+    ]  # fmt: skip
     if found["tiny"]:
-        lines += [
-            "The sizes are tiny: this shows that the campaign runs. No figure here says how fast anything is.",
-            "",
-        ]
+        lines += ["The sizes are tiny: no figure here says how fast anything is.", ""]
     lines += [*(f"- {note}" for note in found["notes"]), *([""] if found["notes"] else [])]
-    lines += _states(found["parts"])
-    reached = ceilings(parts)
-    lines += _machine(parts, reached)
-    lines += _correctness(parts)
-    for name, heading in (("decisions", "Decisions"), ("operators", "Remaining operators")):
-        lines += [f"## {heading}", "", *_operators(parts[name], reached)]
+    rows = [
+        (name, each["about"], ": ".join(filter(None, [each["state"], _cell(each.get("reason", ""))])),
+         f"{each['seconds']:.0f} s" if "seconds" in each else "-")
+        for name, each in steps.items()
+    ]  # fmt: skip
+    lines += [*markdown(("Step", "Measures", "State", "Took"), rows), "", "## Machine", ""]
+    reached = kernels.get("ceilings")
+    lines += [f"- ceilings: {_ceilings(reached)}" if reached else "- not measured", "", "## Correctness", ""]
+    states = [*steps.get("tests", {}).get("tests", {}).values()]
+    lines += [f"- {states.count(each)} tests {each}" for each in dict.fromkeys(states)] or ["- nothing was run"]
+    lines += ["", "## Operators", "", *_operators(kernels.get("operators", {}))]
     for name in ("dense", "experts"):
-        lines += [f"## Training: {name}", "", *_training(parts[name], reached)]
+        lines += [f"## Training: {name}", "", *_training(steps, name, reached)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def figures(part: Json, unit: str) -> Json:
-    """What a unit measured, or nothing."""
-    found: Json = part["units"].get(unit, {}).get("figures", {})
-    return found
+def _older(steps: Json) -> str:
+    operators = steps.get("kernels", {}).get("operators", {})
+    found = [name for name, each in operators.items() if each.get("stamp", "") != stamps.of_operator(name)]
+    others = [name for name, each in steps.items() if each.get("stamp") not in (None, stamps.of_all())]
+    older = [*found, *(f"step {name}" for name in others if name != "kernels")]
+    return f"Our figures older than the code: {', '.join(older) or 'none'}."
 
 
-def ceilings(parts: Mapping[str, Json]) -> Json | None:
-    """The higher one of before and after, for bytes and for operations."""
-    both = [each for name in ("machine", "machine again") if (each := figures(parts[name], "ceilings"))]
-    return {key: max(each[key] for each in both) for key in ("bytes_per_second", "flops_per_second")} if both else None
+def _ceilings(reached: Json) -> str:
+    rates = wording.rate(reached["flops_per_second"], "FLOP"), wording.rate(reached["bytes_per_second"], "B")
+    return f"{rates[0]}, {rates[1]} ({reached['source']})"
 
 
-def _states(parts: Sequence[Json]) -> list[str]:
-    rows = []
-    for part in parts:
-        states = [unit["state"] for unit in part["units"].values()]
-        counts = ", ".join(f"{states.count(each)} {each}" for each in dict.fromkeys(states)) or "-"
-        took = "-" if part["seconds"] is None else f"{part['seconds']:.0f} s"
-        state = ": ".join(filter(None, [part["state"], "" if part["state"] == "complete" else part["reason"]]))
-        rows.append((part["name"], part["about"], state, counts, took, f"{part['limit_seconds']:.0f} s"))
-    return [*table(("Part", "Measures", "State", "Units", "Took", "At most"), rows), *_bad(parts)]
-
-
-def _bad(parts: Sequence[Json]) -> list[str]:
-    lines = [
-        f"- {part['name']}, {name}: {unit['state']}: {_cell(unit['reason'])}"
-        for part in parts
-        for name, unit in part["units"].items()
-        if unit["state"] != "ok"
-    ]
-    return [*lines, ""] if lines else []
-
-
-def _machine(parts: Mapping[str, Json], reached: Json | None) -> list[str]:
-    lines = ["## Machine", ""]
-    asked = figures(parts["machine"], "nvidia-smi")
-    if asked:
-        lines.append(f"- nvidia-smi: {', '.join(f'{name} {value}' for name, value in asked.items())}")
-    for name in ("machine", "machine again"):
-        found = figures(parts[name], "ceilings")
-        if found:
-            rates = (wording.rate(found["flops_per_second"], "FLOP"), wording.rate(found["bytes_per_second"], "B"))
-            lines.append(
-                f"- ceilings, {'before' if name == 'machine' else 'after'}: {rates[0]}, {rates[1]} ({found['source']})"
-            )
-    if reached is None:
-        lines.append("- ceilings: not measured")
-    return [*lines, ""]
-
-
-def _correctness(parts: Mapping[str, Json]) -> list[str]:
-    checks = parts["numerics"]["units"].values()
-    states = [unit["figures"].get("status", unit["state"]) for unit in checks]
-    lines = ["## Correctness", ""]
-    if states:
-        counts = ", ".join(f"{states.count(each)} {each}" for each in dict.fromkeys(states))
-        lines.append(f"- against float64 (relative 2-norm, output and gradients): {counts}")
-    fallbacks = dict.fromkeys(
-        f"- {name}: {_cell(unit['figures']['text'])}"
-        for name, unit in parts["numerics"]["units"].items()
-        if unit["figures"].get("status") == "fallback"
-    )
-    tests = figures(parts["tests"], "pytest")
-    if tests:
-        lines.append(f"- CUDA tests: {tests['passed']} passed, {len(tests['bad'])} failed")
-        lines += [f"  - {_cell(name)}" for name in tests["bad"]]
-    return [*lines, *fallbacks, ""]
-
-
-def _operators(part: Json, reached: Json | None) -> list[str]:
-    measured = [(name, unit["figures"]) for name, unit in part["units"].items() if unit["figures"].get("times")]
-    if not measured:
-        return ["Nothing was measured.", ""]
-    rows = []
-    notes: list[str] = []
-    for name, found in measured:
-        times = found["times"]
-        for contender in dict.fromkeys([*times["forward"], *found["errors"]]):
-            error = found["errors"].get(contender) or times["forward"].get(contender, {}).get("error")
-            if error:
-                rows.append((f"{name} {found['case']}", contender, _cell(error)[:120], "", "", "", "", ""))
+def _operators(found: Json) -> list[str]:
+    rows, notes = [], []
+    for name, each in found.items():
+        notes += [f"- {name}: {_cell(note)}" for note in each.get("notes", ())]
+        if "rows" not in each:
+            rows.append((name, OURS, _cell(each["failed"])[:120], "", "", "", ""))
+            continue
+        forward, last = each["rows"][0], each["rows"][-1]
+        for first, both in zip(forward["contenders"], last["contenders"], strict=True):
+            case, who = f"{name} {last['case']}", first["name"]
+            if error := first["error"] or both["error"]:
+                rows.append((case, who, _cell(error)[:120], "", "", "", ""))
                 continue
-            rows.append((f"{name} {found['case']}", contender, *_times(found, contender, reached)))
-        notes += [f"- {name}: {note}" for note in found["notes"]]
-    header = ("Case", "Contender", "Forward", "Backward", "Both", "Over ours", "Of the ceiling", "Host")
+            backward = wording.seconds(both["seconds"] - first["seconds"]) if last is not forward else "-"
+            over = f"{both['ratio']:.2f}" if who != OURS and both["ratio"] is not None else ""
+            times = wording.seconds(first["seconds"]), backward, wording.seconds(both["seconds"])
+            rows.append((case, who, *times, over, wording.percent(both["of_ceiling"])))
+    if not rows:
+        return ["Nothing was measured.", ""]
     text = [
-        "Device time of a call in bf16. Backward is both less forward. Over ours: above 1, ours is faster. Of the",
-        "ceiling: both, of a large copy or matrix product in PyTorch, whichever bounds it. Host: to issue both passes.",
-        "A star marks a call that waits for the device; its device time includes the host's.",
-        "",
-    ]
-    return [*text, *table(header, rows), *notes, *([""] if notes else [])]
-
-
-def _times(found: Json, contender: str, reached: Json | None) -> tuple[str, ...]:
-    forward = found["times"]["forward"][contender]
-    last = "both" if "both" in found["bytes"] else "forward"
-    both = found["times"].get(last, {}).get(contender, {})
-    ours = found["times"].get(last, {}).get(OURS, {})
-    if "device" not in both:
-        return (wording.seconds(forward["device"]), *[_cell(both.get("error") or "-")[:80]] * 2, "", "", "")
-    backward = wording.seconds(both["device"] - forward["device"]) if last == "both" else "-"
-    over = f"{both['device'] / ours['device']:.2f}" if "device" in ours and contender != OURS else ""
-    share = ""
-    if reached is not None:
-        least = max(
-            found["bytes"][last] / reached["bytes_per_second"], found["flops"][last] / reached["flops_per_second"]
-        )
-        share = wording.percent(least / both["device"])
-    star = "*" if both["waits"] else ""
-    return (
-        wording.seconds(forward["device"]), backward, wording.seconds(both["device"]) + star, over, share,
-        wording.seconds(both["host"]),
-    )  # fmt: skip
-
-
-def arms(part: Json) -> dict[str, list[Json]]:
-    """The runs that ended well, by arm."""
-    found: dict[str, list[Json]] = {}
-    for name, unit in part["units"].items():
-        if unit["state"] == "ok":
-            found.setdefault(name.rpartition(" ")[0], []).append(unit["figures"])
-    return found
+        "Time of a call in bf16, of the host where it takes longer. Backward is both less forward. Over ours: above 1,",
+        "ours is faster. Of the ceiling: both, of a large copy or matrix product in PyTorch, whichever bounds it.", "",
+    ]  # fmt: skip
+    header = ("Case", "Contender", "Forward", "Backward", "Both", "Over ours", "Of the ceiling")
+    return [*text, *markdown(header, rows), "", *notes, *([""] if notes else [])]
 
 
 class Comparison(NamedTuple):
-    """Two arms: means of their runs' median steps, highest peaks, and the largest relative difference of a loss."""
+    """A training on against off: cells of the page and of README."""
 
-    seconds_off: float
-    seconds_on: float
-    bytes_off: int
-    bytes_on: int
-    ratios: Sequence[float]
-    loss_apart: float
-
-    @property
-    def speed(self) -> str:
-        """The mean ratio, and that of each pair of runs."""
-        return f"{statistics.geometric_mean(self.ratios):.2f}x ({', '.join(f'{each:.2f}' for each in self.ratios)})"
+    seconds: tuple[float, float]
+    bytes: tuple[int, int]
+    speed: str
+    loss: str
 
 
-def _apart(off: float | None, on: float | None) -> float:
-    """The relative difference of two losses; infinite where one of them is missing or not finite."""
-    if off is None or on is None or not (math.isfinite(off) and math.isfinite(on)):
-        return math.inf
-    return abs(on - off) / abs(off) if off else abs(on)
+def compare(step: Json) -> Comparison | None:
+    """None where an arm has not run."""
+    off, on = (step.get("arms", {}).get(arm) for arm in (OFF, ON))
+    if not (off and on and off["steps"] and on["steps"]):
+        return None
+    seconds = statistics.mean(off["steps"]), statistics.mean(on["steps"])
+    apart = step["loss_apart"]
+    loss = "not compared" if apart is None else f"{float(apart):.0e} apart"
+    return Comparison(seconds, (off["peak_memory_bytes"], on["peak_memory_bytes"]), _speed(off, on), loss)
 
 
-def compare(off: Sequence[Json], on: Sequence[Json]) -> Comparison:
-    """Runs of `on` against those of `off`, each with its partner in the same turn."""
-    # In JSON a loss that is not finite is text, and a step without one has none.
-    pairs = zip(off[0]["losses"], on[0]["losses"], strict=False)
-    losses = [[None if each is None else float(each) for each in pair] for pair in pairs]
-    return Comparison(
-        statistics.mean(run["step_seconds"] for run in off),
-        statistics.mean(run["step_seconds"] for run in on),
-        max(run["peak_memory_bytes"] for run in off),
-        max(run["peak_memory_bytes"] for run in on),
-        [a["step_seconds"] / b["step_seconds"] for a, b in zip(off, on, strict=False)],
-        max((_apart(a, b) for a, b in losses), default=math.nan),
-    )
+def _speed(off: Json, on: Json) -> str:
+    """The mean ratio, and that of each pair of runs."""
+    ratios = [a / b for a, b in zip(off["steps"], on["steps"], strict=False)]
+    return f"{statistics.geometric_mean(ratios):.2f}x ({', '.join(f'{each:.2f}' for each in ratios)})"
 
 
-def _training(part: Json, reached: Json | None) -> list[str]:
-    runs = arms(part)
-    if OFF not in runs:
+def _training(steps: Json, name: str, reached: Json | None) -> list[str]:
+    step = steps.get(name, {})
+    found = {arm: each for arm, each in step.get("arms", {}).items() if each["steps"]}
+    if OFF not in found:
         return ["No run of off finished.", ""]
-    rows = []
-    for arm in (each for each in (OFF, LIGER, ON) if each in runs):
-        found = compare(runs[OFF], runs[arm])
-        first = runs[arm][0]
-        flops = first["flops_per_step"]
-        share = flops / found.seconds_on / reached["flops_per_second"] if reached and flops else None
-        steps = ", ".join(wording.seconds(run["step_seconds"]) for run in runs[arm])
-        others = ("", "") if arm == OFF else (found.speed, f"{found.loss_apart:.1e}")
-        rows.append(
-            (
-                arm, steps, others[0], "" if share is None else wording.percent(share), wording.size(found.bytes_on),
-                f"{found.bytes_on / found.bytes_off:.2f}", others[1],
-            )
-        )  # fmt: skip
-    header = (
-        "Arm",
-        "Step of each run",
-        "Speed (of each pair)",
-        "Of the ceiling",
-        "Peak memory",
-        "Of off",
-        "Loss apart",
-    )
-    features = ", ".join(runs[ON][0]["features"]) if ON in runs else "-"
-    text = (
-        "Median step of each run, runs in turns. Loss apart: the largest relative difference from off over all steps."
-    )
-    lines = [text, "", *table(header, rows), f"- On: {features}"]
-    fallbacks = dict.fromkeys(text for run in runs.get(ON, ()) for text in run["fallbacks"])
-    return [*lines, *(f"- fallback: {_cell(text)}" for text in fallbacks), ""]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table and an empty line."""
-    return [
-        f"| {' | '.join(header)} |",
-        f"|{' --- |' * len(header)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
+    flops, rows = step["flops_per_step"], []
+    liger = steps.get(LIGER, {}).get("arms", {}).get(OFF) if name == DENSE else None
+    for arm, each in (found | ({"Liger-Kernel's patch": liger} if liger else {})).items():
+        rate = flops / statistics.mean(each["steps"]) if flops else 0.0
+        share = wording.percent(rate / reached["flops_per_second"]) if reached else ""
+        speed = "" if arm == OFF else _speed(found[OFF], each)
+        times = ", ".join(map(wording.seconds, each["steps"]))
+        rows.append((arm, times, speed, share, wording.size(each["peak_memory_bytes"])))
+    lines = [*markdown(("Arm", "Step of each run", "Speed (of each pair)", "Of the ceiling", "Peak memory"), rows), ""]
+    if (compared := compare(step)) is not None:
+        lines += [f"- {ON}: {', '.join(found[ON]['features']) or '-'}; losses {compared.loss}"]
+        lines += [*(f"- fallback: {_cell(text)}" for text in found[ON]["fallbacks"]), ""]
+    return lines
 
 
 def _cell(text: str) -> str:
     """Text that stays within a cell."""
     return " ".join(str(text).split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    for file in (Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "gpu").glob("*.json"):
+        write(json.loads(file.read_text(encoding="utf-8")), file.stem, [file.parent])

@@ -41,3 +41,6 @@ def test_no_operator_takes_more_than_its_share() -> None:
     found = json.loads(output)
     assert found.keys() == MOST.keys()
     assert {name: row for name, row in found.items() if row["ratio"] > MOST[name]} == {}
+    # Three fifths of it are PyTorch's, for 128 inputs and their gradients.
+    many = found["grouped_matmul of 128"]
+    assert many["ours"] < 2.1 * many["autograd"]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lab import queues, schedules
-from lab.queues import OTHERS, SCHEDULES, gathered_product, record, simulate
+from lab.queues import OTHERS, SCHEDULES, gathered_product, record
+from lab.schedules import simulate
 from mindspeed_lite.memory.copy_engine import CopyEngine
 from mindspeed_lite.memory.offload import Offload, _Group
 from mindspeed_lite.parallel.balance.copies import ExpertCopies

@@ -157,7 +157,7 @@ def _known(counts: Counts, x: Tensor, experts: int) -> Counts:
         if counts.device.type != "cpu" or not _readable(counts):
             return counts
         counts = counts.tolist()
-    if any(count < 0 for count in counts) or sum(counts) != x.shape[0]:
+    if min(counts) < 0 or sum(counts) != x.shape[0]:
         raise ValueError(f"grouped_matmul: counts {list(counts)} do not make up {x.shape[0]} rows")
     return list(counts)
 
