@@ -111,7 +111,7 @@ def _gpu_results() -> list[tuple[str, ...]]:
                         file.stem.upper(),
                         link,
                         f"{off:.3f} s to {on:.3f} s",
-                        found.speed,
+                        found.speed.replace("(", "(pairs: "),
                         _off_to_on(*found.bytes),
                         found.loss,
                     )

@@ -251,6 +251,10 @@ def _why_not(context: Context) -> list[str]:
         return [] if settings.get("moe_fb_overlap") else theirs
     if _is_local(context) and context.arg("tp_comm_overlap", False):
         reasons.append("--tp-comm-overlap: Transformer Engine delays no weight gradients then")
+    if is_step and context.arg("use_transformer_engine_op_fuser", False):
+        reasons.append(
+            "--use-transformer-engine-op-fuser runs no linear layers whose weight gradients could be delayed"
+        )
     is_asked_for = is_step or (settings.get("moe_fb_overlap", False) and not moe_fb_overlap.layout_reasons(context))
     if not is_step and (found := moe_fb_overlap.release_reasons(context)):
         reasons += found

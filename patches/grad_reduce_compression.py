@@ -102,7 +102,7 @@ def _register(session: Session, ddp: Any) -> None:
         group = _group_of(each)
         if group.size() > 1 and (nodes := _nodes_of(session, group)) is not _EXACT:
             # Their order in a list is Megatron's and may change.
-            held = " ".join(names[parameter] for bucket in each.buckets for parameter in bucket.params_list)
+            held = " ".join(names.get(parameter, "") for bucket in each.buckets for parameter in bucket.params_list)
             ranks = torch.distributed.get_process_group_ranks(group)
             key = f"{number} {hashlib.sha256(held.encode()).hexdigest()[:16]} of ranks {ranks}"
             found[each] = _Compression(key, session.settings[NAME], each, group, nodes)
@@ -226,7 +226,8 @@ def _save(wrapped: Function, session: Session) -> Function:
 def _load(wrapped: Function, session: Session) -> Function:
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        if not session.context.arg("finetune", False):
+        # Without the optimizer the loss scale starts anew.
+        if not (session.context.arg("finetune", False) or session.context.arg("no_load_optim", False)):
             _load_states(session, _file(checkpoint_dir))
         return found
 
@@ -316,6 +317,10 @@ FEATURE = Feature(
             reads=(
                 "bucket_groups",
                 "expert_parallel_bucket_groups",
+                "module",
+                "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucket.params_list",
+                f"{_GROUP}.buckets",
+                f"{_GROUP}.ddp_config",
                 f"{DDP_CONFIG}.use_distributed_optimizer",
                 f"{_GROUP}.data_parallel_group",
                 f"{_GROUP}.intra_distributed_optimizer_instance_group",

@@ -67,9 +67,13 @@ def prepare(layer: Any, session: Session) -> None:
         session.mark(mlp, RECOMPUTED, not (selective and "mlp" in modules))
     elif not (selective and "moe" in modules):
         experts = getattr(mlp, "experts", None)
-        # Grouped experts have a switch for it.
-        for expert in [experts] if hasattr(experts, _SWITCH) else getattr(experts, "local_experts", ()):
-            session.mark(expert, RECOMPUTED, True)
+        # Grouped experts have a switch for it, before 0.17 also those without layers.
+        is_grouped = hasattr(experts, _SWITCH)
+        if is_grouped and not hasattr(experts, "linear_fc2"):
+            session.fallback(FEATURE.name, "Megatron's grouped experts of before 0.17 keep their activation")
+        else:
+            for expert in [experts] if is_grouped else getattr(experts, "local_experts", ()):
+                session.mark(expert, RECOMPUTED, True)
         shared = getattr(mlp, "shared_experts", None)
         if shared is not None and layer.config.moe_shared_expert_overlap:
             session.fallback(FEATURE.name, "shared experts that overlap communication keep their activation")

@@ -213,7 +213,7 @@ def _verify(session: Session, original: Callable[[Tensor], Any], labels: Any, de
 
 FEATURE = Feature(
     name="use_fused_linear_cross_entropy",
-    summary="GPT's output layer and loss in one, with at most 256 MiB of logits, for up to a fourth matrix product",
+    summary="GPT's output layer and loss in one, keeping at most 256 MiB of logits, for up to a fourth matrix product",
     numerics="ulp",
     theme="memory",
     unsupported={"<0.14": "before Megatron 0.14 the output layer has no method that multiplies, to be replaced"},

@@ -149,7 +149,7 @@ def _verify(session: Session, original: Function, operands: Deferred, index: Ten
 
 FEATURE = Feature(
     name="use_fused_linear_log_prob",
-    summary="Log-probabilities of Megatron's reinforcement learning with at most 256 MiB of logits, not gathered",
+    summary="Log-probabilities of Megatron's reinforcement learning, which keep at most 256 MiB of logits",
     numerics="ulp",
     theme="memory",
     condition=needs("perform_rl_step", "log-probabilities are read in reinforcement learning alone"),

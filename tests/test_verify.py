@@ -303,7 +303,7 @@ def test_dropout_is_left_out_with_a_reason_and_megatrons_buffer_is_not_kept():
 
     from mindspeed_lite.patches import use_flash_attn as patch
 
-    patch.attend = lambda q, k, v, spec: (q, None)
+    patch.attend = lambda q, k, v, spec: q
     mindspeed_lite.enable(use_flash_attn=True, verify=1)
     qkv, _ = inputs_of()
     for _ in range(2):

@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output.check_writable(folder)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    sys.path += map(str, paths)
     # A shell that starts this in the background has SIGINT ignored.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.default_int_handler)
@@ -56,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [step for step in STEPS if not options.only or step.name in options.only]
     try:
         for number, step in enumerate(steps):
-            later = sum(each.seconds for each in steps[number + 1 :])
+            open_steps = (
+                each for each in steps[number + 1 :] if not each.is_current(found["steps"].get(each.name, {}))
+            )
+            later = sum(each.seconds for each in open_steps)
             left = began + options.seconds - time.monotonic()
             record = found["steps"].setdefault(step.name, {"state": "not started", "about": step.about})
             if left < step.least:

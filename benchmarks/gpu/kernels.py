@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mindspeed_lite import platform
     from mindspeed_lite.bench import ceiling, environment, output, timing
     from mindspeed_lite.bench.operators.run import Findings, measure
-    from mindspeed_lite.ops import discovery
+    from mindspeed_lite.ops import discovery, dispatch
     from mindspeed_lite.ops.case import COMPILED
 
     def tell(**what: Any) -> None:
@@ -67,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         contenders = [each for each in problem.contenders if each.name != COMPILED]
         contenders += liger.contenders(name, declared.parse(shape)) if has_liger else []
         findings = Findings()
+        unsubscribe = dispatch.on_fallback(
+            lambda op, backend, why, found=findings: found.add("note", f"{op}: {backend} falls back: {'; '.join(why)}")
+        )
         rows = measure(dataclasses.replace(problem, contenders=tuple(contenders)), effort, reached, findings)
+        unsubscribe()
         ours = rows[0]["contenders"][0]["error"]
         tell(rows=rows, notes=[each["text"] for each in findings], **({"failed": ours} if ours else {}))
 

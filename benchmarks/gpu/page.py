@@ -77,7 +77,7 @@ def _older(steps: Json) -> str:
     found = [name for name, each in operators.items() if each.get("stamp", "") != stamps.of_operator(name)]
     others = [name for name, each in steps.items() if each.get("stamp") not in (None, stamps.of_all())]
     older = [*found, *(f"step {name}" for name in others if name != "kernels")]
-    return f"Our figures older than the code: {', '.join(older) or 'none'}."
+    return f"Our figures older than the kernels: {', '.join(older) or 'none'}."
 
 
 def _ceilings(reached: Json) -> str:
@@ -144,8 +144,12 @@ def _training(steps: Json, name: str, reached: Json | None) -> list[str]:
     if OFF not in found:
         return ["No run of off finished.", ""]
     flops, rows = step["flops_per_step"], []
-    liger = steps.get(LIGER, {}).get("arms", {}).get(OFF) if name == DENSE else None
-    for arm, each in (found | ({"Liger-Kernel's patch": liger} if liger else {})).items():
+    runs = [each for each in steps.get(LIGER, {}).get("arms", {}).values() if each["steps"] and name == DENSE]
+    liger = {
+        "steps": [seconds for each in runs for seconds in each["steps"]],
+        "peak_memory_bytes": max((each["peak_memory_bytes"] for each in runs), default=0),
+    }
+    for arm, each in (found | ({"Liger-Kernel's patch": liger} if runs else {})).items():
         rate = flops / statistics.mean(each["steps"]) if flops else 0.0
         share = wording.percent(rate / reached["flops_per_second"]) if reached else ""
         speed = "" if arm == OFF else _speed(found[OFF], each)

@@ -71,14 +71,14 @@ class Run(NamedTuple):
 
 def _tests(run: Run, record: Record, limit: float) -> None:
     """The tests marked `cuda`: every operator against float64, and what is special about kernels."""
-    words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=line", "-m", "cuda", "-n", "8", "tests/ops"]
+    words = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line", "-m", "cuda", "-n", "8", "tests/ops"]
     if run.tiny:
         words[-3:] = ["-n", "1", "tests/ops/test_grouped_matmul_cuda.py"]
     found: dict[str, str] = {}
-    record["tests"] = found
+    record |= {"tests": found, "stamp": stamps.of_all()}
     log = run.scratch / "tests.log"
     for line in run.lines(words, log, limit, 120.0):
-        ended = re.search(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", line)
+        ended = re.search(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/.+?)\s*$", line)
         if ended:
             found[ended[2]] = ended[1].lower()
     bad = [name for name, state in found.items() if state in ("failed", "error")]
@@ -90,6 +90,7 @@ def _tests(run: Run, record: Record, limit: float) -> None:
 def _kernels(run: Run, record: Record, limit: float) -> None:
     """A process times one operator after the other; another one goes on where it crashes or hangs."""
     end = time.monotonic() + limit
+    record["stamp"] = stamps.of_all()
     found: dict[str, Record] = record.setdefault("operators", {})
     left = [name for name in SHAPES if found.get(name, {}).get("stamp") != stamps.of_operator(name)]
     how = "exit code 0"
@@ -138,6 +139,7 @@ def _training(name: str, run: Run, record: Record, limit: float) -> None:
         "flops_per_step": (report["model"] or {}).get("flops_per_step"),
         "arms": {arm["name"]: _arm(arm) for arm in report["arms"]},
         "loss_apart": next(((each["loss"] or {}).get("largest_difference") for each in report["comparisons"]), None),
+        "stamp": stamps.of_all(),
         "state": "failed" if wrong else "complete" if report["complete"] else "stopped",
         "reason": "; ".join(wrong) or ("" if report["complete"] else how),
     }
@@ -167,15 +169,21 @@ class Step(NamedTuple):
     least: float
     work: Callable[[Run, Record, float], None]
 
+    def is_current(self, record: Record) -> bool:
+        return record.get("state") == "complete" and record.get("stamp") == stamps.of_all()
+
     def measure(self, run: Run, record: Record, limit: float) -> None:
-        stamp = stamps.of_all()
-        if record["state"] == "complete" and record["stamp"] == stamp:
+        if self.is_current(record):
             print(f"== {self.name}: measured in an earlier call", flush=True)
             return
         print(f"== {self.name}: {self.about}; at most {limit:.0f} s", flush=True)
         began = time.monotonic()
-        record |= {"about": self.about, "state": "stopped", "reason": "interrupted", "stamp": stamp}
-        self.work(run, record, limit)
+        # The stamp stays that of its figures until there are new ones.
+        record |= {"about": self.about, "state": "stopped", "reason": "interrupted"}
+        try:
+            self.work(run, record, limit)
+        except Exception as error:  # the other steps are worth their time
+            record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
         record["seconds"] = round(time.monotonic() - began, 1)
         print(f"== {self.name}: {record['seconds']:.0f} s, {record['state']} {record['reason']}", flush=True)
 

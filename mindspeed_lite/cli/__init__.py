@@ -32,7 +32,8 @@ COMMANDS = {
     "doctor": "what is there, what is missing and how to get it",
 }
 REMOVED = {
-    "memory": "`plan --this -- COMMAND` predicts from its arguments, `dryrun -- COMMAND` runs it without storage",
+    "memory": "`plan --this --device h100 -- COMMAND` predicts from its arguments, "
+    "`dryrun -- COMMAND` runs it without storage",
 }
 
 

@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
         _show_untimed(options.command)
         features = {"features": [asdict(each) for each in changes]}
         write_json(options.json, report | _this(own, search) | features)
-        return 0
+        return 0 if own.bytes <= search.budget else 1
     began = time.perf_counter()
     with terminal.progress("reading the command") as show:
         result = search.run(options.count, progress=show)

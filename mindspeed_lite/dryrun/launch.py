@@ -137,7 +137,7 @@ def _joined(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     flag, given = "", 0
     for word in words:
         if word.startswith("-"):
-            flag, given = word, 0
+            flag, given = word.partition("=")[0], int("=" in word)
         given += 1
         if given > 2 and flag.endswith(_PATHS) and flag not in _LISTS:
             unquoted += [flag] * (flag not in unquoted)

@@ -64,7 +64,10 @@ class SleepGuard:
 
 
 def unreadable(chunks: Sequence[Any], check: Check) -> Callable[[], None]:
-    """Let each read of a parameter or buffer call `check` first; return the undo. Views made before are not covered."""
+    """Let PyTorch's operators on parameters and buffers call `check` first; return the undo.
+
+    Not covered: views made before, tensor subclasses, and kernels that take addresses.
+    """
     changed: list[tuple[weakref.ref[Tensor], type]] = []
     kinds = {kind: _checked_kind(kind, check) for kind in (Tensor, torch.nn.Parameter)}
     for chunk in chunks:

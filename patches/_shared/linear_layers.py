@@ -184,7 +184,7 @@ def is_column_parallel(layer: Any) -> bool:
 
 
 def te_layers(model: Any) -> Iterator[Any]:
-    """Transformer Engine's linear layers; embedding and output layer are Megatron's own."""
+    """Transformer Engine's linear layers, which keep the inputs of their weight gradients."""
     return (each for each in model.modules() if getattr(each, "wgrad_store", None) is not None)
 
 
@@ -204,7 +204,11 @@ def multiplies_bias(layer: Any) -> bool:
 
 def why_not(layer: Any) -> str:
     """Why a layer's gradients cannot be delayed; "" if they can."""
-    config = layer.config
+    config = getattr(layer, "config", None)
+    if config is None:
+        return "a layer of Transformer Engine is not one of Megatron's"
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        return "--use-transformer-engine-op-fuser runs no linear layers"
     if not layer.fuse_wgrad_accumulation:
         return "the model's configuration has no gradient_accumulation_fusion"
     if multiplies_bias(layer) and (config.fp8 or getattr(config, "fp4", None)):

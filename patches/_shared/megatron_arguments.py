@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -61,6 +62,7 @@ def _computes_without_cuda() -> bool:
     return isinstance(getattr(found, "loader", None), importlib.machinery.SourceFileLoader)
 
 
+@functools.cache  # a second attempt may fail in another way
 def import_error() -> Exception | None:
     """Why Transformer Engine cannot be imported; None if it can, or is not there."""
     try:
@@ -71,8 +73,8 @@ def import_error() -> Exception | None:
     return None
 
 
-def _needed(default: Default) -> str:
-    error = import_error() if default.dest == "transformer_impl" else None
+def _needed(default: Default, device: str) -> str:
+    error = import_error() if default.dest == "transformer_impl" and device == "cuda" else None
     return default.needs if error is None else f"{default.needs}, whose import fails ({type(error).__name__}: {error})"
 
 
@@ -155,12 +157,12 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
         # Other values are Megatron's defaults, which no flag asks for.
         if default.dest == "transformer_impl" and default.dest in explicit:
             raise OptionError(
-                f"--transformer-impl {_TE} needs {_needed(default)}. Leave the flag out or write {default.flag}, or "
-                "install what is missing."
+                f"--transformer-impl {_TE} needs {_needed(default, device)}. Leave the flag out or "
+                f"write {default.flag}, or install what is missing."
             )
     for holder, default in switches:
         setattr(holder, default.dest, default.instead)
-    return {f"{each.flag} set: Megatron's default needs {_needed(each)}": each.dest for _, each in switches}
+    return {f"{each.flag} set: Megatron's default needs {_needed(each, device)}": each.dest for _, each in switches}
 
 
 _LAYOUT = ("tensor_model", "pipeline_model", "context")

@@ -82,7 +82,11 @@ def test_a_process_ends_at_its_limit_or_when_it_is_silent(run, tmp_path):
 
 def test_a_step_is_measured_again_once_its_sources_changed(run, monkeypatch):
     calls = []
-    step = Step("tests", "stub", 1.0, 0.0, lambda run, record, limit: calls.append(record.update(state="complete")))
+
+    def measured(run, record, limit):
+        calls.append(record.update(state="complete", stamp=stamps.of_all()))
+
+    step = Step("tests", "stub", 1.0, 0.0, measured)
     record = {"state": "not started"}
     for _ in range(2):
         step.measure(run, record, 1.0)
@@ -104,7 +108,7 @@ def test_the_committed_page_names_what_is_older_than_the_code():
     found = json.loads((KEPT / "h100.json").read_text())
     text = (KEPT / "h100.md").read_text()
     assert text == page.render(found, "h100.json")
-    older = next(line for line in text.splitlines() if "older than the code" in line).partition(": ")[2]
+    older = next(line for line in text.splitlines() if "older than the kernels" in line).partition(": ")[2]
     operators = found["steps"]["kernels"]["operators"]
     assert {name for name in operators if f" {name}," in f" {older},"} == {
         name for name, each in operators.items() if each["stamp"] != stamps.of_operator(name)
@@ -122,9 +126,12 @@ def test_readme_takes_the_trainings_of_a_campaign(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import generate
 
-    (row,) = generate._gpu_results()
-    assert row[0] == "H100" and row[2:4] == ("0.599 s to 0.281 s", "2.14x (2.16, 2.11)")
-    assert f"| {' | '.join(row)} |" in (ROOT / "README.md").read_text()
+    rows = generate._gpu_results()
+    readme = (ROOT / "README.md").read_text()
+    assert rows and all(f"| {' | '.join(row)} |" in readme for row in rows)
+    dense = json.loads((KEPT / "h100.json").read_text())["steps"]["dense"]
+    compared = page.compare(dense)
+    assert compared.speed.split()[0] in rows[0][3] and compared.seconds[0] == sum(dense["arms"]["off"]["steps"]) / 2
 
 
 def test_the_steps_fit_the_time_and_time_every_operator_with_a_kernel():
@@ -179,5 +186,6 @@ def test_the_campaign_end_to_end(tmp_path):
     assert {step["state"] for name, step in found["steps"].items() if "Liger" not in name} == {"complete"}
     assert found["steps"]["kernels"]["operators"].keys() == kernels.SHAPES.keys()
     text = (tmp_path / "cpu.md").read_text()
-    assert text == page.render(found, "cpu.json") and "older than the code: none" in text
+    assert text == page.render(found, "cpu.json") and "older than the kernels: none" in text
+    assert found["steps"]["tests"]["tests"]
     assert str(ROOT) not in text and sys.executable not in text

@@ -32,7 +32,7 @@ THIS = ["plan", "--this", "--device", "h100"]
 def test_the_command_that_went_names_those_that_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["memory", "--explain", "--", "python", *MODEL]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "plan --this -- COMMAND" in error and "dryrun -- COMMAND" in error
+    assert error.count("\n") == 1 and "plan --this --device h100 -- COMMAND" in error and "dryrun -- COMMAND" in error
 
 
 def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,8 @@ from mindspeed_lite.ops.dispatch import force
 from tests.harness import losses
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward
 
+cuda = pytest.importorskip("mindspeed_lite.ops.cross_entropy.cuda")
+
 NAMES = ("loss", "dlogits")
 compiled = pytest.mark.skipif(cpu.LIBRARY.unusable() is not None, reason=str(cpu.LIBRARY.unusable()))
 # fp32 results: as many roundings in another order, and exponentials of two units in the last place.
@@ -27,6 +29,10 @@ def make(
     return logits, target, torch.rand(rows, generator=generator) + 0.5
 
 
+def on_triton(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss.CrossEntropy.apply(logits, target, cuda, loss.Shard(0, logits.shape[-1], None))
+
+
 def on_cpu(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     with force("cross_entropy", "cpu"):
         return cross_entropy(logits, target)
@@ -35,6 +41,9 @@ def on_cpu(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def on_reference(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     with force("cross_entropy", "reference"):
         return cross_entropy(logits, target)
+
+
+PATHS = {"cpu": on_cpu, "reference": on_reference, "triton": on_triton}
 
 
 def in_slices(count: int, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -63,6 +72,14 @@ def test_the_definition_is_the_formula() -> None:
     assert losses.cross_entropy(logits, torch.tensor([-100])).item() == pytest.approx(math.log(8 / 5))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_the_gradient_is_softmax_minus_one_hot(path: str) -> None:
+    logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]] * 2).requires_grad_()
+    PATHS[path](logits, torch.tensor([1, -1])).backward(torch.tensor([8.0, 16.0]))
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, -6.0, 5.0], [2.0, 4.0, 10.0]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_slices_are_merged_to_the_whole(dtype: torch.dtype) -> None:
     logits, target, dloss = make(33, 96, dtype)
@@ -76,6 +93,31 @@ def test_slices_are_merged_to_the_whole(dtype: torch.dtype) -> None:
     exact = forward_backward(whole, [logits], dloss, torch.float64)
     got = forward_backward(lambda logits: in_slices(4, logits, target), [logits], dloss)
     assert_not_worse(got, forward_backward(whole, [logits], dloss), exact, SLACK, NAMES)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_values(path: str, dtype: torch.dtype) -> None:
+    logits = torch.tensor(
+        [
+            [3e38, -3e38, 0.0],  # no overflow
+            [-torch.inf, 1.0, 1.0],  # excluded tokens
+            [1e4, 1e4 - 128.0, -1e4],
+            [-torch.inf, -torch.inf, 2.0],
+            [torch.nan, 0.0, 0.0],
+            [torch.inf, 0.0, 0.0],
+        ]
+    ).to(dtype)
+    target = torch.tensor([0, 1, 1, 2, 0, 0])
+    logits.requires_grad_()
+    found = PATHS[path](logits, target)
+    found.sum().backward()
+    expected = torch.tensor([0.0, math.log(2.0), 128.0, 0.0, torch.nan, torch.nan])
+    torch.testing.assert_close(found.detach(), expected, equal_nan=True)
+    assert logits.grad is not None
+    gradient = torch.tensor([[0.0, 0.0, 0.0], [0.0, -0.5, 0.5], [1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(logits.grad[:4].float(), gradient)
+    assert logits.grad[4].isnan().all() and logits.grad[5].isnan().any()
 
 
 def test_int32_targets_and_expanded_gradients_count_as_well() -> None:

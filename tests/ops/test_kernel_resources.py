@@ -43,7 +43,6 @@ def compiled(row: Row) -> Resources:
 def test_it_stays_in_registers(row: Row) -> None:
     found = compiled(row)
     assert found.spills == 0 and found.registers <= row[-1], found
-    if row[0].startswith("adamw"):
-        # Shared memory turns fp32's order of elements into that of 16 bit, where there is any.
-        only_fp32 = row[2]["GRAD"] == "fp32" and row[2]["OUT"] is None and not row[2]["HALVES"]
-        assert found.shared <= (0 if only_fp32 else 4 * adamw._BLOCK)
+    # Shared memory turns fp32's order of elements into that of 16 bit, where there is any.
+    only_fp32 = row[2]["GRAD"] == "fp32" and row[2]["OUT"] is None and not row[2]["HALVES"]
+    assert found.shared <= (0 if only_fp32 else 4 * adamw._BLOCK)

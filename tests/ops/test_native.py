@@ -1,4 +1,4 @@
-"""`mindspeed_lite.ops.native`: numbers as exact as promised, and one clear reason whenever there is no kernel."""
+"""`mindspeed_lite.ops.native`: values as exact as promised, and one clear reason whenever there is no kernel."""
 
 from __future__ import annotations
 
@@ -18,6 +18,81 @@ from mindspeed_lite.platform import cache
 PROBE = Path(__file__).with_name("probe.cpp")
 library = native.Library(PROBE)
 compiled = pytest.mark.skipif(library.unusable() is not None, reason=str(library.unusable()))
+
+EVERY = torch.cat(
+    [
+        torch.linspace(-90, 90, 1_000_003),
+        torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 1e-3,
+        torch.tensor([0.0, -0.0, 88.72, 88.73, -87.3, -87.34, 3e38, -3e38, torch.inf, -torch.inf, torch.nan, 1e-45]),
+    ]
+)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "function", "units"),
+    [
+        ("exponential", torch.exp, 1.5),
+        ("power", torch.exp2, 1.5),
+    ],
+)
+def test_functions_are_exact_to_a_few_units_in_the_last_place(name, function, units):
+    got = torch.empty_like(EVERY)
+    getattr(library, name)(EVERY.data_ptr(), got.data_ptr(), EVERY.numel(), 2)
+    exact = function(EVERY.double())
+    expected = exact.float()
+    normal = expected.isfinite() & (expected.abs() >= torch.finfo(torch.float32).tiny)
+    unit = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+    assert float(((got.double() - exact).abs() / unit.double())[normal].max()) <= units
+    # Infinities and NaN are the same; what would be subnormal may be zero.
+    special = ~expected.isfinite()
+    assert torch.equal(got[special].nan_to_num(7.0), expected[special].nan_to_num(7.0))
+    assert float((got - expected)[~special & ~normal].abs().max()) <= torch.finfo(torch.float32).tiny
+
+
+@compiled
+def test_bfloat16_rounds_as_pytorch_does_for_every_kind_of_number():
+    bits = torch.arange(-(2**31), 2**31, 4099, dtype=torch.int64).to(torch.int32)
+    ties = (torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16) + 0x8000
+    x = torch.cat([bits, ties, ties - 1, ties + 1]).view(torch.float32)
+    got = torch.empty(x.shape, dtype=torch.bfloat16)
+    library.narrow(x.data_ptr(), got.data_ptr(), x.numel())
+    expected = x.bfloat16()
+    assert torch.equal(got.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(got[number].view(torch.int16), expected[number].view(torch.int16))
+
+    back = torch.empty(x.shape)
+    library.widen(got.data_ptr(), back.data_ptr(), x.numel())
+    assert torch.equal(back[number], expected[number].float())
+
+
+@compiled
+def test_rows_and_pairs_of_rows_round_as_single_numbers_do():
+    # Numbers in and around blocks of 16; none below the normal range, which AVX-512 BF16 takes as zero.
+    for count in (1, 15, 16, 33, 64):
+        first, second = torch.randn(2, count, generator=torch.Generator().manual_seed(count))
+        first[0], second[-1] = torch.nan, torch.inf
+        got, pairs = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, 2, dtype=torch.bfloat16)
+        library.narrow_row(first.data_ptr(), got.data_ptr(), count)
+        library.narrow_pairs(first.data_ptr(), second.data_ptr(), pairs.data_ptr(), count)
+        torch.testing.assert_close(got, first.bfloat16(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(pairs, torch.stack((first, second), 1).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@compiled
+def test_powers_of_two_end_in_zero_and_infinity():
+    x = torch.tensor([-126.0, -127.0, -127.4, -1e30, -torch.inf, 127.0, 127.6, 128.0, 1e30, torch.inf, 0.0, torch.nan])
+    got = torch.empty_like(x)
+    library.power(x.data_ptr(), got.data_ptr(), x.numel(), 1)
+    zero, most = [0.0] * 4, [torch.inf] * 4
+    assert got[:-1].tolist() == [2.0**-126, *zero, 2.0**127, *most, 1.0] and got[-1].isnan()
+
+
+@compiled
+def test_an_unknown_function_is_named():
+    with pytest.raises(AttributeError, match="cpu_missing"):
+        _ = library.cpu_missing
 
 
 @pytest.fixture

@@ -58,9 +58,6 @@ def test_attention_refuses_what_the_operator_does_not_take() -> None:
     assert [word in reason for word, reason in zip(("float64", "768", "256"), reasons, strict=True)] == [True] * 3
 
 
-# The self-test's cases
-
-
 @pytest.mark.parametrize("name", [name for name in CALLS if "dropout" not in name])
 def test_calls_of_the_contract_have_the_values_of_the_reference(npu_twin: list[twin.Call], name: str) -> None:
     """Masks, scales, layouts and padding mean what the operator documents."""

@@ -30,7 +30,7 @@ def test_a_block_recomputes_its_share_with_the_same_bits():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    from tests.patches import gpt_block
+    from tests.harness import gpt_block
 
     calls = []
     own = tensor_parallel.checkpoint

@@ -305,7 +305,7 @@ def test_error_feedback_goes_on_where_the_checkpoint_has_it(tmp_path):
                 _checkpoint(model, folder, "load")
                 found = reduced(model)
                 notices = [each for each in mindspeed_lite.report().notices if NAME in each]
-            # Of what rank 1 sent the owner of the sum is told; rank 0 keeps its own part.
+            # The owner of the sum receives what rank 1 sent; rank 0 keeps its own part.
             assert torch.equal(found, second) == (content is None), case
             assert not torch.equal(found, exact), "the warm-up is over on all ranks"
             if content is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ def machine(monkeypatch):
 
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(megatron_arguments.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(megatron_arguments, "import_error", lambda: None)
     have()
     return have
 
@@ -78,10 +79,10 @@ def test_installed_packages_help_on_cuda_alone(machine, device, absent, names):
 
 def test_a_transformer_engine_without_its_extension_is_missing(machine, monkeypatch):
     machine(*MODULES)
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    assert "transformer_impl" in switched("cuda")[0]
-    monkeypatch.setattr(sys.modules["transformer_engine"], "pytorch", object(), raising=False)
     assert "transformer_impl" not in switched("cuda")[0]
+    monkeypatch.setattr(megatron_arguments, "import_error", lambda: OSError("no libtransformer_engine.so"))
+    found, notices, _ = switched("cuda")
+    assert "transformer_impl" in found and any("OSError: no libtransformer_engine.so" in each for each in notices)
 
 
 def test_without_a_compiler_the_jit_fuser_is_off(machine, monkeypatch):
