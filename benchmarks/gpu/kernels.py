@@ -66,14 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem = declared.problem(shape, options.device, torch.bfloat16)
         contenders = [each for each in problem.contenders if each.name != COMPILED]
         contenders += liger.contenders(name, declared.parse(shape)) if has_liger else []
+        fallbacks: list[str] = []
+        unsubscribe = dispatch.on_fallback(lambda *reason: fallbacks.append(f"fallback: {reason}"))  # noqa: B023
         findings = Findings()
-        unsubscribe = dispatch.on_fallback(
-            lambda op, backend, why, found=findings: found.add("note", f"{op}: {backend} falls back: {'; '.join(why)}")
-        )
         rows = measure(dataclasses.replace(problem, contenders=tuple(contenders)), effort, reached, findings)
         unsubscribe()
         ours = rows[0]["contenders"][0]["error"]
-        tell(rows=rows, notes=[each["text"] for each in findings], **({"failed": ours} if ours else {}))
+        tell(rows=rows, notes=[*fallbacks, *(each["text"] for each in findings)], **({"failed": ours} if ours else {}))
 
 
 if __name__ == "__main__":
