@@ -41,12 +41,18 @@ def child_process(
     SIGTERM and SIGHUP raise KeyboardInterrupt unless the caller handles or ignores them. `end(process)` is called at
     the end; `options`: of `subprocess.Popen`. Raises OSError.
     """
-    with _termination_raises():
+    pending: list[int] = []
+    with _termination_raises(), contextlib.ExitStack() as deferred:
+        # An exception out of Popen would leave a child that nobody knows.
+        deferred.enter_context(_handled_by(lambda number, _: pending.append(number)))
         child = subprocess.Popen(command, start_new_session=True, **options)
         try:
+            deferred.close()
+            if pending:
+                signal.raise_signal(pending[0])
             yield child
         finally:
-            with _signals_ignored():
+            with _handled_by(signal.SIG_IGN):  # a second Ctrl-C does not leave processes behind
                 end(child)
 
 
@@ -70,14 +76,18 @@ def _termination_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C does not leave processes behind."""
+def _handled_by(handler: Any) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM and SIGHUP so within the block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What is ignored stays so, and the child inherits it.
+    before = {each: signal.getsignal(each) for each in ends if signal.getsignal(each) not in (signal.SIG_IGN, None)}
+    for each in before:
+        signal.signal(each, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,26 @@ def test_a_signal_while_it_is_ended_is_ignored(sign: signal.Signals) -> None:
         pass
     assert child.returncode == -signal.SIGKILL
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_it_starts_ends_it(sign: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            started.append(self)
+            signal.raise_signal(sign)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), child_process(SLEEP):
+            raise AssertionError("the block is not entered")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_a_handler_of_the_callers_stays() -> None:

@@ -301,7 +301,7 @@ def test_a_hook_that_was_there_is_called_and_comes_back() -> None:
 def test_an_interrupt_of_bench() -> None:
     folder = _folder()
     begun = folder / "out" / "runs" / "01-off" / "plan"
-    what = [*BENCH.split(), "--", "sleep", "50"]
+    what = [*BENCH.split(), "--", "sleep", "500"]  # longer than what outlives it is given
     (ending,) = endings(lambda rank: cli.main(what), folder, interrupt_when=begun.exists)
     _check(ending, ["ended before the first run was finished"], 130)
 
