@@ -381,11 +381,11 @@ def of_torch() -> dict[str, float]:
     return found
 
 
-def ours() -> list[dict[str, Any]]:
+def ours(operators: Iterable[str] = SHAPES) -> list[dict[str, Any]]:
     return [
         row
-        for operator, shapes in SHAPES.items()
-        for shape in shapes
+        for operator in operators
+        for shape in SHAPES[operator]
         for arch in (90, 100)
         for row in measure(operator, shape, torch.bfloat16, arch=arch)
     ]
@@ -394,15 +394,15 @@ def ours() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--published", type=Path, metavar="CSV", help="Liger's benchmark/data/all_benchmark_data.csv")
-    parser.add_argument("--check", action="store_true", help="print our kernels as JSON; write nothing")
+    parser.add_argument("--check", nargs="+", choices=SHAPES, metavar="OPERATOR", help="print their kernels as JSON")
     given = parser.parse_args()
     launches.install()
     if given.check:
-        print(json.dumps(ours()))
+        print(json.dumps(ours(given.check)))
         return
     path = PAGE.with_suffix(".json")
     table = json.loads(path.read_text()) if path.exists() else {"published": {}, "measured": [], "liger": []}
-    table |= {"ours": ours(), "torch": of_torch()}
+    table |= {"ours": ours(), "torch": of_torch(), "sources": {name: stamps.of_sources(name) for name in SHAPES}}
     if liger():
         table["liger"] = [
             row

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from mindspeed_lite.ops import discovery
@@ -18,9 +19,19 @@ _OTHERS = ("cpu.py", "npu.py", "cases.py")
 
 def of_operator(name: str) -> str:
     """Of the Triton kernels of an operator; where it has none, of the functions that a CUDA call runs."""
+    return digest(_sources(name))
+
+
+def of_sources(name: str) -> str:
+    """Of all that decides which kernels an operator launches, with which constants, and how Triton compiles them."""
+    texts = [*_sources(name), (OPS / "row_kernels.py").read_text(), version("triton")]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+
+
+def _sources(name: str) -> list[str]:
     operator = importlib.import_module(discovery.package(name)).OPERATOR
     folder = OPS / operator.reference.__module__.split(".")[2]
-    return digest(path.read_text() for path in sorted(folder.glob("*.py")) if path.name not in _OTHERS)
+    return [path.read_text() for path in sorted(folder.glob("*.py")) if path.name not in _OTHERS]
 
 
 @functools.cache
