@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # Slow links: (host, other host or None for all, Mbit/s).
 Slow = tuple[int, int | None, float]
@@ -30,41 +31,44 @@ def available() -> bool:
     return subprocess.run(["unshare", "--net", "tc", "qdisc", "show"], capture_output=True, check=False).returncode == 0
 
 
-def run(
-    command: Sequence[str],
-    hosts: int,
-    rate: float,
-    slow: Sequence[Slow] = (),
-    ranks_per_host: int = 1,
-    stragglers: Sequence[int] = (),
-) -> int:
-    """Run the command as every rank; returns the largest exit code.
+@dataclass(frozen=True)
+class Network:
+    """Hosts on a bridge; rate: Mbit/s that leave a host."""
 
-    rate: Mbit/s that leave a host.
-    """
+    hosts: int
+    rate: float
+    slow: Sequence[Slow] = ()
+    ranks_per_host: int = 1
+    stragglers: Sequence[int] = ()
+
+    def rates_of(self, host: int) -> dict[int, float]:
+        """Mbit/s to each host."""
+        rates = dict.fromkeys(range(self.hosts), self.rate)
+        for one, other, megabits in self.slow:
+            for peer in rates:
+                if host != peer and one in (host, peer) and other in (None, host, peer):
+                    rates[peer] = min(rates[peer], megabits)
+        return rates
+
+
+def run(command: Sequence[str], network: Network) -> int:
+    """Run the command as every rank; returns the largest exit code."""
     child = os.fork()
     if not child:
         try:
-            os._exit(_run(command, hosts, rate, slow, ranks_per_host, stragglers))
+            os._exit(_run(command, network))
         except BaseException as error:
             print(f"lab.namespaces: {error}", file=sys.stderr, flush=True)
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _run(
-    command: Sequence[str],
-    hosts: int,
-    rate: float,
-    slow: Sequence[Slow],
-    ranks_per_host: int,
-    stragglers: Sequence[int],
-) -> int:
+def _run(command: Sequence[str], network: Network) -> int:
     os.unshare(os.CLONE_NEWNET)
     _ip("link add name bridge type bridge")
     _ip("link set bridge up")
     children = []
-    for host in range(hosts):
+    for host in range(network.hosts):
         own, peer = socket.socketpair()
         child = os.fork()
         if not child:
@@ -72,7 +76,7 @@ def _run(
             socket.sethostname(f"host{host}")
             peer.sendall(b"x")
             peer.recv(1)
-            os._exit(_on_host(command, host, hosts, rate, slow, ranks_per_host, stragglers))
+            os._exit(_on_host(command, host, network))
         own.recv(1)
         _ip(f"link add veth{host} type veth peer name eth0 netns {child}")
         _ip(f"link set veth{host} master bridge up")
@@ -81,23 +85,11 @@ def _run(
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
 
-def _on_host(
-    command: Sequence[str],
-    host: int,
-    hosts: int,
-    rate: float,
-    slow: Sequence[Slow],
-    ranks_per_host: int,
-    stragglers: Sequence[int],
-) -> int:
+def _on_host(command: Sequence[str], host: int, network: Network) -> int:
     _ip("link set lo up")
     _ip(f"addr add {_address(host)}/24 dev eth0")
     _ip("link set eth0 up")
-    rates = {other: rate for other in range(hosts)}
-    for one, other, megabits in slow:
-        for peer in rates:
-            if host != peer and one in (host, peer) and other in (None, host, peer):
-                rates[peer] = min(rates[peer], megabits)
+    rates = network.rates_of(host)
     # A host's own rate limits all that it sends; a slow link is slow by itself.
     whole = max(rates.values())
     _tc("qdisc add dev eth0 root handle 1: htb default 1")
@@ -106,14 +98,14 @@ def _on_host(
         if megabits < whole:
             _tc(f"class add dev eth0 parent 1: classid 1:{peer + 10} htb rate {megabits}mbit burst 32k")
             _tc(f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {_address(peer)} flowid 1:{peer + 10}")
-    ranks = []
-    for local in range(ranks_per_host):
+    ranks, count = [], network.ranks_per_host
+    for local in range(count):
         environment = {
-            "RANK": host * ranks_per_host + local,
+            "RANK": host * count + local,
             "LOCAL_RANK": local,
             "GROUP_RANK": host,
-            "WORLD_SIZE": hosts * ranks_per_host,
-            "LOCAL_WORLD_SIZE": ranks_per_host,
+            "WORLD_SIZE": network.hosts * count,
+            "LOCAL_WORLD_SIZE": count,
             "MASTER_ADDR": _address(0),
             "MASTER_PORT": _PORT,
             "GLOO_SOCKET_IFNAME": "eth0",
@@ -121,7 +113,7 @@ def _on_host(
         }
         ranks.append(subprocess.Popen(command, env={**os.environ, **{k: str(v) for k, v in environment.items()}}))
     for local, each in enumerate(ranks):
-        if host * ranks_per_host + local in stragglers:
+        if host * count + local in network.stragglers:
             threading.Thread(target=_halt, args=(each,), daemon=True).start()
     return max(abs(each.wait()) for each in ranks)
 
@@ -165,9 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, command = parser.parse_args(given[:place]), given[place + 1 :]
     if not command:
         parser.error("write the command after --")
-    return run(
-        command, options.hosts, options.rate, options.slow, options.ranks_per_host, options.straggler
-    )  # fmt: skip
+    network = Network(options.hosts, options.rate, options.slow, options.ranks_per_host, options.straggler)
+    return run(command, network)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -17,7 +19,7 @@ from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import ApplyError, ConflictError, OptionError, PlanError, RequirementError, Settings
 from mindspeed_lite.engine import swaps as engine_swaps
 from mindspeed_lite.engine.swaps import in_force
-from tests.harness import places
+from tests.harness import places, ranks
 from tests.harness.checkouts import ROOT
 from tests.harness.processes import clean_environment, forked
 
@@ -279,19 +281,21 @@ arguments.validate_args(arguments.parse_args())
 """
 
 
+@forked("features")
 def test_the_import_line_may_stand_anywhere_and_a_refused_flag_ends_the_run(tmp_path):
-    states = []
+    states, out, err = [], tmp_path / "out", tmp_path / "err"
     for head in (
         f"{ADAPTOR}\n{MEGATRON}",
         f"from megatron.training.arguments import validate_args\n{MEGATRON}\n{ADAPTOR}",
     ):
         script = tmp_path / "script.py"
         script.write_text(f"{head}\n{PROBE}")
-        ran = subprocess.run([sys.executable, str(script)], env=clean_environment(), capture_output=True, text=True)
-        states += [line for line in ran.stdout.splitlines() if line.startswith("STATE")]
-        last = ran.stderr.strip().splitlines()[-1]
+        body = functools.partial(runpy.run_path, str(script), run_name="__main__")
+        assert ranks.wait([ranks.start(body, out, err)], 300) == [2]
+        states += [line for line in out.read_text().splitlines() if line.startswith("STATE")]
+        last = err.read_text().strip().splitlines()[-1]
         assert "mindspeed_lite: error: --transformer-impl transformer_engine needs Transformer Engine" in last
-        assert ran.returncode == 2 and "applied" not in ran.stdout
+        assert "applied" not in out.read_text()
     assert "arguments:validate_args" in states[0] and "WrappedTorchNorm.__new__" in states[0]
     assert states[0] == states[1]
 

@@ -34,7 +34,7 @@ def test_what_is_planted_is_named(tmp_path, seed):
     hosts, ranks, kind, names, planted = drawn(seed)
     file = tmp_path / "links.json"
     command = [sys.executable, "-m", "mindspeed_lite", "links", "--json", str(file)]
-    assert namespaces.run(command, hosts, 400.0, ranks_per_host=ranks, **planted) == 0
+    assert namespaces.run(command, namespaces.Network(hosts, 400.0, ranks_per_host=ranks, **planted)) == 0
     found = json.loads(file.read_text())
     parts = [[each["kind"], each["names"]] for each in found["slow"] if each["what"] != "latency"]
     assert [kind, names] in parts, (found["slow"], found["compute"])
@@ -56,7 +56,7 @@ def test_a_rank_that_is_killed_ends_all_with_one_line(tmp_path, capfd):
         "sys.exit(main(['links', '--json', sys.argv[1]]))\n"
     )
     file, began = tmp_path / "links.json", time.monotonic()
-    assert namespaces.run([sys.executable, "-c", code, str(file)], 3, 400.0) != 0
+    assert namespaces.run([sys.executable, "-c", code, str(file)], namespaces.Network(3, 400.0)) != 0
     assert time.monotonic() - began < 60 and not file.exists()
     said = [line for line in capfd.readouterr().err.splitlines() if "arn" not in line and not line.startswith("[W")]
     assert "mindspeed-lite links: error: " in said[0] and not any("Traceback" in line for line in said), said
