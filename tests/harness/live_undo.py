@@ -1,8 +1,8 @@
 """Trains live models before, during and after features, and says in what they differ from one that never had any.
 
-A script of `tests.harness.jobs`: `live_undo.py OUT LAYOUT FEATURE...`; each rank writes OUT/<rank>.json, the faults by
-feature. Nothing but the device layer has ever been on when the reference is built. It is given the state of a
-model that had a feature, both are trained on, and everything about them is compared.
+A script of `tests.harness.jobs`: `live_undo.py OUT LAYOUT CUTS FEATURE...`, with indices of `CUTS`; each rank writes
+OUT/<rank>.json, the faults by feature. Nothing but the device layer has ever been on when the reference is built. It is
+given the state of a model that had a feature, both are trained on, and everything about them is compared.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class Bench:
         mine, theirs = training.step(), self.plain.step()
         self.expect(mine == theirs, f"{cut}: losses and gradient norms {mine}, and never patched {theirs}")
 
-    def run(self, feature: Feature, tops: bool) -> list[str]:
+    def run(self, feature: Feature, cuts: list[str], tops: bool) -> list[str]:
         """Every scenario of one feature; what did not hold. `tops`: also with all that applies on top."""
         self.faults = []
         scenarios: list[tuple[str, Callable[[], None]]] = [
@@ -322,7 +322,7 @@ class Bench:
             ("built plain", lambda: self.built_plain(feature)),
             ("on again", lambda: self.on_again(feature)),
             *([("more on top", lambda: self.more_on_top(feature))] if tops else []),
-            *((cut, functools.partial(self.cut_short, feature, cut)) for cut in CUTS),
+            *((cut, functools.partial(self.cut_short, feature, cut)) for cut in cuts),
         ]
         for what, scenario in scenarios:
             try:
@@ -362,14 +362,15 @@ class Bench:
 
 
 def main() -> None:
-    out, layout, *names = sys.argv[1:]
+    out, layout, indices, *names = sys.argv[1:]
     simulated.streams()
     dist.init_process_group("nccl")
     bench = Bench(layout)
     found: dict[str, list[str]] = {}
+    cuts = [CUTS[int(each)] for each in indices]
     for name in names:
         # What applies on top is the same for every feature of the layout.
-        found[name] = bench.run(runtime.catalogue()[name], tops=name == names[0])
+        found[name] = bench.run(runtime.catalogue()[name], cuts, tops=name == names[0])
         Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
