@@ -67,13 +67,14 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Trainer]]:
-    """`trainer(release)`; the installed release's stays, and of the others the last (each holds half a gigabyte)."""
+    """`trainer(release)`; the installed release's stays, and the last two others (half a gigabyte each)."""
     open_ones: dict[str, Trainer] = {}
 
     def of(release: str) -> Trainer:
         if release not in open_ones:
-            for other in {*open_ones} - {checkouts.installed()} if release != checkouts.installed() else ():
-                open_ones.pop(other).close()
+            others = [each for each in open_ones if each != checkouts.installed()]
+            if release != checkouts.installed() and len(others) == 2:
+                open_ones.pop(others[0]).close()
             target = checkouts.folder(release)
             if target is not None and not target.is_dir():
                 pytest.fail(f"megatron-core {release} is not prepared: run `python -m tests.harness.checkouts`")

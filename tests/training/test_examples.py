@@ -72,6 +72,7 @@ def test_small_sizes_train(trainer: Callable[[str], Trainer], name: str, tmp_pat
     assert len(losses) == 4 and all(0 < loss < 8 for loss in losses)
 
 
+@matrix.whole
 def test_the_notebook_runs_and_is_stored_with_its_outputs(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """`pytest --update` stores what its cells print here."""
     file = ROOT / "examples" / "enable.ipynb"

@@ -56,7 +56,7 @@ TABLE += [
         steps=12, learns=1.0, check=other_bits,
     ),
     Rows(
-        "rows of the embedding, fused", {OVERLAPPED: "", "tp2 sp overlap_grad": NEW},
+        "rows of the embedding, fused", {OVERLAPPED: "", "tp2 sp overlap_grad": ""},
         "use_fused_embedding", both=WGRAD, base="wgrad", near=DRIFT, steps=12, learns=1.0, check=other_bits,
     ),
     # To the zeros that the output layer of a shared weight hands to autograd rows are added as they were before.
@@ -121,7 +121,7 @@ TABLE += [
     budgeted("pp2", FUSED, 0.25),
     budgeted("tp2 sp", FUSED, 0.15),
     # Hooks on saved tensors hide weights from the layers that add to main gradients.
-    budgeted("ep2 experts4 wgrad overlap_grad", WGRAD, 0.8, NEW),
+    budgeted("ep2 experts4 wgrad overlap_grad", WGRAD, 0.8),
     budgeted("experts4 shared", f"{FUSED} moe_grouped_gemm", 0.5),
     budgeted("bias dropout", "", 0.6),
     # 0.16 has no layers of multi-token prediction for the local implementation.
@@ -164,7 +164,7 @@ TABLE += [
     # An 8-bit gradient is noise of half a step of 127 of its block's largest value, given back in the next step.
     Rows("gradients in int8",
          {"dp2 dist": NEW, "dp2": NEW, "dp2 dist overlap_grad no_sync bucket4096": NEW, "dp2 overlap_grad no_sync": "",
-          "dp4 dist grads16": "", "dp2 tp2 sp dist": "", "dp2 pp2 dist": "", "dp2 ep2 experts4 dist": NEW,
+          "dp4 dist grads16": "", "dp2 tp2 sp dist": "", "dp2 pp2 dist": "", "dp2 ep2 experts4 dist": "",
           "dp2 ep2 experts4 overlap_grad no_sync": ""},
          "grad_reduce_compression=int8", releases=checkouts.EVERY, steps=12, learns=0.3,
          near=Near(2e-3, 2.0**-8, 0.1), before=COUNTED, check=rounds),
