@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 from mindspeed_lite import runtime
@@ -49,14 +50,16 @@ def quantized(feature: Feature) -> list[str]:
     return list(dict.fromkeys(why for each in given for why in feature.conflict_reasons(each.get)))
 
 
-def own_reasons(feature: Feature, layout: str) -> list[str]:
+@functools.cache
+def own_reasons(name: str, layout: str) -> list[str]:
     """Why a feature, or one that it requires, leaves the work to Transformer Engine."""
+    feature = runtime.catalogue()[name]
     args = {**feature_layouts.host_args(layout), "transformer_impl": "transformer_engine"}
     settings = Settings.of((*runtime.GENERAL, *runtime.catalogue().options()), feature_layouts.flags_of(feature))
     context = Context(settings, "cpu", {}, SimpleNamespace(**args))
     with feature_layouts.emulated_devices():
         free = {each.feature for each in feature.requires if each.unless is not None and each.unless(context)}
-        for each in reversed(feature_layouts.company(feature.name)):
+        for each in reversed(feature_layouts.company(name)):
             if each.name in free:
                 continue
             # A layout that the feature does not fit says nothing of Transformer Engine.
