@@ -13,13 +13,12 @@ import torch
 from ..recorded import recorded
 
 
-def _rows(routing_map: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+def _rows(routing_map: torch.Tensor) -> torch.Tensor:
     """Row of each token's copy for each expert, expert by expert in the order of tokens; -1 for none."""
     chosen = routing_map.bool()
     within = chosen.long().cumsum(0) - 1
     counts = chosen.sum(0)
-    offsets = counts.cumsum(0) - counts if starts is None else starts
-    return torch.where(chosen, within + offsets, -1)
+    return torch.where(chosen, within + counts.cumsum(0) - counts, -1)
 
 
 def _as_map(rows: torch.Tensor) -> torch.Tensor:
@@ -60,38 +59,14 @@ def moe_permute_with_probs(
 
 
 @recorded
-def moe_permute_and_pad_with_probs(
-    given: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As `moe_permute_with_probs`, each expert's rows padded to a multiple of `align_size`."""
-    padded = (given.tokens_per_expert + given.align_size - 1) // given.align_size * given.align_size
-    if torch.equal(padded, given.tokens_per_expert):
-        found = moe_permute_with_probs(given.inp, given.probs, given.routing_map, int(padded.sum()))
-        return *found, None, padded
-    missing = padded - given.tokens_per_expert
-    pad_offsets = missing.cumsum(0) - missing
-    rows = _rows(given.routing_map)
-    shifted = torch.where(rows >= 0, rows + pad_offsets.to(rows.device), -1)
-    total = int(padded.sum())
-    return (
-        _take(given.inp, shifted, total),
-        _take_probs(given.probs, shifted, total),
-        _as_map(rows),
-        pad_offsets,
-        padded,
-    )
-
-
-@recorded
 def moe_unpermute(given: Any) -> torch.Tensor:
     """Sums of the copies of each token, weighted by `merging_probs`."""
-    if given.map_type != "mask":
-        raise ValueError("map_type should be mask with Transformer Engine's stand-in")
+    if given.map_type != "mask" or given.pad_offsets is not None:
+        raise ValueError("map_type should be mask, without padding, with Transformer Engine's stand-in")
     probs = given.probs if given.probs is not None else given.merging_probs
     rows = _by_expert(given.row_id_map)
     token, expert = (rows >= 0).nonzero(as_tuple=True)
-    at = rows[token, expert] + (given.pad_offsets[expert] if given.pad_offsets is not None else 0)
-    copies = given.inp[at].float()
+    copies = given.inp[rows[token, expert]].float()
     if probs is not None:
         copies = copies * probs[token, expert].float()[:, None]
     shape = given.restore_shape if given.restore_shape is not None else (rows.size(0), given.inp.size(-1))

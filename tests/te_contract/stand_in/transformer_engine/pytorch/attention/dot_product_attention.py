@@ -16,21 +16,21 @@ from ..module.base import ExtraState
 
 
 class DotProductAttention(ExtraState):
-    """softmax(q k^T / sqrt(d)) v, without parameters but for a learnable softmax."""
+    """softmax(q k^T / sqrt(d)) v, without parameters."""
 
     @recorded
     def __init__(self, given: Any) -> None:
         super().__init__()
+        if given.softmax_type != "vanilla" or given.softcap or given.return_max_logit:
+            raise RuntimeError("Transformer Engine's stand-in neither caps, offsets nor returns logits")
         key_size = given.kv_channels if isinstance(given.kv_channels, int) else given.kv_channels[0]
         self.softmax_scale = 1 / math.sqrt(key_size) if given.softmax_scale is None else given.softmax_scale
         names = "num_attention_heads layer_number attention_type attention_dropout qkv_format attn_mask_type"
-        keep(self, given, f"{names} window_size softcap return_max_logit tp_group softmax_type")
+        keep(self, given, f"{names} window_size tp_group softmax_type")
         # Where the sequence is shared by tensor-parallel ranks, their dropout is the same.
         is_same = given.sequence_parallel or given.tp_size == 1
         self.get_rng_state_tracker = None if is_same else given.get_rng_state_tracker
         self.set_context_parallel_group(given.cp_group, given.cp_global_ranks, given.cp_stream, given.cp_comm_type)
-        if given.softmax_type == "learnable":
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(1, given.num_attention_heads // given.tp_size, 1, 1))
 
     @recorded
     def set_context_parallel_group(self, given: Any) -> None:
@@ -51,6 +51,8 @@ class DotProductAttention(ExtraState):
         """Output [s, b, h * d] of sbhd, [b, s, h * d] of bshd, [t, h * d] of thd."""
         layout = given.qkv_format or self.qkv_format
         kind = given.attn_mask_type or self.attn_mask_type
+        if given.core_attention_bias_type != "no_bias" or given.softcap:
+            raise RuntimeError("Transformer Engine's stand-in neither caps logits nor adds to them")
         groups, size, rank = self._context()
         q, k, v = (
             x.transpose(0, 1) if layout == "sbhd" else x[None] if layout == "thd" else x
@@ -75,10 +77,8 @@ class DotProductAttention(ExtraState):
             # True is hidden; a pair is of queries and keys.
             mask = given.attention_mask
             is_hidden = is_hidden | (mask[1] if isinstance(mask, tuple) else mask)
-        bias = given.core_attention_bias if given.core_attention_bias_type == "post_scale_bias" else None
-        out, largest = self._attend(q, k, v, is_hidden, given.softcap or self.softcap, bias)
-        out = {"sbhd": out.transpose(0, 1), "thd": out[0]}.get(layout, out).flatten(-2).contiguous()
-        return (out, largest) if self.return_max_logit else out
+        out = self._attend(q, k, v, is_hidden)
+        return {"sbhd": out.transpose(0, 1), "thd": out[0]}.get(layout, out).flatten(-2).contiguous()
 
     @staticmethod
     def _hidden(kind: str, q_at: torch.Tensor, k_at: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
@@ -92,26 +92,15 @@ class DotProductAttention(ExtraState):
             is_hidden |= -distance > window[1]
         return is_hidden
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_hidden: torch.Tensor, softcap: float, bias: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [b, s, h, d] and the largest logit of each head."""
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_hidden: torch.Tensor) -> torch.Tensor:
+        """Output [b, s, h, d]."""
         repeats = q.size(2) // k.size(2)
         k, v = (x.repeat_interleave(repeats, 2).transpose(1, 2) for x in (k, v))
         logits = (q.transpose(1, 2).float() @ k.transpose(-1, -2).float()) * self.softmax_scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        if bias is not None:
-            logits = logits + bias
-        logits = logits.masked_fill(is_hidden, float("-inf"))
-        largest = logits.detach().amax((0, 2, 3))
-        if self.softmax_type != "vanilla":
-            offset = self.softmax_offset if self.softmax_type == "learnable" else logits.new_zeros(1, 1, 1, 1)
-            logits = torch.cat([offset.expand(*logits.shape[:-1], 1).to(logits.dtype), logits], -1)
         # A row without keys, which padding makes, gives zeros.
-        weights = logits.softmax(-1).nan_to_num(0.0)[..., -k.size(2) :].to(v.dtype)
+        weights = logits.masked_fill(is_hidden, float("-inf")).softmax(-1).nan_to_num(0.0).to(v.dtype)
         if self.training and self.attention_dropout:
             tracker = self.get_rng_state_tracker
             with tracker().fork() if tracker else contextlib.nullcontext():
                 weights = torch.nn.functional.dropout(weights, self.attention_dropout)
-        return (weights @ v).transpose(1, 2), largest
+        return (weights @ v).transpose(1, 2)
