@@ -40,10 +40,20 @@ def installed() -> str:
 
 def version(release: str) -> str:
     """What a release says that it is; for `MAIN` without a checkout, the newest release."""
-    file = Path(os.environ.get("MEGATRON_MAIN") or "?", "megatron", "core", "package_info.py")
-    if release != MAIN or not file.is_file():
-        return ALL[-1] if release == MAIN else release
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", file.read_text(), re.M))
+    if release != MAIN:
+        return release
+    try:
+        text = (_main() / "core" / "package_info.py").read_text()
+    except ValueError:
+        return ALL[-1]
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.M))
+
+
+def _main() -> Path:
+    found = Path(os.environ.get("MEGATRON_MAIN") or "?", "megatron")
+    if not (found / "core").is_dir():
+        raise ValueError("no checkout of Megatron-LM's main branch is named: make test-whole MAIN=DIR")
+    return found.resolve()
 
 
 def folder(release: str) -> Path | None:
@@ -53,10 +63,7 @@ def folder(release: str) -> Path | None:
         ValueError: it is `MAIN`, and no checkout is named.
     """
     if release == MAIN:
-        checkout = Path(os.environ.get("MEGATRON_MAIN") or "?")
-        if not (checkout / "megatron" / "core").is_dir():
-            raise ValueError("no checkout of Megatron-LM's main branch is named: make test-whole MAIN=DIR")
-        return checkout.resolve()
+        return _main().parent
     return None if release == installed() else FOLDER / release
 
 
