@@ -1,6 +1,6 @@
 """Trainings with `--transformer-impl transformer_engine` on the stand-in: as without it, and every feature off and on.
 
-`TRAINED` holds the features that train with Transformer Engine's layers. The others refuse, with what it does itself.
+A feature that leaves the work to Transformer Engine refuses, with what that does itself.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_lite import runtime
-from mindspeed_lite.engine import Context, Settings
 from tests.harness import checkouts, feature_layouts, matrix, on_and_off, rows
 from tests.harness.rows import DRIFT, WGRAD, Rows, check, options_of, ranks_of
 from tests.harness.training import Trainer, fault
@@ -160,18 +158,3 @@ def test_features_are_trained_but_those_that_transformer_engine_has() -> None:
     assert len(own) == 14
     found = {name for names in trained(NEWEST).values() for name in names}
     assert {feature.name for feature in catalogue} - found == SCRIPTS | NPU
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_auto_leaves_an_optimizer_that_is_fused(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    from mindspeed_lite.patches import use_fused_adamw
-
-    monkeypatch.setattr(use_fused_adamw, "fused_adam", lambda device: "Transformer Engine" if installed else "")
-    args = SimpleNamespace(**feature_layouts.host_args("plain"))
-    unasked = Context(Settings.of(runtime.catalogue().options(), {}), "cuda", {}, args)
-    asked = dataclasses.replace(unasked, settings=Settings({**unasked.settings, "reuse_fp32_param": True}))
-    condition = use_fused_adamw.FEATURE.condition
-    assert condition is not None and condition(asked) == []
-    assert condition(unasked) == (
-        ["Transformer Engine's fused Adam is used: --use-fused-adamw replaces its step"] if installed else []
-    )
