@@ -17,7 +17,7 @@ help:
 	@echo "make bench-overlap communication overlapped with computation on links of chosen speed (about 3 minutes)"
 	@echo "make gpu-static    predicted times of CUDA kernels and of overlap, without a GPU (about 2 minutes)"
 	@echo "make test          lint, types and tests, on four Megatron-core releases and one older; with test-npu where it can run"
-	@echo "make test-whole    the same with every layout on every release, and what is long"
+	@echo "make test-whole    the same with every layout on every release, and what is long; MAIN=DIR: a checkout of Megatron's main, too"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make fuzz          drawn calls of every operator on this processor: SECONDS=60, SEED= repeats a run"
 	@echo "make pairs         features against each other, layouts and options, off and on: SECONDS=3600, SEED= repeats a run"
@@ -71,7 +71,9 @@ lint: .releases/.prepared
 	$(BIN)/python -m tools.fingerprints $(PLATFORM) $(RELEASES) --check
 
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
+# No registry has Megatron's main branch: test-whole trains it, with Transformer Engine, where MAIN=DIR names a checkout.
 test: PART = -m "not whole"
+test-whole: export MEGATRON_MAIN = $(abspath $(MAIN))
 test: export PYTHONHASHSEED = 0
 test test-whole: install lint .releases/.prepared
 	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PART)

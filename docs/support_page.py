@@ -94,7 +94,7 @@ def transformer_engine() -> dict[str, tuple[bool, str]]:
 
     found = {}
     for feature in runtime.catalogue():
-        reasons = [own_reasons(feature, layout) for layout in LAYOUTS]
+        reasons = [own_reasons(feature.name, layout) for layout in LAYOUTS]
         text = "; ".join(dict.fromkeys(why.partition("transformer_engine ")[2] for each in reasons for why in each))
         found[feature.name] = (not all(reasons), f"it {text}" if text else "")
     return found

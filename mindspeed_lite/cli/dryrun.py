@@ -229,8 +229,8 @@ def _show_features(one: rank.RankResult) -> None:
     on = [feature for feature, status, _ in one.features if status == "applied" and not feature.startswith("device_")]
     say(f"\nfeatures on: {', '.join(on) if on else 'none'}")
     if one.is_engine_replaced:
-        say("Transformer Engine is not installed: Megatron's own layers run in place of its, with features for what it "
-            "fuses; --transformer-impl local runs without them")  # fmt: skip
+        say("Transformer Engine cannot be imported: Megatron's own layers run in place of its, with features for what "
+            "it fuses; --transformer-impl local runs without them")  # fmt: skip
     for name in one.left_out:
         say(f"not counted: --{name.replace('_', '-')}")
     for feature, status, reasons in one.features:

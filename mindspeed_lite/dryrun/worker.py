@@ -49,6 +49,7 @@ def main() -> None:
     _fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
+    hide_broken_engine()
     words = request["words"]
     is_module = words[0] == "-m"
     sys.argv[:] = words[is_module:]
@@ -72,6 +73,16 @@ def main() -> None:
         child, status = os.wait()
         if (ended := children.pop(child, None)) is not None:
             _end(Path(request["folder"]), ended, os.waitstatus_to_exitcode(status))
+
+
+def hide_broken_engine() -> None:
+    """Let a Transformer Engine that cannot be imported be absent, which Megatron expects; it would stop there."""
+    from mindspeed_lite.patches._shared import megatron_arguments
+
+    if megatron_arguments.import_error() is not None:
+        for name in [each for each in sys.modules if each.startswith("transformer_engine.")]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def _fuse_compiled() -> None:

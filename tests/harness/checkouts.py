@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".releases"
 # What every change is tested on.
 ALL = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# Megatron's main branch, of which no registry has a package: `make test-whole MAIN=DIR` names a checkout.
+MAIN = "main"
+TO_MAIN = (*ALL, MAIN)
 # What `make matrix` and a rotating part of `make test` train on besides.
 OLDER = ("0.12.1", "0.13.1", "0.14.0", "0.15.3")
 EVERY = (*OLDER, *ALL)
@@ -33,8 +38,32 @@ def installed() -> str:
         return ""
 
 
+def version(release: str) -> str:
+    """What a release says that it is; for `MAIN` without a checkout, the newest release."""
+    if release != MAIN:
+        return release
+    try:
+        text = (_main() / "core" / "package_info.py").read_text()
+    except ValueError:
+        return ALL[-1]
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.M))
+
+
+def _main() -> Path:
+    found = Path(os.environ.get("MEGATRON_MAIN") or "?", "megatron")
+    if not (found / "core").is_dir():
+        raise ValueError("no checkout of Megatron-LM's main branch is named: make test-whole MAIN=DIR")
+    return found.resolve()
+
+
 def folder(release: str) -> Path | None:
-    """Where `release` lies; None if the environment's own is the one."""
+    """Where `release` lies; None if the environment's own is the one.
+
+    Raises:
+        ValueError: it is `MAIN`, and no checkout is named.
+    """
+    if release == MAIN:
+        return _main().parent
     return None if release == installed() else FOLDER / release
 
 

@@ -41,28 +41,36 @@ def log_delayed() -> None:
 
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Any]]:
-    """`imported(folder)`: the package `transformer_engine.pytorch` of a folder, forgotten after the test."""
+    """`imported(folder)`: `transformer_engine.pytorch` of a folder, forgotten at the next call and after the test."""
+
+    def forget() -> None:
+        for name in [each for each in sys.modules if each.partition(".")[0] in _NAMES]:
+            del sys.modules[name]
 
     def of(folder: Path) -> Any:
+        forget()
         monkeypatch.syspath_prepend(folder)
         return importlib.import_module("transformer_engine.pytorch")
 
     yield of
-    for name in [each for each in sys.modules if each.partition(".")[0] in _NAMES]:
-        del sys.modules[name]
+    forget()
 
 
 @pytest.fixture(scope="module")
 def te_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Trainer]]:
-    """`te_trainer(release)`, of Megatron's core alone, the last one open; it has the stand-in on its path."""
+    """`te_trainer(release)`, of Megatron's core, with the stand-in on its path; the newest and the last stay open."""
     open_ones: dict[str, Trainer] = {}
 
     def of(release: str) -> Trainer:
         if release not in open_ones:
-            for other in [*open_ones]:
+            for other in {*open_ones} - {checkouts.ALL[-1]} if release != checkouts.ALL[-1] else ():
                 open_ones.pop(other).close()
+            try:
+                target = checkouts.folder(release)
+            except ValueError as error:
+                pytest.skip(str(error))
             scratch = tmp_path_factory.mktemp(f"te-{release}")
-            open_ones[release] = Trainer(checkouts.folder(release), scratch, training=False, packages=str(STAND_IN))
+            open_ones[release] = Trainer(target, scratch, training=False, packages=str(STAND_IN))
         return open_ones[release]
 
     yield of

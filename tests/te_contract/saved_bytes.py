@@ -1,4 +1,4 @@
-"""Script of `test_memory`: bytes that features save on Transformer Engine's layers and FusedAdam, as JSON."""
+"""Bytes that features save on Transformer Engine's layers and FusedAdam: as a script, counted; `EXPECTED`, by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mindspeed_lite.memory.layer_records import ACTIVATION, LAYER, MLP_NORM
 from mindspeed_lite.patches import swap_attention, swap_optimizer
 from mindspeed_lite.patches._shared import recomputed_layers
 from tests.harness import optimizers
-from tests.harness.gpt_block import FFN, model_of, step
+from tests.harness.gpt_block import BATCH, FFN, HIDDEN, SEQUENCE, model_of, step
+from tests.harness.gpt_block import LAYERS as DEPTH
 from tests.harness.lanes import Lanes
 
 HOST = {"transformer_impl": "transformer_engine", "bf16": True, "swiglu": True, "normalization": "RMSNorm"}
@@ -21,6 +22,38 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True,
 }  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS, "unfused": {"bias_activation_fusion": False}}
+TOKENS, TOP, WIDTH = SEQUENCE * BATCH, 2, 2
+HIDDEN_STATES, FFN_STATES, STATISTICS = WIDTH * TOKENS * HIDDEN, WIDTH * TOKENS * FFN, 4 * TOKENS
+# Of the layer of experts, which has a norm apart from a linear layer: its output, and its rows' scales.
+NORM = HIDDEN_STATES + STATISTICS
+# Parameters of `tests.harness.optimizers`; all but a router are bf16.
+PARAMETERS, HALVES = 32 * 8 + 24 * 40 + 24 + 6 * 8, 32 * 8 + 24 * 40 + 24
+# From what release 2.20.2 saves.
+EXPECTED = {
+    # Without fusion the gate also keeps both of its factors.
+    "recompute_activation_function": {
+        "dense": DEPTH * FFN_STATES, "experts": DEPTH * TOP * FFN_STATES, "unfused": DEPTH * 3 * FFN_STATES,
+    },
+    "recompute_norm": DEPTH * NORM,
+    "use_fused_swiglu": DEPTH * 2 * FFN_STATES,
+    # Rows and the activation's output, and also its input.
+    "moe_zero_memory": [DEPTH * TOP * (HIDDEN_STATES + times * FFN_STATES) for times in (1, 3)],
+    "adaptive_memory": {
+        "dense": {"nothing": 0, "activation": DEPTH * FFN_STATES, "norm": 0, "layer": DEPTH * HIDDEN_STATES},
+        "experts": {
+            "nothing": 0, "activation": DEPTH * TOP * FFN_STATES, "norm": DEPTH * NORM,
+            "layer": DEPTH * HIDDEN_STATES,
+        },
+    },
+    # Input, scales and output of the norm, and attention's output; not the last layer, nor the first layer's input.
+    "swap_attention": (DEPTH - 1) * (3 * HIDDEN_STATES + STATISTICS) - HIDDEN_STATES,
+    # A weight is half of its main parameter, which stays as four bytes for each of three.
+    "reuse_fp32_param": 2 * HALVES - 3 * 4,
+    "quant_states": {"bf16": 2 * 2 * PARAMETERS, "fp8": 2 * 3 * PARAMETERS},
+    # Moments and main parameters; four bytes stay.
+    "swap_optimizer": 8 * PARAMETERS + 4 * HALVES - 4,
+    "virtual_optimizer": 8 * PARAMETERS,
+}  # fmt: skip
 PARTS = {"nothing": (), "activation": (ACTIVATION,), "norm": (MLP_NORM,), "layer": (LAYER,)}
 
 

@@ -8,119 +8,65 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-RECORDED = Path(__file__).with_name("signatures.json")
-# The stand-in's file -> files of the package that define the same names.
+STAND_IN = Path(__file__).with_name("stand_in")
+RECORDED = STAND_IN / "transformer_engine" / "signatures.json"
+# The stand-in's module -> files of the package that define the same names, if they are others.
 FILES = {
-    "common/recipe.py": (),
-    "pytorch/module/linear.py": ("pytorch/module/linear.py", "pytorch/module/layernorm_linear.py"),
-    "pytorch/module/norm.py": ("pytorch/module/layernorm.py", "pytorch/module/rmsnorm.py"),
-    "pytorch/module/grouped_linear.py": ("pytorch/module/grouped_linear.py",),
-    "pytorch/module/base.py": ("pytorch/module/base.py", "pytorch/module/_common.py"),
-    "pytorch/attention/dot_product_attention.py": (
-        "pytorch/attention/dot_product_attention/dot_product_attention.py",
-    ),
-    "pytorch/attention/rope.py": ("pytorch/attention/rope.py",),
-    "pytorch/optimizers.py": (
-        "pytorch/optimizers/fused_adam.py",
-        "pytorch/optimizers/fused_sgd.py",
-        "pytorch/optimizers/multi_tensor_apply.py",
-    ),
-    **{
-        f"pytorch/{name}.py": (f"pytorch/{name}.py",)
-        for name in (
-            "cpu_offload", "cpu_offload_v1", "cross_entropy", "distributed", "permutation", "quantization", "router",
-        )
-    },
-}  # fmt: skip
-# Functions of the compiled extension, a class without arguments of its own, and what the stand-in alone has.
+    "module.linear": ("module/linear.py", "module/layernorm_linear.py"),
+    "module.norm": ("module/layernorm.py", "module/rmsnorm.py"),
+    "module.base": ("module/base.py", "module/_common.py"),
+    "attention.dot_product_attention": ("attention/dot_product_attention/dot_product_attention.py",),
+    "optimizers": ("optimizers/fused_adam.py", "optimizers/fused_sgd.py", "optimizers/multi_tensor_apply.py"),
+}
+# Functions of the compiled extension, what other modules of the stand-in take, and what is defined elsewhere there.
 UNRECORDED = {
-    "multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_l2norm",
-    "Recipe.__init__", "ExtraState.get_extra_state", "ExtraState.set_extra_state",
-    "Linear.delayed_parameters", "GroupedLinear.delayed_parameters",
-    *(
-        f"TransformerEngineBaseModule.{name}"
-        for name in ("set_parallelism", "add_parameter", "mark_parallel", "weight_gradient", "placeholder",
-                     "delayed_parameters")
-    ),
-    "normalize", "LayerNorm.forward", "RMSNorm.forward",
-    "size_of", "gather", "reduce", "reduce_scatter", "Gather.forward", "Gather.backward",
+    "multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_l2norm", "normalize", "LayerNorm.forward",
+    "RMSNorm.forward",
 }  # fmt: skip
-Signatures = dict[str, str]
 
 
-def _of(path: Path) -> Signatures:
-    """Name or `Class.method` -> its arguments with their defaults; a class has the methods of a private base."""
-    found: Signatures = {}
+def _of(path: Path) -> Iterator[tuple[str, str]]:
+    """Functions, and methods as `Class.method`, with their arguments; a class has the methods of a private base."""
     tree = ast.parse(path.read_text())
-    classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
-        members: list[ast.stmt] = node.body if isinstance(node, ast.ClassDef) else [node]
-        for base in node.bases if isinstance(node, ast.ClassDef) else ():
-            if isinstance(base, ast.Name) and base.id.startswith("_"):
-                members = [*members, *classes.get(base.id, ())]
-        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        members = [node]
+        if isinstance(node, ast.ClassDef):
+            names = [each.id for each in node.bases if isinstance(each, ast.Name) and each.id[0] == "_"]
+            members = [member for each in (*(classes.get(name, node) for name in names), node) for member in each.body]
         for each in members:
-            if isinstance(each, ast.FunctionDef):
-                found.setdefault(prefix + each.name, _arguments(each.args))
-    return found
+            if isinstance(each, ast.FunctionDef) and (each.name[0] != "_" or each.name in ("__init__", "__call__")):
+                for argument in ast.walk(each.args):
+                    if isinstance(argument, ast.arg):
+                        argument.annotation = None
+                yield f"{node.name}.{each.name}" if node is not each else each.name, ast.unparse(each.args)
 
 
-def _arguments(given: ast.arguments) -> str:
-    plain = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(plain) - len(given.defaults)) + [*given.defaults]
-    pairs = [*zip(plain, defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    return ", ".join(f"{name.arg}{_value(value)}" for name, value in pairs if name.arg != "self")
+def modules() -> dict[str, dict[str, str]]:
+    """Signatures of the stand-in by module, without those of classes and modules that it alone has."""
+    root = STAND_IN / "transformer_engine" / "pytorch"
+    found = {".".join(path.relative_to(root).with_suffix("").parts): dict(_of(path)) for path in root.rglob("*.py")}
+    return {
+        name: {each: text for each, text in signatures.items() if not each.startswith(("_", "ExtraState."))}
+        for name, signatures in sorted(found.items())
+        if signatures and name not in ("collectives", "ops")
+    }
 
 
-def _value(default: ast.expr | None) -> str:
-    """A default as text, torch's `required` as none; `1` and `1.0` are equal."""
-    text = "required" if default is None else ast.unparse(default)
-    if text == "required":
-        return ""
-    try:
-        return f"={float(text)}"
-    except ValueError:
-        return f"={text}"
-
-
-def _public(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return not name.startswith("_") and (not last.startswith("_") or last in ("__init__", "__call__"))
-
-
-def of_stand_in(folder: Path) -> dict[str, Signatures]:
-    """Signatures of a stand-in, by file."""
-    root = folder / "transformer_engine"
-    return {file: {name: each for name, each in _of(root / file).items() if _public(name)} for file in FILES}
-
-
-def differences(recorded: dict[str, Signatures], folder: Path) -> list[str]:
-    """What a stand-in has otherwise than the package of the record."""
-    found = []
-    for file, signatures in of_stand_in(folder).items():
-        theirs = recorded.get(f"transformer_engine/{file}", {})
-        for name, arguments in signatures.items():
-            if name not in theirs and name not in UNRECORDED:
-                found.append(f"{file}: {name} is not in the record, nor in UNRECORDED")
-            elif name in theirs and arguments != theirs[name]:
-                found.append(f"{file}: {name} takes ({arguments}), and there ({theirs[name]})")
-    return found
-
-
-def record(package: Path) -> dict[str, Signatures]:
+def record(package: Path) -> dict[str, dict[str, str]]:
     """Signatures of an unpacked wheel, of what the stand-in has."""
-    found: dict[str, Signatures] = {}
-    for file, signatures in of_stand_in(Path(__file__).with_name("stand_in")).items():
-        theirs: Signatures = {}
-        for each in FILES[file]:
-            theirs.update(_of(package / "transformer_engine" / each))
-        # A context manager may be a class there.
-        theirs = {**{name.removesuffix(".__init__"): each for name, each in theirs.items()}, **theirs}
-        kept = {name: theirs[name] for name in signatures if name in theirs and name not in UNRECORDED}
-        if kept:
-            found[f"transformer_engine/{file}"] = kept
+    found: dict[str, dict[str, str]] = {}
+    for name, signatures in modules().items():
+        theirs: dict[str, str] = {}
+        for file in FILES.get(name, (f"{name.replace('.', '/')}.py",)):
+            theirs.update(_of(package / "transformer_engine" / "pytorch" / file))
+        for each in sorted({*signatures} - UNRECORDED):
+            # A context manager may be a class there.
+            text = theirs[each] if each in theirs else theirs[f"{each}.__init__"].removeprefix("self, ")
+            found.setdefault(f"transformer_engine.pytorch.{name}", {})[each] = text
     return found
 
 

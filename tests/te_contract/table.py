@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Feature, OptionError, Settings
 from tests.harness import feature_layouts
 
-# Transformer Engine, or Megatron with it, does these itself.
-OWN = {
-    "batch_invariant",
-    "context_parallel_algo",
-    "delay_wgrad_compute",
-    "masked_softmax_fusion",
-    "moe_alltoall_mc2",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "use_ascend_coc",
-    "use_ascend_mc2",
-    "use_flash_attn",
-    "use_fused_layernorm",
-    "use_fused_rmsnorm",
-    "use_fused_rotary_pos_emb",
-}
-# These hold weights or activations of layers, and refuse --fp8-format and --fp4-format.
-FULL_PRECISION = {
-    "adaptive_memory",
-    "balanced_moe_experts",
-    "moe_zero_memory",
-    "recompute_activation_function",
-    "recompute_in_bubble",
-    "recompute_norm",
-    "swap_attention",
-}
-# These hold weights of the optimizer, and refuse --fp8-param-gather and --fp4-param-gather.
-PLAIN_WEIGHTS = {"enable_expert_placement", "reuse_fp32_param", "swap_optimizer"}
 # Trained by `test_scripts`, or on an NPU alone.
 SCRIPTS = {"balance_sequence_lengths", "moe_tp_extend_ep", "use_fused_linear_log_prob"}
 NPU = {"moe_alltoall_mc2", "use_ascend_mc2"}
@@ -49,14 +21,16 @@ def quantized(feature: Feature) -> list[str]:
     return list(dict.fromkeys(why for each in given for why in feature.conflict_reasons(each.get)))
 
 
-def own_reasons(feature: Feature, layout: str) -> list[str]:
+@functools.cache
+def own_reasons(name: str, layout: str) -> list[str]:
     """Why a feature, or one that it requires, leaves the work to Transformer Engine."""
+    feature = runtime.catalogue()[name]
     args = {**feature_layouts.host_args(layout), "transformer_impl": "transformer_engine"}
     settings = Settings.of((*runtime.GENERAL, *runtime.catalogue().options()), feature_layouts.flags_of(feature))
     context = Context(settings, "cpu", {}, SimpleNamespace(**args))
     with feature_layouts.emulated_devices():
         free = {each.feature for each in feature.requires if each.unless is not None and each.unless(context)}
-        for each in reversed(feature_layouts.company(feature.name)):
+        for each in reversed(feature_layouts.company(name)):
             if each.name in free:
                 continue
             # A layout that the feature does not fit says nothing of Transformer Engine.

@@ -15,19 +15,24 @@ from tests.harness.training import LAYOUTS, NO_DROPOUT, Result, Trainer
 from tests.te_contract.conftest import STAND_IN
 
 LAYERS = "--transformer-impl transformer_engine"
+STATES = f"{LAYERS} --use-distributed-optimizer --ckpt-format torch_dist"
 EXPERTS = (
     f"{LAYERS} {LAYOUTS['ep2'][1]} --moe-grouped-gemm --moe-router-dtype fp32 --use-distributed-optimizer "
     "--ckpt-format torch_dist"
 )
 CHECKPOINTS = {
     "states": Checkpoint(
-        f"{LAYERS} --use-distributed-optimizer --ckpt-format torch_dist",
+        STATES,
         "--use-fused-adamw --reuse-fp32-param --use-fused-cross-entropy", 1, near=DRIFT.loss,
     ),
     "experts": Checkpoint(EXPERTS, "--moe-zero-memory level1 --moe-alltoall-overlap-comm", near=DRIFT.loss),
     "delayed": Checkpoint(
         f"{LAYERS} --pipeline-model-parallel-size 2 --gradient-accumulation-fusion --ckpt-format torch_dist",
         "--pipeline-schedule zb-auto", near=DRIFT.loss,
+    ),
+    "other implementation": Checkpoint(
+        f"{STATES} --dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness log_all",
+        "--transformer-impl local --use-fused-adamw --reuse-fp32-param --use-fused-cross-entropy", near=DRIFT.loss,
     ),
 }  # fmt: skip
 

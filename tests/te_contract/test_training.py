@@ -1,24 +1,25 @@
 """Trainings with `--transformer-impl transformer_engine` on the stand-in: as without it, and every feature off and on.
 
-`TRAINED` holds the features that train with Transformer Engine's layers. The others refuse, with what it does itself.
+A feature that leaves the work to Transformer Engine refuses, with what that does itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_lite import runtime
-from mindspeed_lite.engine import Context, Settings
 from tests.harness import checkouts, feature_layouts, matrix, on_and_off, rows
 from tests.harness.rows import DRIFT, WGRAD, Rows, check, options_of, ranks_of
 from tests.harness.training import Trainer, fault
+from tests.te_contract import saved_bytes
 from tests.te_contract.conftest import DELAYED
-from tests.te_contract.table import FULL_PRECISION, NPU, OWN, PLAIN_WEIGHTS, SCRIPTS, own_reasons, quantized
+from tests.te_contract.table import NPU, SCRIPTS, own_reasons
 
 NEWEST = checkouts.ALL[-1]
 WITH = {"transformer_engine": True}
@@ -63,28 +64,32 @@ ROWS = [
 GROUPED = {"moe_zero_memory", "moe_wgrad_side_stream"}
 
 
+@functools.cache
+def trained(release: str) -> dict[str, list[str]]:
+    """By layout, the features of a release."""
+    return on_and_off.layouts(checkouts.version(release))
+
+
 def features_of(release: str, layout: str) -> list[str]:
     """Features that train with Transformer Engine in a layout of `feature_layouts`."""
     return [
         name
-        for own, names in on_and_off.layouts(release).items()
+        for own, names in trained(release).items()
         for name in names
-        if name not in GROUPED
-        and LAYOUTS.get(name, own) == layout
-        and not own_reasons(runtime.catalogue()[name], layout)
+        if name not in GROUPED and LAYOUTS.get(name, own) == layout and not own_reasons(name, layout)
     ]
 
 
 def with_features(layouts: Iterable[str]) -> list[tuple[str, str]]:
     """Pairs of release and layout in which a feature trains."""
-    return [(release, layout) for release in checkouts.ALL for layout in layouts if features_of(release, layout)]
+    return [(release, layout) for release in checkouts.TO_MAIN for layout in layouts if features_of(release, layout)]
 
 
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.only(
         [(NEWEST, layout) for layout in QUICK_LAYERS],
-        [(release, layout) for release in checkouts.ALL for layout in LAYERS],
+        [(release, layout) for release in checkouts.TO_MAIN for layout in LAYERS],
     ),
 )
 def test_losses_are_those_of_the_local_implementation(
@@ -115,7 +120,10 @@ def test_features_train_within_their_class(te_trainer: Callable[[str], Trainer],
     assert faults == {}
 
 
-@pytest.mark.parametrize(("release", "rows", "layout"), rows.parameters(ROWS))
+@pytest.mark.parametrize(
+    ("release", "rows", "layout"),
+    rows.parameters([dataclasses.replace(each, releases=checkouts.TO_MAIN) for each in ROWS]),
+)
 def test_gradients_and_rows_of_its_layers(
     te_trainer: Callable[[str], Trainer], release: str, rows: Rows, layout: str, tmp_path: Path
 ) -> None:
@@ -124,52 +132,29 @@ def test_gradients_and_rows_of_its_layers(
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.only([], [(each, layout) for each in checkouts.ALL for layout in on_and_off.layouts(each)]),
+    matrix.only([], [(each, layout) for each in checkouts.TO_MAIN for layout in trained(each)]),
 )
 def test_the_package_alone_changes_nothing(te_trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     """Every feature trains on local layers with the package installed; so does one whose optimizer is its FusedAdam."""
     catalogue, trainer = runtime.catalogue(), te_trainer(release)
     faults = {
         name: found
-        for name in on_and_off.layouts(release)[layout]
+        for name in trained(release)[layout]
         if (found := on_and_off.train(trainer, layout, name).fault(on_and_off.numerics_of(catalogue[name])))
     }
     assert faults == {}
 
 
-def test_what_is_not_trained_names_what_transformer_engine_has() -> None:
-    """All features are trained, or named here; a reason that is lost or new is seen."""
-    refused = {
-        feature.name
-        for feature in runtime.catalogue()
-        if all(own_reasons(feature, layout) for layout in feature_layouts.LAYOUTS)
-    }
-    assert refused == OWN
-    trained = {name for names in on_and_off.layouts(NEWEST).values() for name in names}
-    assert {feature.name for feature in runtime.catalogue()} - trained == SCRIPTS | NPU
+def test_bytes_saved_are_those_counted_by_hand(te_trainer: Callable[[str], Trainer]) -> None:
+    done = te_trainer(NEWEST).run(entry="script", arm="adaptor", argv=[saved_bytes.__file__]).check()
+    (line,) = (each for each in done.log().splitlines() if each.startswith("{"))
+    assert json.loads(line) == saved_bytes.EXPECTED
 
 
-def test_features_that_hold_weights_or_activations_refuse_fp8_and_fp4() -> None:
-    refused: dict[str, set[str]] = {}
-    for feature in runtime.catalogue():
-        if feature.name not in OWN | NPU and (reasons := quantized(feature)):
-            refused.setdefault(" ".join(each.split()[0] for each in reasons), set()).add(feature.name)
-    assert refused == {
-        "--fp8-format --fp4-format": FULL_PRECISION,
-        "--fp8-param-gather --fp4-param-gather": PLAIN_WEIGHTS,
-    }
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_auto_leaves_an_optimizer_that_is_fused(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    from mindspeed_lite.patches import use_fused_adamw
-
-    monkeypatch.setattr(use_fused_adamw, "fused_adam", lambda device: "Transformer Engine" if installed else "")
-    args = SimpleNamespace(**feature_layouts.host_args("plain"))
-    unasked = Context(Settings.of(runtime.catalogue().options(), {}), "cuda", {}, args)
-    asked = dataclasses.replace(unasked, settings=Settings({**unasked.settings, "reuse_fp32_param": True}))
-    condition = use_fused_adamw.FEATURE.condition
-    assert condition is not None and condition(asked) == []
-    assert condition(unasked) == (
-        ["Transformer Engine's fused Adam is used: --use-fused-adamw replaces its step"] if installed else []
-    )
+def test_features_are_trained_but_those_that_transformer_engine_has() -> None:
+    """The guide, which `docs/generate.py --check` compares, has their names and reasons."""
+    catalogue = runtime.catalogue()
+    own = [each.name for each in catalogue if all(own_reasons(each.name, layout) for layout in feature_layouts.LAYOUTS)]
+    assert len(own) == 14
+    found = {name for names in trained(NEWEST).values() for name in names}
+    assert {feature.name for feature in catalogue} - found == SCRIPTS | NPU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformer_engine.pytorch.positions import partitioned_indices
+from transformer_engine.pytorch.collectives import partitioned_indices
 
 
 def thd_get_partitioned_indices(

@@ -7,7 +7,6 @@ from .distributed import CudaRNGStatesTracker, checkpoint
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from .permutation import (
     moe_permute,
-    moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
@@ -31,7 +30,6 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "moe_permute",
-    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
+from ..recorded import recorded
 
 
 def mark_activation_offload(*tensors: Any) -> None:
@@ -15,18 +15,9 @@ def mark_activation_offload(*tensors: Any) -> None:
             tensor.activation_offloading = True
 
 
-def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int | None = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    manual_synchronization: bool = False,
-    retain_pinned_cpu_buffers: bool = False,
-    offload_stream: torch.cuda.Stream | None = None,
-) -> Any:
+@recorded
+def get_cpu_offload_context(given: Any) -> Any:
     """Returns a context for a layer's forward pass and a function for its output."""
-    if not offload_weights and not offload_activations:
+    if not given.offload_weights and not given.offload_activations:
         raise ValueError("CPU offloading is enabled while it is not mentioned what to offload")
     return contextlib.nullcontext(), lambda tensor: tensor

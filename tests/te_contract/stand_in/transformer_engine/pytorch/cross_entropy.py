@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..recorded import recorded
+
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -43,19 +45,11 @@ class _CrossEntropy(torch.autograd.Function):
         return (grad * (grads[0] * counts)[..., None]).to(ctx.dtype), None, None, None, None
 
 
-def parallel_cross_entropy(
-    inp: torch.Tensor,
-    target: torch.Tensor,
-    label_smoothing: float = 0.0,
-    reduce_loss: bool = False,
-    dist_process_group: dist.ProcessGroup | None = None,
-    ignore_idx: int = -100,
-    is_cg_capturable: bool = False,
-    *,
-    overwrite_input: bool = False,
-    _input: torch.Tensor | None = None,
-) -> torch.Tensor:
+@recorded
+def parallel_cross_entropy(given: Any) -> torch.Tensor:
     """Losses fp32 [s, b] of logits [s, b, v / ranks]; their mean over targets that count with `reduce_loss`."""
-    target = target.reshape(inp.shape[:2])
-    losses: torch.Tensor = _CrossEntropy.apply(inp, target, label_smoothing, dist_process_group, ignore_idx)
-    return losses.sum() / (target != ignore_idx).sum() if reduce_loss else losses
+    target, ignored = given.target.reshape(given.inp.shape[:2]), given.ignore_idx
+    losses: torch.Tensor = _CrossEntropy.apply(
+        given.inp, target, given.label_smoothing, given.dist_process_group, ignored
+    )
+    return losses.sum() / (target != ignored).sum() if given.reduce_loss else losses

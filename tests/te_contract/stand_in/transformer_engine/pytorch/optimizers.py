@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ..recorded import keep, recorded
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam, with a step count for each group."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,
-        set_grad_none: bool | None = None,
-    ) -> None:
-        narrow = {exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype} - {torch.float32, torch.bfloat16}
-        if amsgrad or capturable or narrow:
+    @recorded
+    def __init__(self, given: Any) -> None:
+        narrow = {given.exp_avg_dtype, given.exp_avg_sq_dtype, given.master_weight_dtype} - {
+            torch.float32,
+            torch.bfloat16,
+        }
+        if given.amsgrad or given.capturable or narrow:
             raise RuntimeError("Transformer Engine's stand-in has neither AMSGrad, graphs nor scaled states")
-        super().__init__(
-            params,
-            {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-        )
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.capturable, self.master_weights, self.master_weight_dtype = capturable, master_weights, master_weight_dtype
-        self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
-        self.use_decoupled_grad = use_decoupled_grad
-        self.store_param_remainders = store_param_remainders and master_weights
+        rule = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+        super().__init__(given.params, {name: getattr(given, name) for name in rule})
+        self.adam_w_mode = 1 if given.adam_w_mode else 0
+        keep(self, given, "capturable master_weights master_weight_dtype exp_avg_dtype exp_avg_sq_dtype")
+        self.use_decoupled_grad = given.use_decoupled_grad
+        self.store_param_remainders = given.store_param_remainders and given.master_weights
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
         """Drop gradients, or set them to zero."""
@@ -128,20 +112,9 @@ class FusedAdam(torch.optim.Optimizer):
 class FusedSGD(torch.optim.SGD):
     """SGD with momentum."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool | None = None,
-    ) -> None:
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+    @recorded
+    def __init__(self, given: Any) -> None:
+        super().__init__(given.params, given.lr, given.momentum, given.dampening, given.weight_decay, given.nesterov)
 
 
 class MultiTensorApply:

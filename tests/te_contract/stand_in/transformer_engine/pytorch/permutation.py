@@ -6,16 +6,19 @@ the other columns are not used. Callers hand it back as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..recorded import recorded
 
-def _rows(routing_map: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+
+def _rows(routing_map: torch.Tensor) -> torch.Tensor:
     """Row of each token's copy for each expert, expert by expert in the order of tokens; -1 for none."""
     chosen = routing_map.bool()
     within = chosen.long().cumsum(0) - 1
     counts = chosen.sum(0)
-    offsets = counts.cumsum(0) - counts if starts is None else starts
-    return torch.where(chosen, within + offsets, -1)
+    return torch.where(chosen, within + counts.cumsum(0) - counts, -1)
 
 
 def _as_map(rows: torch.Tensor) -> torch.Tensor:
@@ -55,47 +58,19 @@ def moe_permute_with_probs(
     return _take(inp, rows, num_out_tokens), _take_probs(probs, rows, num_out_tokens), _as_map(rows)
 
 
-def moe_permute_and_pad_with_probs(
-    inp: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
-    align_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As `moe_permute_with_probs`, each expert's rows padded to a multiple of `align_size`."""
-    padded = (tokens_per_expert + align_size - 1) // align_size * align_size
-    if torch.equal(padded, tokens_per_expert):
-        copies, permuted_probs, row_id_map = moe_permute_with_probs(inp, probs, routing_map, int(padded.sum()))
-        return copies, permuted_probs, row_id_map, None, padded
-    missing = padded - tokens_per_expert
-    pad_offsets = missing.cumsum(0) - missing
-    rows = _rows(routing_map)
-    shifted = torch.where(rows >= 0, rows + pad_offsets.to(rows.device), -1)
-    total = int(padded.sum())
-    return _take(inp, shifted, total), _take_probs(probs, shifted, total), _as_map(rows), pad_offsets, padded
-
-
-def moe_unpermute(
-    inp: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None = None,
-    restore_shape: torch.Size | None = None,
-    map_type: str = "mask",
-    probs: torch.Tensor | None = None,
-    pad_offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
+@recorded
+def moe_unpermute(given: Any) -> torch.Tensor:
     """Sums of the copies of each token, weighted by `merging_probs`."""
-    if map_type != "mask":
-        raise ValueError("map_type should be mask with Transformer Engine's stand-in")
-    merging_probs = probs if probs is not None else merging_probs
-    rows = _by_expert(row_id_map)
+    if given.map_type != "mask" or given.pad_offsets is not None:
+        raise ValueError("map_type should be mask, without padding, with Transformer Engine's stand-in")
+    probs = given.probs if given.probs is not None else given.merging_probs
+    rows = _by_expert(given.row_id_map)
     token, expert = (rows >= 0).nonzero(as_tuple=True)
-    at = rows[token, expert] + (pad_offsets[expert] if pad_offsets is not None else 0)
-    copies = inp[at].float()
-    if merging_probs is not None:
-        copies = copies * merging_probs[token, expert].float()[:, None]
-    shape = restore_shape if restore_shape is not None else (rows.size(0), inp.size(-1))
-    return copies.new_zeros(shape).index_add(0, token, copies).to(inp.dtype)
+    copies = given.inp[rows[token, expert]].float()
+    if probs is not None:
+        copies = copies * probs[token, expert].float()[:, None]
+    shape = given.restore_shape if given.restore_shape is not None else (rows.size(0), given.inp.size(-1))
+    return copies.new_zeros(shape).index_add(0, token, copies).to(given.inp.dtype)
 
 
 def _order_of_chunks(split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:

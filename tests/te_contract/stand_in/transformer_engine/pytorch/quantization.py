@@ -6,54 +6,41 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from ..recorded import recorded
 
-def _refuse(enabled: bool) -> None:
-    if enabled:
+
+def _off(given: Any) -> Iterator[None]:
+    if given.enabled or getattr(given, "calibrating", False):
         raise RuntimeError("Transformer Engine's stand-in quantizes nothing")
+    yield
 
 
 @contextlib.contextmanager
-def fp8_autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    fp8_recipe: Any = None,
-    fp8_group: Any = None,
-    _graph: bool = False,
-) -> Iterator[None]:
+@recorded
+def fp8_autocast(given: Any) -> Iterator[None]:
     """Quantized matrix products within."""
-    _refuse(enabled or calibrating)
-    yield
+    return _off(given)
 
 
 @contextlib.contextmanager
-def autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    recipe: Any = None,
-    amax_reduction_group: Any = None,
-    _graph: bool = False,
-) -> Iterator[None]:
+@recorded
+def autocast(given: Any) -> Iterator[None]:
     """Quantized matrix products within."""
-    _refuse(enabled or calibrating)
-    yield
+    return _off(given)
 
 
 @contextlib.contextmanager
-def fp8_model_init(
-    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+@recorded
+def fp8_model_init(given: Any) -> Iterator[None]:
     """Quantized parameters of modules made within."""
-    _refuse(enabled)
-    yield
+    return _off(given)
 
 
 @contextlib.contextmanager
-def quantized_model_init(
-    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+@recorded
+def quantized_model_init(given: Any) -> Iterator[None]:
     """Quantized parameters of modules made within."""
-    _refuse(enabled)
-    yield
+    return _off(given)
 
 
 class FP8GlobalStateManager:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..recorded import recorded
+
 
 class RoutingMapFormat(enum.IntEnum):
     """Storage of a routing map."""
@@ -40,37 +42,24 @@ def _as_bytemap(indices: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, indices, True)
 
 
-def fused_topk_with_score_function(
-    logits: torch.Tensor,
-    topk: int,
-    use_pre_softmax: bool,
-    num_groups: int | None,
-    group_topk: int | None,
-    scaling_factor: float | None,
-    score_function: str,
-    expert_bias: torch.Tensor | None,
-    routing_map_format: Any = RoutingMapFormat.BYTEMAP,
-    topk_indices: torch.Tensor | None = None,
-    qb_histogram: torch.Tensor | None = None,
-    qb_bin_bounds: torch.Tensor | None = None,
-    qb_histogram_mode: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@recorded
+def fused_topk_with_score_function(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities [tokens, experts], zero for experts not chosen, and the routing map."""
-    if routing_map_format not in (RoutingMapFormat.BYTEMAP, "bytemap") or topk_indices is not None:
+    if given.routing_map_format not in (RoutingMapFormat.BYTEMAP, "bytemap") or given.topk_indices is not None:
         raise RuntimeError("Transformer Engine's stand-in returns byte maps only")
-    is_late_softmax = score_function == "softmax" and not use_pre_softmax
-    scores = logits.float() if is_late_softmax else _scores(logits, score_function)
-    ranked = scores if expert_bias is None else scores + expert_bias
-    indices = _chosen(ranked.detach(), topk, num_groups, group_topk)
+    is_late_softmax = given.score_function == "softmax" and not given.use_pre_softmax
+    scores = given.logits.float() if is_late_softmax else _scores(given.logits, given.score_function)
+    ranked = scores if given.expert_bias is None else scores + given.expert_bias
+    indices = _chosen(ranked.detach(), given.topk, given.num_groups, given.group_topk)
     values = scores.gather(-1, indices)
     if is_late_softmax:
         values = values.softmax(-1)
-    elif score_function != "softmax" and topk > 1:
+    elif given.score_function != "softmax" and given.topk > 1:
         values = values / (values.sum(-1, keepdim=True) + 1e-20)
-    if scaling_factor:
-        values = values * scaling_factor
-    probs = torch.zeros_like(logits).scatter(-1, indices, values.to(logits.dtype))
-    return probs, _as_bytemap(indices, logits)
+    if given.scaling_factor:
+        values = values * given.scaling_factor
+    probs = torch.zeros_like(given.logits).scatter(-1, indices, values.to(given.logits.dtype))
+    return probs, _as_bytemap(indices, given.logits)
 
 
 def fused_compute_score_for_moe_aux_loss(
@@ -83,14 +72,8 @@ def fused_compute_score_for_moe_aux_loss(
     return _as_bytemap(scores.detach().topk(topk, dim=-1).indices, logits), scores
 
 
-def fused_moe_aux_loss(
-    probs: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
-    total_num_tokens: int | torch.Tensor,
-    num_experts: int,
-    topk: int,
-    coeff: float,
-) -> torch.Tensor:
+@recorded
+def fused_moe_aux_loss(given: Any) -> torch.Tensor:
     """The load balancing loss of Switch Transformers."""
-    scale = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)
-    return (probs.float().sum(0) * tokens_per_expert).sum().mul(scale).to(probs.dtype)
+    scale = given.num_experts * given.coeff / (given.topk * given.total_num_tokens * given.total_num_tokens)
+    return (given.probs.float().sum(0) * given.tokens_per_expert).sum().mul(scale).to(given.probs.dtype)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..positions import partitioned_indices
+from ...recorded import recorded
+from ..collectives import partitioned_indices
 
 
 def _rotate(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -17,25 +20,15 @@ def _rotate(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Te
     return torch.cat([(turned * freqs.cos() + half * freqs.sin()).to(t.dtype), rest], -1)
 
 
-def apply_rotary_pos_emb(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: torch.Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> torch.Tensor:
+@recorded
+def apply_rotary_pos_emb(given: Any) -> torch.Tensor:
     """Turn pairs of values by angles [s, 1, 1, d]; a pack's sequences start at angle zero each."""
-    freqs = freqs.float()
-    if tensor_format == "sbhd":
-        return _rotate(t, freqs[: t.size(0)], interleaved)
-    if tensor_format == "bshd":
-        return _rotate(t.transpose(0, 1), freqs[: t.size(1)], interleaved).transpose(0, 1)
-    assert cu_seqlens is not None
-    position = torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
-    if cp_size > 1:
-        position = position[partitioned_indices(cu_seqlens, cp_size, cp_rank)]
-    return _rotate(t, freqs[position].view(len(position), 1, -1), interleaved)
+    t, freqs = given.t, given.freqs.float()
+    if given.tensor_format == "sbhd":
+        return _rotate(t, freqs[: t.size(0)], given.interleaved)
+    if given.tensor_format == "bshd":
+        return _rotate(t.transpose(0, 1), freqs[: t.size(1)], given.interleaved).transpose(0, 1)
+    position = torch.cat([torch.arange(length) for length in given.cu_seqlens.diff().tolist()])
+    if given.cp_size > 1:
+        position = position[partitioned_indices(given.cu_seqlens, given.cp_size, given.cp_rank)]
+    return _rotate(t, freqs[position].view(len(position), 1, -1), given.interleaved)

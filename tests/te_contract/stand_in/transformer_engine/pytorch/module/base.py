@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..distributed import size_of
+from ...recorded import keep, recorded
+from ..collectives import size_of
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
@@ -69,61 +72,65 @@ class ExtraState(torch.nn.Module):
 class TransformerEngineBaseModule(ExtraState):
     """Base of linear layers."""
 
-    tp_group: Any
-    tp_size: int
-    use_bias: bool
-    fuse_wgrad_accumulation: bool
     wgrad_store: WeightGradStore
 
-    def __init__(self, name: str | None = None) -> None:
+    @recorded
+    def __init__(self, given: Any) -> None:
         super().__init__()
-        self.name = name
+        self.name = given.name
         self.fp8 = self.fp8_calibration = self.fp8_initialized = self.primary_weights_in_fp8 = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
 
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """No scales without fp8."""
+    def _build(self, given: Any, suffixes: Sequence[Any]) -> None:
+        """This rank's weights and biases, by the ends of their names, and how their gradients are computed."""
+        keep(self, given, "tp_group parallel_mode fuse_wgrad_accumulation return_bias ub_name in_features out_features")
+        self.tp_size = given.tp_size if given.tp_group is None else size_of(given.tp_group)
+        self.sequence_parallel = self.tp_size > 1 and given.sequence_parallel
+        self.use_bias, self.apply_bias = given.bias, given.bias and not given.return_bias
+        self.wgrad_store, self._suffixes = WeightGradStore(given.delay_wgrad_compute), suffixes
+        if given.parallel_mode == "column":
+            self.out_features //= self.tp_size
+        elif given.parallel_mode == "row":
+            self.in_features //= self.tp_size
+        options: Any = {"dtype": given.params_dtype or torch.get_default_dtype(), "device": given.device}
+        region = getattr(given, "rng_tracker_name", None) or getattr(self, "rng_tracker_name", None)
+        self.rng_tracker_name = region
+        for end in suffixes:
+            weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **options))
+            self.register_parameter(f"weight{end}", weight)
+            self._mark(weight, is_shared=True)
+            init, tracker = (
+                given.init_method or functools.partial(torch.nn.init.normal_, std=0.023),
+                contextlib.nullcontext,
+            )
+            if given.get_rng_state_tracker is not None:
+                tracker = functools.partial(given.get_rng_state_tracker().fork, *filter(None, [region]))
+            if not weight.is_meta:
+                with torch.no_grad(), tracker():
+                    init(weight)
+            if given.bias:
+                bias = torch.nn.Parameter(torch.zeros(self.out_features, **options))
+                self.register_parameter(f"bias{end}", bias)
+                self._mark(bias, is_shared=self.parallel_mode == "column")
+            else:
+                setattr(self, f"bias{end}", torch.empty(0, **options))
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group whose ranks share the weight."""
-        self.tp_group = tp_group
+    def _mark(self, param: Any, is_shared: bool) -> None:
+        """Mark how ranks share a parameter, and whether its gradient is delayed."""
+        if is_shared:
+            param.tensor_model_parallel, param.partition_stride = True, 1
+            param.partition_dim = int(self.parallel_mode == "row")
+        elif self.parallel_mode == "row":
+            param.sequence_parallel = self.sequence_parallel
+        if self.wgrad_store.delay_wgrad_compute():
+            param.skip_backward_post_hook = True
 
-    def set_parallelism(self, group: Any, size: int, sequence_parallel: bool, parallel_mode: str | None) -> None:
-        """How ranks share the weight: by its output features, its input features, or not at all."""
-        self.tp_group, self.tp_size = group, size_of(group) if group is not None else size
-        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        self.parallel_mode = parallel_mode
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Weights with their biases, in the order of gradients."""
+        return [(getattr(self, f"weight{end}"), getattr(self, f"bias{end}")) for end in self._suffixes]
 
-    def add_parameter(
-        self, name: str, value: torch.Tensor, init: Callable[[torch.Tensor], Any], tracker: Callable[[], Any] | None
-    ) -> None:
-        """Register a parameter, initialized from a random state of its own."""
-        self.register_parameter(name, torch.nn.Parameter(value))
-        if value.is_meta:
-            return
-        with torch.no_grad():
-            if tracker is None:
-                init(getattr(self, name))
-                return
-            region = getattr(self, "rng_tracker_name", None)
-            with tracker().fork(*([region] if region else [])):
-                init(getattr(self, name))
-
-    def mark_parallel(self, weights: list[str], biases: list[str]) -> None:
-        """Mark how ranks share parameters, and those whose gradients are delayed."""
-        for name in [*weights, *biases]:
-            param = getattr(self, name)
-            if name in biases and self.parallel_mode == "row":
-                param.sequence_parallel = self.sequence_parallel
-            elif name in weights or self.parallel_mode == "column":
-                param.tensor_model_parallel = True
-                param.partition_dim = int(self.parallel_mode == "row")
-                param.partition_stride = 1
-            if self.wgrad_store.delay_wgrad_compute():
-                param.skip_backward_post_hook = True
-
-    def weight_gradient(
+    def _gradients(
         self, weight: Any, bias: Any, inputs: torch.Tensor, grad: torch.Tensor, is_first: bool | None
     ) -> tuple[Any, Any]:
         """Gradients of a weight and bias; `main_grad` takes the former where gradients accumulate.
@@ -141,12 +148,19 @@ class TransformerEngineBaseModule(ExtraState):
         weight.main_grad.add_((grad.t().float() @ inputs.float()).to(weight.main_grad.dtype))
         return None, bias_grad
 
-    def placeholder(self, weight: Any) -> torch.Tensor | None:
+    def _placeholder(self, weight: Any) -> torch.Tensor | None:
         """What autograd is given where `main_grad` takes the gradient, now or later."""
         if not (self.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad")):
             return None
         weight.grad_added_to_main_grad = True
         return get_dummy_wgrad(list(weight.shape), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False))
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """No scales without fp8."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group whose ranks share the weight."""
+        self.tp_group = tp_group
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
         """Called after delayed gradients are there."""
@@ -156,17 +170,13 @@ class TransformerEngineBaseModule(ExtraState):
         """Whether gradients are delayed."""
         return self.wgrad_store.delay_wgrad_compute()
 
-    def delayed_parameters(self) -> list[tuple[Any, Any]]:
-        """Weights with their biases, in the order of gradients."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def backward_dw(self) -> None:
         """Compute delayed gradients."""
         if not self.need_backward_dw():
             return
         grads, _ = self.wgrad_store.pop()
-        for (weight, bias), (weight_grad, bias_grad) in zip(self.delayed_parameters(), grads, strict=True):
+        for (weight, bias), (weight_grad, bias_grad) in zip(self._pairs(), grads, strict=True):
             if not self.fuse_wgrad_accumulation:
                 weight.grad = weight_grad
             if bias_grad is not None and bias.grad is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,23 +53,22 @@ class _Norm(ExtraState):
 
     def __init__(
         self,
-        normalized_shape: Iterable[int] | int | None = None,
+        normalized_shape: Any = None,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
+        hidden_size: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        size: Any = normalized_shape if normalized_shape is not None else hidden_size
+        size = normalized_shape if normalized_shape is not None else hidden_size
         shape = (size,) if isinstance(size, int) else tuple(size)
         options = {"dtype": params_dtype or kwargs.get("dtype"), "device": kwargs.get("device")}
         self.eps, self.zero_centered_gamma, self.sequence_parallel = eps, zero_centered_gamma, sequence_parallel
         self.weight = torch.nn.Parameter(torch.full(shape, 0.0 if zero_centered_gamma else 1.0, **options))
-        self.register_parameter(
-            "bias", torch.nn.Parameter(torch.zeros(shape, **options)) if self.kind == "LayerNorm" else None
-        )
+        bias = torch.nn.Parameter(torch.zeros(shape, **options)) if self.kind == "LayerNorm" else None
+        self.register_parameter("bias", bias)
         for param in self.parameters():
             if sequence_parallel is not None:
                 param.sequence_parallel = sequence_parallel
