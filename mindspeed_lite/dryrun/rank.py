@@ -17,8 +17,8 @@ from typing import Any
 from mindspeed_lite.child_process import child_process
 from mindspeed_lite.planner.published import PublishedDevice
 
+from .calls import GroupCall
 from .launch import TrainingLaunch
-from .world import GroupCall
 
 # Worlds up to this size run whole.
 WHOLE = 8

@@ -38,6 +38,10 @@ _UNABLE = {
 }
 
 
+class Refusal(ValueError):
+    """What a dry run cannot do or lacks, said whole."""
+
+
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(MINDSPEED_LITE_DEVICE="cpu", TORCH_COMPILE_DISABLE="1")
@@ -139,6 +143,8 @@ def _read_ahead() -> None:
     from mindspeed_lite.dryrun import fake_tensors, masked_data, timing, work  # noqa: F401
 
     runtime.catalogue(), runtime.fingerprints()
+    # What torch imports for its first mode.
+    fake_tensors.StoragelessMode()
 
 
 def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int], announce: int | None) -> int:
@@ -187,9 +193,9 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors, masked_data, timing
+    from mindspeed_lite.dryrun.calls import PIPELINE
     from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
-    from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
 
     words, clock = request["words"], timing.clock_of(request["device"])
@@ -247,7 +253,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             found["error"] = f"{ENDED}{ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
-        found["error"] = f"{_told(error)} [{_place(error)}]"
+        found["error"] = str(error) if isinstance(error, Refusal) else f"{_told(error)} [{_place(error)}]"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     active = runtime.current()
@@ -313,7 +319,7 @@ def leave_out(args: Any, names: Sequence[str]) -> list[str]:
 
 
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
-    """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
+    """A tokenizer without files, of the same size; raises Refusal if files are missing and the size unknown."""
     from mindspeed_lite.planner.arguments import VOCABULARIES
 
     files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
@@ -325,7 +331,7 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     if missing is None and vocabulary is None:
         return
     if size is None:
-        raise ValueError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
+        raise Refusal(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
     if kind.startswith("BertWordPiece"):
         size += getattr(args, "vocab_extra_ids", 0)
     args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file = "NullTokenizer", None, None, None
@@ -337,7 +343,7 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
     for name, reason in _UNABLE.items():
         if getattr(args, name, False):
-            raise ValueError(f"--{name.replace('_', '-')}: a dry run {reason}")
+            raise Refusal(f"--{name.replace('_', '-')}: a dry run {reason}")
     args.load = args.save = args.pretrained_checkpoint = None
     # Nor a cache of indices, which one rank writes for others.
     args.data_path, args.data_cache_path, args.mock_data = None, None, True
