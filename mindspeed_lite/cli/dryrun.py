@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 _OUTSIDE = "outside the model"
+# What saves memory of a category, besides features.
+_SPREAD = ("more tensor-, pipeline- or expert-parallel ranks",)
+_REMEDIES = {
+    "weights": _SPREAD, "gradients": _SPREAD, "optimizer": ("--use-distributed-optimizer", *_SPREAD),
+    "activations": ("a smaller micro-batch", "more tensor- or context-parallel ranks"),
+}  # fmt: skip
 # Places with the most activations, and modules with the most work, that are shown.
 _PLACES = 8
 # Places of host synchronisations that are shown.
@@ -193,8 +199,9 @@ def _show_fit(
         f"of them {named}")  # fmt: skip
     if not fits:
         most = max(_CATEGORIES, key=lambda name: int(fullest.memory[name]))
-        flags = ", ".join(_smaller(found, kind, most))
-        say(f"most are {most}: {f'{flags}, or ' if flags else ''}more ranks for a model hold less")
+        remedies = [*_smaller(found, kind, most), *(each for each in _REMEDIES[most] if each not in found.words)]
+        say(f"{size(needed - memory)} too much; {size(fullest.memory[most])} are {most}, which take less with "
+            f"{', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}{remedies[-1]}")  # fmt: skip
     return fits
 
 

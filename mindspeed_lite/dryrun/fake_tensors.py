@@ -101,7 +101,7 @@ _DIRECT = {
 def _is_direct(func: Any) -> bool:
     is_by_element = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     is_known = func.overloadpacket in _DIRECT or (is_by_element and func.namespace == "aten")
-    return is_known and fake_tensor.has_meta(func)
+    return is_known and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta")
 
 
 def _have_no_values(args: Iterable[Any]) -> bool:

@@ -25,6 +25,8 @@ from typing import Any
 
 import wrapt
 
+from mindspeed_lite.engine.errors import OptionError
+
 # Arguments whose schedules hold more micro-batches than a pipeline has stages.
 _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
@@ -36,10 +38,6 @@ _UNABLE = {
     "use_megatron_fsdp": "has no CUDA device, which it needs",
     "use_torch_fsdp2": "has no CUDA device, which it needs",
 }
-
-
-class Refusal(ValueError):
-    """What a dry run cannot do or lacks, said whole."""
 
 
 def main() -> None:
@@ -63,6 +61,7 @@ def main() -> None:
     _import_ahead(words)
     _read_ahead()
     gc.freeze()
+    request["end"] = time.time() + request["timeout"]
     read_end, write_end = os.pipe()
     ranks = request["ranks"] or [0]
     announce = write_end if request["ranks"] is None else None
@@ -186,7 +185,7 @@ def _end_in_time(request: dict[str, Any], values: Any) -> None:
         raise TimeoutError(what if values.awaited is None else f"{WAITS} {values.awaited}: {what}")
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(0.1, request["began"] + request["timeout"] - time.time()))
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, request["end"] - time.time()))
 
 
 def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
@@ -253,7 +252,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             found["error"] = f"{ENDED}{ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
-        found["error"] = str(error) if isinstance(error, Refusal) else f"{_told(error)} [{_place(error)}]"
+        found["error"] = str(error) if isinstance(error, OptionError) else f"{_told(error)} [{_place(error)}]"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     active = runtime.current()
@@ -319,7 +318,7 @@ def leave_out(args: Any, names: Sequence[str]) -> list[str]:
 
 
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
-    """A tokenizer without files, of the same size; raises Refusal if files are missing and the size unknown."""
+    """A tokenizer without files, of the same size; raises OptionError if files are missing and the size unknown."""
     from mindspeed_lite.planner.arguments import VOCABULARIES
 
     files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
@@ -331,7 +330,7 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     if missing is None and vocabulary is None:
         return
     if size is None:
-        raise Refusal(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
+        raise OptionError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
     if kind.startswith("BertWordPiece"):
         size += getattr(args, "vocab_extra_ids", 0)
     args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file = "NullTokenizer", None, None, None
@@ -343,7 +342,7 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
     for name, reason in _UNABLE.items():
         if getattr(args, name, False):
-            raise Refusal(f"--{name.replace('_', '-')}: a dry run {reason}")
+            raise OptionError(f"--{name.replace('_', '-')}: a dry run {reason}")
     args.load = args.save = args.pretrained_checkpoint = None
     # Nor a cache of indices, which one rank writes for others.
     args.data_path, args.data_cache_path, args.mock_data = None, None, True
