@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 _OUTSIDE = "outside the model"
+# What saves memory of a category, besides features.
+_SPREAD = ("more tensor-, pipeline- or expert-parallel ranks",)
+_REMEDIES = {
+    "weights": _SPREAD, "gradients": _SPREAD, "optimizer": ("--use-distributed-optimizer", *_SPREAD),
+    "activations": ("a smaller micro-batch", "more tensor- or context-parallel ranks"),
+}  # fmt: skip
 # Places with the most activations, and modules with the most work, that are shown.
 _PLACES = 8
 # Places of host synchronisations that are shown.
@@ -58,8 +64,8 @@ def add_options(parser: Parser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    with terminal.progress("importing torch"):
-        from mindspeed_lite.dryrun import launch, match, rank, timing
+    from mindspeed_lite.dryrun import launch, match, rank, timing
+
     try:
         found = launch.find(options.command)
         measured = links.read(options.links, found.world_size) if options.links else None
@@ -77,9 +83,11 @@ def main(options: argparse.Namespace) -> int:
         first = min(errors, key=lambda each: (each.error.startswith(rank.WAITS), each.ended_at))
         failed = next(each for each in errors if each.error == first.error)
         print("\n".join(["--- the end of the log", *failed.log_tail, "---"]), file=sys.stderr)
-        raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}", 1)
-    for flag in found.unquoted:
-        say(f"{flag}: a path with spaces needs quotes; the training ends there, the dry run reads no files")
+        hint = _hint(failed.error, found)
+        raise CommandError(f"rank {failed.number} of {found.world_size}: {failed.error}{hint}", 1)
+    if found.unquoted:
+        say(f"{', '.join(found.unquoted)}: a path with spaces needs quotes; a training ends there, a dry run reads no "
+            "files")  # fmt: skip
     step = timing.predict(timing.stages_of(ranks), device) if device else None
     alike = [str(each.number) for each in ranks if each.is_alike]
     ranks = [each for each in ranks if not each.is_alike]
@@ -93,12 +101,26 @@ def main(options: argparse.Namespace) -> int:
     _show_features(ranks[0])
     if step and device:
         _show_time(step, device, found.world_size)
+    if memory is None:
+        say("\n--device NAME says whether it fits, and how long a step takes")
     fits = memory is None or _show_fit(ranks, memory, options, found)
     say("\n" + ("\n".join(problems) if problems else f"collectives match on the {len(ranks)} ranks that ran"))
     timed = {"step": {"step_s": step.seconds, **asdict(step)}} if step else {}
     write_json(options.json, {"world_size": found.world_size, "problems": problems,
                               "ranks": [asdict(each) for each in ranks], **timed})  # fmt: skip
     return 0 if fits and not problems else 1
+
+
+def _hint(error: str, found: launch.TrainingLaunch) -> str:
+    """What to change in the command, if a script's error does not say."""
+    if "world_size" in error and "divisible" in error:
+        return f"; the command starts {found.world_size} ranks: set its --nnodes, or the variable that its script reads"
+    words = [*found.words]
+    for place, word in enumerate(words):
+        if f"unrecognized argument {word!r}" in error:
+            flag = next((each for each in reversed(words[:place]) if each.startswith("--")), "")
+            return f"; it comes after {flag}, whose value needs quotes if it has spaces" if flag else ""
+    return ""
 
 
 def _total(one: rank.RankResult) -> int:
@@ -133,19 +155,19 @@ def _show_work(one: rank.RankResult) -> None:
 
 
 def _show_host(one: rank.RankResult) -> None:
-    from mindspeed_lite.tuning import host
+    from mindspeed_lite.tuning import host_tables
 
     counts = Counter({(call, place): count for call, place, count in one.host["synchronizations"]})
     total, micro_batches = sum(counts.values()), one.micro_batches[0]
     say(f"\n{total} host synchronisation{'s' * (total != 1)} of rank {one.number} in a step of {micro_batches} "
         f"micro-batch{'es' * (micro_batches != 1)}, without the log")  # fmt: skip
-    table(host.SYNCHRONIZATION_HEADERS, host.synchronization_rows(counts)[:_CALLS])
+    table(host_tables.SYNCHRONIZATION_HEADERS, host_tables.synchronization_rows(counts)[:_CALLS])
     if len(counts) > _CALLS:
         say(f"and {len(counts) - _CALLS} more places, which --json lists")
     launches: Counter[tuple[str, str]] = Counter()
     for each in one.work:
         launches[each["module"], each["pass"]] += each["launches"]
-    headers, rows = host.module_rows(launches, one.host["calls"], {})
+    headers, rows = host_tables.module_rows(launches, one.host["calls"], {})
     layers = [row for row in rows if ".*" in row[0]]
     table(headers, layers, "launches of a call of a module, those within included")
 
@@ -177,8 +199,9 @@ def _show_fit(
         f"of them {named}")  # fmt: skip
     if not fits:
         most = max(_CATEGORIES, key=lambda name: int(fullest.memory[name]))
-        flags = ", ".join(_smaller(found, kind, most))
-        say(f"most are {most}: {f'{flags}, or ' if flags else ''}more ranks for a model hold less")
+        remedies = [*_smaller(found, kind, most), *(each for each in _REMEDIES[most] if each not in found.words)]
+        say(f"{size(needed - memory)} too much; {size(fullest.memory[most])} are {most}, which take less with "
+            f"{', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}{remedies[-1]}")  # fmt: skip
     return fits
 
 
@@ -195,14 +218,12 @@ def _smaller(found: launch.TrainingLaunch, kind: str, category: str) -> list[str
 
 
 def _show_messages(one: rank.RankResult) -> None:
-    import torch
-
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
     elements: Counter[tuple[tuple[int, ...], str]] = Counter()
     for each in one.messages:
         if each.dtype and len(each.group) > 1:
             counts[each.group, each.kind] += 1
-            elements[each.group, each.kind] += each.size * getattr(torch, each.dtype).itemsize
+            elements[each.group, each.kind] += each.size * each.item_size
     names = {ranks: name for name, ranks in reversed([*one.groups.items()])}
     rows = [
         (names.get(group, "world"), str(len(group)), kind, str(number), size(elements[group, kind]))

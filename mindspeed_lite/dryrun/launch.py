@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,10 @@ from pathlib import Path
 from mindspeed_lite.child_process import child_process
 
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.torchrun")
-_TIMEOUT = 60.0
+_TIMEOUT, _BACKGROUND = 60.0, 10.0
+# Options of torchrun that set the world's size, and those without a value.
+_SIZES = ("nproc-per-node", "nnodes")
+_SWITCHES = ("m", "module", "standalone", "no-python", "run-path", "virtual-local-rank")
 # How flags of one file or folder end, which a dry run does not need; and those of several.
 _PATHS = ("-path", "-dir", "-model", "-file", "--save", "--load")
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -78,6 +82,10 @@ def find(command: Sequence[str]) -> TrainingLaunch:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             ) as child:
                 printed = child.communicate(timeout=_TIMEOUT)[0].decode(errors="replace")
+                # A script may start the training in the background and end.
+                until = time.monotonic() + _BACKGROUND
+                while not record.exists() and _is_alive(child.pid) and time.monotonic() < until:
+                    time.sleep(0.05)
         except OSError as error:
             raise LaunchError(f"{command[0]} does not run: {error}") from None
         except subprocess.TimeoutExpired:
@@ -90,6 +98,14 @@ def find(command: Sequence[str]) -> TrainingLaunch:
             given = found["environment"][name].split(os.pathsep)
             found["environment"][name] = os.pathsep.join(each for each in given if each and each != folder)
     return _read(found["python"], found["arguments"], found["folder"], found["environment"])
+
+
+def _is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _write_launchers(folder: Path, path: str) -> None:
@@ -106,15 +122,14 @@ def _read(interpreter: str, words: list[str], folder: str, environment: dict[str
     per_node, nodes = environment.get("WORLD_SIZE", "1"), "1"
     launcher = 2 if words[0] == "-m" and words[1] in _MODULES else int(os.path.basename(words[0]) == "torchrun")
     if launcher:
-        words = words[launcher:]
-        from torch.distributed.run import get_args_parser
-
-        try:
-            parsed = get_args_parser().parse_args(words)
-        except SystemExit:
-            raise LaunchError(f"torchrun does not take these arguments: {shlex.join(words)[:200]}") from None
-        per_node, nodes = parsed.nproc_per_node, parsed.nnodes.rpartition(":")[2]
-        words = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
+        options, left = _torchrun(words[launcher:])
+        given = {name: options.get(name, environment.get(f"PET_{name.replace('-', '_').upper()}")) for name in _SIZES}
+        per_node, nodes = given["nproc-per-node"] or "1", (given["nnodes"] or "1").rpartition(":")[2]
+        if empty := next((name for name in _SIZES if given[name] == ""), None):
+            raise LaunchError(f"--{empty} has no value: a variable of the command may be unset")
+        if not left:
+            raise LaunchError(f"torchrun starts no script: {shlex.join(words[launcher:])[:200]}")
+        words = left
     # `mindspeed-lite run` imports what a dry run imports as well.
     before = words.index("run") + 1 if words[words[0] == "-m"].endswith(("mindspeed-lite", "mindspeed_lite")) else 0
     words = words[before:]
@@ -128,6 +143,20 @@ def _read(interpreter: str, words: list[str], folder: str, environment: dict[str
     ranks = int(per_node) * int(nodes)
     kept, unquoted = _joined(words)
     return TrainingLaunch(interpreter, before > 0, kept, folder, environment, ranks, local, unquoted)
+
+
+def _torchrun(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Options of torchrun, and the script or module that it starts with its arguments."""
+    options: dict[str, str] = {}
+    while words and words[0].startswith("-"):
+        name, has_value, value = words[0].lstrip("-").replace("_", "-").partition("=")
+        words = words[1:]
+        if not has_value and name not in _SWITCHES and words and not words[0].startswith("-"):
+            value, words = words[0], words[1:]
+        # A prefix suffices.
+        options[next((each for each in _SIZES if each.startswith(name)), name)] = value
+    is_module = bool(words) and not options.keys().isdisjoint(("m", "module"))
+    return options, ["-m", *words] if is_module else words
 
 
 def _joined(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

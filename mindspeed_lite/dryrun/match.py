@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from .world import RECEIVES, SENDS, GroupCall
+from .calls import RECEIVES, SENDS, GroupCall
 
 
 def problems(messages: Mapping[int, Sequence[GroupCall]]) -> list[str]:

@@ -70,17 +70,24 @@ class PassedValues:
         return (self.folder / f"ended-{rank}").exists()
 
     def _is_circle(self, rank: int) -> bool:
-        """True if `rank` waits, perhaps through others, for this rank."""
+        # Ranks go on while they are read: those that are found waiting for the same twice wait at the same time.
+        first = self._circle(rank)
+        return bool(first) and first == self._circle(rank)
+
+    def _circle(self, rank: int) -> list[str]:
+        """What ranks wait for, if `rank` waits, perhaps through others, for this rank; else nothing."""
+        found: list[str] = []
         for _ in self.running:
             if rank == self.rank:
-                return True
+                return found
             try:
                 rank, awaited = pickle.loads(self._waits(rank).read_bytes())
             except FileNotFoundError:
-                return False
+                return []
             if (self.folder / awaited).exists():
-                return False
-        return True
+                return []
+            found.append(awaited)
+        return []
 
     def _write(self, path: Path, value: Any) -> None:
         part = self.folder / f"part-{self.rank}"

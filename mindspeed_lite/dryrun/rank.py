@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 from mindspeed_lite.child_process import child_process
 from mindspeed_lite.planner.published import PublishedDevice
 
+from .calls import GroupCall
 from .launch import TrainingLaunch
-from .world import GroupCall
 
 # Worlds up to this size run whole.
 WHOLE = 8
@@ -26,8 +25,8 @@ _TAIL = 12
 # Errors, or how they begin: a script ends with a code, or without a step; a rank waits for another's values.
 ENDED, NO_STEP = "the script ended with ", "the script ended without a training step"
 WAITS = "waits for rank"
-# Seconds after which ranks that did not end by themselves are ended.
-_GRACE = 5.0
+# Seconds that imports may take, whose end starts the ranks' time.
+_IMPORTS = 60.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def run(
         asked = {
             "world_size": launch.world_size, "local_size": launch.local_size, "words": launch.words, "folder": name,
             "vocabulary": vocabulary, "device": device and asdict(device),
-            "expert_load": expert_load, "timeout": timeout, "began": time.time(),
+            "expert_load": expert_load, "timeout": timeout,
             "replaces_engine": device is None or device.figures.kind != "npu",
             "ranks": [*range(launch.world_size)] if launch.world_size <= WHOLE else None,
         }  # fmt: skip
@@ -93,7 +92,7 @@ def run(
             command, cwd=launch.folder, env=environment, stdout=log, stderr=subprocess.STDOUT
         ) as child:  # fmt: skip
             try:
-                child.wait(timeout + _GRACE)
+                child.wait(_IMPORTS + timeout)
             except subprocess.TimeoutExpired:
                 ending = f"no step within {timeout:g} seconds"
         ranks = {0, *(int(each.name.partition("-")[2]) for each in folder.glob("log-*"))}

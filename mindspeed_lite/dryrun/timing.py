@@ -18,13 +18,13 @@ from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.work import CollectiveCall, Group
 
 from . import prices
+from .calls import PIPELINE, RECEIVES, SENDS, GroupCall
 from .clock import Clock
-from .world import PIPELINE, RECEIVES, SENDS
 
 if TYPE_CHECKING:
     from .rank import RankResult
     from .work import WorkRecorder
-    from .world import GroupCall, World
+    from .world import World
 
 _Parts = defaultdict[str, float]
 # Passes that each micro-batch repeats.
@@ -52,12 +52,10 @@ def clock_of(device: Mapping[str, Any] | None) -> Clock | None:
 
 def on_message(clock: Clock, recorder: WorkRecorder, world: World) -> Callable[[GroupCall], Callable[[], None]]:
     """What the world calls with each collective of a step."""
-    import torch
 
     def call(message: GroupCall) -> Callable[[], None]:
-        width = getattr(torch, message.dtype).itemsize
-        size = max(message.size, sum(message.sent), sum(message.received)) * width
-        seconds = prices.message(clock.device, message.kind, message.group, size, width)
+        size = max(message.size, sum(message.sent), sum(message.received)) * message.item_size
+        seconds = prices.message(clock.device, message.kind, message.group, size, message.item_size)
         place, label = recorder.place()[1], _parallel(message, world.groups)
         end = clock.message(place, label, message.group, seconds, message.is_async)
         return lambda: clock.wait(recorder.place()[1], label, end)
@@ -110,12 +108,10 @@ def of_step(
 
 def _between_stages(device: PublishedDevice, world: World) -> float:
     """Seconds of the largest message between pipeline stages."""
-    import torch
-
     sent = [each for each in world.messages if each.kind in (*SENDS, *RECEIVES) and each.dtype]
     if not sent:
         return 0.0
-    size = max(each.size * getattr(torch, each.dtype).itemsize for each in sent)
+    size = max(each.size * each.item_size for each in sent)
     return device.message(CollectiveCall("send", size, Group(2, abs(sent[0].peer - world.rank))))
 
 

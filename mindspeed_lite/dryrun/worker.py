@@ -25,6 +25,8 @@ from typing import Any
 
 import wrapt
 
+from mindspeed_lite.engine.errors import OptionError
+
 # Arguments whose schedules hold more micro-batches than a pipeline has stages.
 _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
@@ -60,6 +62,7 @@ def main() -> None:
     _import_ahead(words)
     _read_ahead()
     gc.freeze()
+    request["end"] = time.time() + request["timeout"]
     read_end, write_end = os.pipe()
     ranks = request["ranks"] or [0]
     announce = write_end if request["ranks"] is None else None
@@ -150,6 +153,8 @@ def _read_ahead() -> None:
     from mindspeed_lite.dryrun import fake_tensors, masked_data, timing, work  # noqa: F401
 
     runtime.catalogue(), runtime.fingerprints()
+    # What torch imports for its first mode.
+    fake_tensors.StoragelessMode()
 
 
 def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int], announce: int | None) -> int:
@@ -191,16 +196,16 @@ def _end_in_time(request: dict[str, Any], values: Any) -> None:
         raise TimeoutError(what if values.awaited is None else f"{WAITS} {values.awaited}: {what}")
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(0.1, request["began"] + request["timeout"] - time.time()))
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, request["end"] - time.time()))
 
 
 def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors, masked_data, timing
+    from mindspeed_lite.dryrun.calls import PIPELINE
     from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
-    from mindspeed_lite.dryrun.world import PIPELINE
     from mindspeed_lite.ops import traced
 
     words, clock = request["words"], timing.clock_of(request["device"])
@@ -258,7 +263,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             found["error"] = f"{ENDED}{ending.code!r}"
     except BaseException as error:
         traceback.print_exc()
-        found["error"] = f"{_told(error)} [{_place(error)}]"
+        found["error"] = str(error) if isinstance(error, OptionError) else f"{_told(error)} [{_place(error)}]"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     active = runtime.current()
@@ -324,7 +329,7 @@ def leave_out(args: Any, names: Sequence[str]) -> list[str]:
 
 
 def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
-    """A tokenizer without files, of the same size; raises ValueError if files are missing and the size unknown."""
+    """A tokenizer without files, of the same size; raises OptionError if files are missing and the size unknown."""
     from mindspeed_lite.planner.arguments import VOCABULARIES
 
     files = [getattr(args, name, None) for name in ("tokenizer_model", "vocab_file", "merge_file")]
@@ -336,7 +341,7 @@ def replace_tokenizer(args: Any, vocabulary: int | None) -> None:
     if missing is None and vocabulary is None:
         return
     if size is None:
-        raise ValueError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
+        raise OptionError(f"the tokenizer's {missing} is not on this machine: give its size by --vocabulary N")
     if kind.startswith("BertWordPiece"):
         size += getattr(args, "vocab_extra_ids", 0)
     args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file = "NullTokenizer", None, None, None
@@ -348,7 +353,7 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     """One step without files, with as few micro-batches as hold what all hold; micro-batches run, and all."""
     for name, reason in _UNABLE.items():
         if getattr(args, name, False):
-            raise ValueError(f"--{name.replace('_', '-')}: a dry run {reason}")
+            raise OptionError(f"--{name.replace('_', '-')}: a dry run {reason}")
     args.load = args.save = args.pretrained_checkpoint = None
     # Nor a cache of indices, which one rank writes for others.
     args.data_path, args.data_cache_path, args.mock_data = None, None, True

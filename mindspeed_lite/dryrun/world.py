@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .calls import PIPELINE, RECEIVES, SENDS, GroupCall
 from .fake_tensors import KNOWN, keep_share, know, known, share_of, with_storage
 from .passed_values import PassedValues
 
@@ -35,33 +36,10 @@ COLLECTIVES = {
     "gather": "tensor",
     "scatter": "tensor",
 }
-SENDS, RECEIVES = ("send", "isend", "send_object_list"), ("recv", "irecv", "recv_object_list")
 # Calls whose messages are Python objects or nothing: they only have an order.
 _OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "send_object_list",
             "recv_object_list")  # fmt: skip
-# Megatron's name of the group of a pipeline's stages.
-PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 _OWN_INIT, _OWN_NEW = dist.init_process_group, dist.new_group
-
-
-@dataclass(frozen=True)
-class GroupCall:
-    """One call of a rank.
-
-    group: global ranks. kind: function of `torch.distributed`. size: elements that this rank sends, or receives.
-    peer: global rank of a send, a receive or a root, else -1. sent, received: elements by member of an all-to-all.
-    where: file and line of the caller.
-    """
-
-    group: tuple[int, ...]
-    kind: str
-    dtype: str = ""
-    size: int = 0
-    peer: int = -1
-    is_async: bool = False
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
-    where: str = ""
 
 
 @dataclass

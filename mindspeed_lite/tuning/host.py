@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from mindspeed_lite.ops import traced
 from mindspeed_lite.text_layout import table, wrapped
 
+from .host_tables import SYNCHRONIZATION_HEADERS, module_rows, synchronization_rows
 from .operators import NodeModules, module_paths, moves_nothing
 from .synchronizations import RECORDED, SynchronizationRecorder
 
-PASSES = ("forward", "recompute", "backward")
 _MODULE, _KERNEL, _NODE = "module of the model: ", "kernel of mindspeed_lite: ", "autograd::engine::evaluate_function"
 _KERNELS = (_KERNEL, "## Call CompiledFxGraph")
 # Calls of these have no place.
@@ -227,41 +227,3 @@ class StepWatch:
             headers, rows = module_rows(self.launches.counts, calls, self.times.seconds)
             lines += ["Of a call of a module, those within included:", *table(headers, rows, columns)]
         return "\n".join(lines)
-
-
-SYNCHRONIZATION_HEADERS = ("calls", "call", "where")
-
-
-def synchronization_rows(counts: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
-    found = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
-    return [(str(count), call, place) for (call, place), count in found]
-
-
-def module_rows(
-    launches: Mapping[tuple[str, str], int], calls: Mapping[str, int],
-    seconds: Mapping[tuple[str, str], Sequence[float]],
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:  # fmt: skip
-    """Headers and rows: launches of a call of a module by pass, those of modules within included, and time if known."""
-    passes = [each for each in PASSES if any(during == each for _, during in launches)]
-    timed = passes if seconds else []
-    rows = []
-    for kind in sorted(filter(_is_shown, calls)):
-        within = {each: n for each, n in launches.items() if f"{each[0]}.".startswith(f"{kind}." if kind else "")}
-        if not within:
-            continue
-        by_pass = [sum(n for (_, during), n in within.items() if during == each) for each in passes]
-        times = [seconds.get((kind, each), ()) for each in timed]
-        rows.append((
-            kind or "model", str(calls[kind]), *(_figure(each / max(1, calls[kind])) for each in by_pass),
-            *(f"{1000 * sum(each) / len(each):.2f}" if each else "-" for each in times),
-        ))  # fmt: skip
-    return ("module", "calls", *(f"{each} launches" for each in passes), *(f"{each} ms" for each in timed)), rows
-
-
-def _is_shown(kind: str) -> bool:
-    """A layer, its parts, and modules outside of layers."""
-    return kind.partition(".*")[2].count(".") <= 1
-
-
-def _figure(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")

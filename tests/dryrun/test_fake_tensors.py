@@ -36,3 +36,25 @@ def test_integers_of_a_batch_are_known():
         tokens = torch.cat([found["tokens"].view(-1), found["tokens"].view(-1)])
         assert int((tokens == -200).sum()) == 4 and torch.where(tokens != -200)[0].shape == (8,)
         assert found["image"].sum().shape == ()
+
+
+def test_shapes_found_directly_are_those_of_torchs_fake_tensors(monkeypatch):
+    def found(is_direct):
+        if not is_direct:
+            monkeypatch.setattr(fake_tensors, "_is_direct", lambda func: False)
+        with fake_tensors.StoragelessMode() as mode, torch.no_grad():
+            x, y = torch.empty(4, 6, dtype=torch.bfloat16), torch.empty(6, 4)
+            own = x.detach()
+            results = [
+                x.view(2, 12), x[1:3, ::2], x.as_strided((2, 2), (3, 1), 1), x.expand(3, 4, 6), x.t(), x.unsqueeze(1),
+                *x.split(3, dim=1), *x.split([1, 5], dim=1), torch.cat([x, y.t()], 1), y @ y.t(), x.mul(y.t()),
+                x.add(1, alpha=2), x > 0, y.clone(), x.t().clone(), own.mul_(2), own.copy_(y.t()),
+                torch.where(x > 0, x, 1.0), torch.nn.functional.pad(x, (0, 1)), torch.nn.functional.silu(x),
+            ]  # fmt: skip
+            assert {each.fake_mode for each in results} == {mode}
+            return [
+                (each.shape, each.stride(), each.dtype, each.device, each.storage_offset(),
+                 each.untyped_storage()._cdata == x.untyped_storage()._cdata) for each in results
+            ]  # fmt: skip
+
+    assert found(True) == found(False)

@@ -37,13 +37,15 @@ def test_torchrun_gives_the_size_of_the_world():
     [
         ("python -m torch.distributed.run --nproc-per-node 2 a.py --x", ("a.py", "--x"), 2),
         ("torchrun --nproc-per-node 2 -m mindspeed_lite run a.py --x", ("a.py", "--x"), 2),
-        ("torchrun --nproc-per-node 2 -m package.module --x", ("-m", "package.module", "--x"), 2),
+        ("torchrun -m --nproc 2 package.module --x", ("-m", "package.module", "--x"), 2),
+        ("env PET_NNODES=3 torchrun --standalone --log-dir=l --nproc_per_node=2 --rdzv_id 7 a.py", ("a.py",), 6),
         ("python a.py --x", ("a.py", "--x"), 1),
         ("python -m mindspeed_lite run a.py --x", ("a.py", "--x"), 1),
         (f"{sys.executable} -u a.py", ("a.py",), 1),
         (f"bash -c '{sys.executable} -m torch.distributed.run --nproc-per-node 2 a.py'", ("a.py",), 2),
         ("torchrun --nproc-per-node 2 mindspeed-lite run a.py", ("a.py",), 2),
         ("mindspeed-lite run a.py --x", ("a.py", "--x"), 1),
+        ("bash -c 'nohup torchrun --nproc-per-node 2 a.py > log 2>&1 &'", ("a.py",), 2),
         ("env PYTHONPATH=/nowhere torchrun --nproc-per-node 2 a.py", ("a.py",), 2),
     ],
 )
@@ -80,7 +82,8 @@ def test_paths_without_quotes_are_said(tmp_path):
         ("python -m mindspeed_lite --help", "starts no torchrun and no python script"),
         ("no_such_program x", "no_such_program does not run"),
         ("torchrun --nproc-per-node gpu a.py", "do not say how many ranks"),
-        ("torchrun --no-such-option a.py", "torchrun does not take these arguments"),
+        ("torchrun --nnodes --nproc-per-node 2 a.py", "--nnodes has no value: a variable of the command may be unset"),
+        ("torchrun --nnodes 2", "torchrun starts no script: --nnodes 2"),
         ("torchrun --nproc-per-node 2 none.py", "there is no script none.py in "),
     ],
 )

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mindspeed_lite.dryrun import match
-from mindspeed_lite.dryrun.world import GroupCall
+from mindspeed_lite.dryrun.calls import GroupCall
 
 WORLD, LEFT, RIGHT = (0, 1, 2, 3), (0, 1), (2, 3)
 

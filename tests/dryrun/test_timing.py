@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mindspeed_lite.dryrun import prices, reserve, timing
+from mindspeed_lite.dryrun.calls import PIPELINE, GroupCall
 from mindspeed_lite.dryrun.clock import Clock
 from mindspeed_lite.dryrun.fake_tensors import StoragelessMode
 from mindspeed_lite.dryrun.rank import RankResult
 from mindspeed_lite.dryrun.work import WorkRecorder
-from mindspeed_lite.dryrun.world import PIPELINE, GroupCall
 from mindspeed_lite.ops import traced
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul

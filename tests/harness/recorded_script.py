@@ -67,8 +67,9 @@ def main() -> None:
 
     startup.before_validation(prepare)
     train_step.install(step)
-    sys.argv[0] = str(SCRIPT)
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    script = os.environ.get("SCRIPT", str(SCRIPT))
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
