@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 STANDING = {
     "reference": "plain PyTorch, the definition; run by the tests",
     "cpu": "run by the tests, forward and every gradient",
-    "cuda": "not yet run in this release's tests",
-    "npu": "call sites checked against the real torch_npu wheel and an emulation (docs/npu.md); not run on a device",
+    "cuda": "[run on one H100](benchmarks/gpu/h100.md), some as earlier kernels; not run by `make test`",
+    "npu": "call sites checked against the real torch_npu wheel and an emulation ([how](npu.md)); not run on a device",
 }
 
 
@@ -79,8 +79,10 @@ def _standing(feature: Feature, releases: Sequence[str], known: Any, ran: Mappin
     for release in releases:
         marks.setdefault(_mark(feature, release, release in verified, ran), []).append(release)
     trained = marks.pop(("trained", ""), [])
+    # The feature's page has the reasons of its declaration.
+    declared = {*feature.unsupported.values(), ""}
     others = [
-        f"{mark} on {_span(found, releases)}" + (f": {reason}" if reason else "")
+        f"{mark} on {_span(found, releases)}" + (f": {reason}" if reason not in declared else "")
         for (mark, reason), found in marks.items()
     ]
     return [page_link(feature, ""), _span(trained, releases) if trained else "", "; ".join(others)]
@@ -183,7 +185,13 @@ def support() -> str:
         for name in OPERATORS
     ]
     standing = dict.fromkeys(backend for each in backends.values() for backend in each)
-    captured = [(each, why_not_in_graphs(each)) for each in runtime.catalogue()]
+    uncaptured: dict[str, list[str]] = {}
+    for each in runtime.catalogue():
+        if why := why_not_in_graphs(each):
+            uncaptured.setdefault(why, []).append(page_link(each, ""))
+    days: dict[str, list[str]] = {}
+    for name, rows in ran["releases"].items():
+        days.setdefault(_when(rows), []).append(name)
     lines = [
         "# Support",
         "",
@@ -197,11 +205,11 @@ def support() -> str:
         *table(("Feature", "Trained on", "Other releases"), features),
         "",
         "*trained*: off and on, on CPU; losses agree within the feature's class. *read*: the fingerprint of what it",
-        "swaps is known, and it was not trained there. *no*: the release lacks what the feature needs. Patch releases",
-        "with the same source count alike. Other releases:",
+        "swaps is known, and it was not trained there. *no*: the release lacks what the feature needs; the feature's",
+        "page has the reason. Patch releases with the same source count alike. Other releases:",
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
         "",
-        *table(("Release", "Trained on"), [(name, _when(rows)) for name, rows in ran["releases"].items()]),
+        *(f"Trained {when}: {', '.join(names)}." for when, names in days.items()),
         "",
         "## CUDA graphs",
         "",
@@ -209,7 +217,9 @@ def support() -> str:
         "reason. The others stay on: in their training on CPU none of their code reads from the device. None was",
         "captured on a device.",
         "",
-        *table(("Feature", "Why it cannot be captured"), [(page_link(each, ""), why) for each, why in captured if why]),
+        *table(
+            ("Why it cannot be captured", "Features"), [(why, ", ".join(names)) for why, names in uncaptured.items()]
+        ),
         "",
         "## With Transformer Engine",
         "",

@@ -57,12 +57,7 @@ def _facts(record: Record, fastest: Record | None) -> Table:
     if fastest is None:
         return Table("", ("", ""), [])
     features = next(arm["features"] for arm in record["arms"] if arm["name"] == fastest["arm"])
-    rows = [
-        ("features", ", ".join(features) or UNKNOWN),
-        ("peak memory", judged(fastest["memory"])),
-        ("loss", f"{fastest['loss']['verdict']}: {fastest['loss']['reason']}"),
-    ]
-    return Table("", ("", ""), rows)
+    return Table("", ("", ""), [("features", ", ".join(features) or UNKNOWN)])
 
 
 def _compared(record: Record) -> Table:
