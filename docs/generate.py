@@ -131,12 +131,6 @@ def flags() -> list[str]:
     return lines
 
 
-def index() -> list[str]:
-    """The index's table of features."""
-    rows = [(heading, ", ".join(page_link(each, "") for each in found)) for heading, found in by_theme().items()]
-    return table(("Features", "Their pages"), rows)
-
-
 def benchmarks() -> list[str]:
     """The index's list of what was measured, by the titles of the pages."""
     folder = DOCS / "benchmarks"
@@ -194,7 +188,8 @@ def mindspeed() -> list[str]:
             if row.kind == "model":
                 text = row.note
             groups.setdefault((outcome, text), []).append(f"`{row.flag.replace('=', ' ')}`")
-        for outcome in sorted({each for each, _ in groups}):
+        # The page says that such flags are not listed.
+        for outcome in sorted({each for each, _ in groups} - {"as it is"}):
             shared = [(text, names) for (each, text), names in sorted(groups.items()) if each == outcome]
             if outcome and len(shared) > 1:
                 lines += [f"*{outcome}*", ""]
@@ -308,7 +303,7 @@ def memory_of_contexts() -> list[str]:
     whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     rows = []
     for length, name in ((1 << 17, "128k"), (1 << 20, "1M")):
-        for ranks in (1, 4, 8, 16, 32):
+        for ranks in (1, 8, 32):
             own = [*words, "--seq-length", str(length), "--context-parallel-size", str(ranks)]
             kept, again = (
                 planner.ranks(planner.read([*own, *more], 8 * ranks, "npu"))[0] for more in ((), tuple(whole))
@@ -344,11 +339,14 @@ def declaration(feature: Feature) -> list[str]:
         # The page's first sentence says what a switch alone does.
         text = "" if option.help == feature.summary else f": {option.help}"
         flags.append(f"{_flag(option)}{default}{text}")
-    swaps = []
+    found: dict[tuple[str, str], list[str]] = {}
     for patch in feature.patches:
-        releases = f", Megatron-core {patch.versions}" if patch.versions else ""
-        swaps.append(f"{patch.kind} `{patch.target}`{releases}")
-    facts = [("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
+        found.setdefault((patch.kind, patch.versions), []).append(f"`{patch.target}`")
+    swaps = [
+        f"{kind}{f', Megatron-core {versions}' * bool(versions)}: {', '.join(targets)}"
+        for (kind, versions), targets in found.items()
+    ]
+    facts = [("[Operators](../bench.md#operators)", ", ".join(f"`{each}`" for each in feature.operators))]
     facts += [(f"Requires [{each.feature}]({each.feature}.md)", each.reason) for each in feature.requires]
     facts += [(f"Conflicts with [{each.feature}]({each.feature}.md)", each.reason) for each in feature.conflicts]
     facts += _conflicting_args(feature)
@@ -385,7 +383,7 @@ def pages() -> dict[Path, str]:
         ROOT / "README.md": {"results": results(), "groups": groups()},
         ROOT / "examples" / "README.md": {"memory": memory_of_examples()},
         DOCS / "flags.md": {"flags": flags()},
-        DOCS / "index.md": {"features": index(), "benchmarks": benchmarks()},
+        DOCS / "index.md": {"benchmarks": benchmarks()},
         DOCS / "defaults.md": {"defaults": defaults()},
         DOCS / "from-mindspeed.md": {"mindspeed": mindspeed(), "scripts": mindspeed_scripts()},
         DOCS / "guides" / "experts.md": {"deepseek": memory_of_stages()},

@@ -31,15 +31,6 @@ def page_link(feature: Feature, folder: str) -> str:
     return f"[{feature.name}]({folder}features/{feature.name}.md)"
 
 
-def _summary(operator: str) -> str:
-    """The first line of an operator's docstring."""
-    import importlib
-
-    from mindspeed_lite.ops.dispatch import OPERATORS
-
-    return (importlib.import_module(OPERATORS[operator]).__doc__ or "").partition("\n")[0]
-
-
 def _mark(feature: Feature, release: str, verified: bool, ran: Mapping[str, Any]) -> tuple[str, str]:
     """What is known of a feature in a release, of trained, read, not read, fails and no; and the reason if any."""
     from tests.harness import on_and_off
@@ -109,14 +100,15 @@ def _when(rows: Mapping[str, Any]) -> str:
 
 
 def _scripts(ran: Mapping[str, Any]) -> list[str]:
-    """The table of Megatron's own scripts: a row for each tag, a column for each layout."""
-    layouts = list(dict.fromkeys(layout for rows in ran.values() for layout in rows))
-
-    def cell(row: Mapping[str, Any]) -> str:
-        return row.get("fault") or f"{row['drift']:.1e} ({row['on']})" if row else "not run"
-
-    rows = [(f"`{tag}`", *(cell(rows.get(layout, {})) for layout in layouts), _when(rows)) for tag, rows in ran.items()]
-    return table(("Tag", *(f"`{layout}`" for layout in layouts), "Trained on"), rows)
+    """The table of Megatron's own scripts: a row for each tag, with the layout of the largest distance."""
+    rows = []
+    for tag, found in ran.items():
+        faults = [f"`{layout}`: {row['fault']}" for layout, row in found.items() if row.get("fault")]
+        sound = sorted((row["drift"], layout, row["on"]) for layout, row in found.items() if not row.get("fault"))
+        drift = [f"{drift:.1e} (`{layout}`)" for drift, layout, _ in sound[-1:]]
+        on = " to ".join(str(each(count for _, _, count in sound)) for each in (min, max) if sound)
+        rows.append((f"`{tag}`", "; ".join([*drift, *faults]), on, _when(found)))
+    return table(("Tag", "Largest distance", "Features on", "Trained on"), rows)
 
 
 def _environments(ran: Mapping[str, Any]) -> list[str]:
@@ -169,7 +161,7 @@ def support() -> str:
 
     known, engine = runtime.fingerprints(), transformer_engine()
     ran = json.loads((DOCS / "matrix.json").read_text(encoding="utf-8"))
-    releases = sorted(known.entries, key=Version)
+    releases, scripts = sorted(known.entries, key=Version), ran.get("scripts", {})
     backends = {name: (REFERENCE, *operator(name).backends) for name in OPERATORS}
     features = [_standing(feature, releases, known, ran["releases"]) for feature in runtime.catalogue()]
     uses = {name: [page_link(each, "") for each in runtime.catalogue() if name in each.operators] for name in OPERATORS}
@@ -177,7 +169,6 @@ def support() -> str:
     operators = [
         (
             f"`{name}`",
-            _summary(name),
             ", ".join(backends[name]),
             _batch_dependence(operator(name), reasons),
             ", ".join(uses[name]),
@@ -229,14 +220,15 @@ def support() -> str:
         "## Megatron's own script by tag",
         "",
         "`pretrain_gpt.py` of each tag with the import line alone and with `--mindspeed-lite-auto`, three steps on",
-        "CPU (`python -m tools.matrix --scripts`): the largest relative distance of two losses, and the features on.",
+        "CPU (`python -m tools.matrix --scripts`): the largest relative distance of two losses, in",
+        f"{', '.join(f'`{each}`' for each in dict.fromkeys(layout for rows in scripts.values() for layout in rows))}.",
         "",
-        *_scripts(ran.get("scripts", {})),
+        *_scripts(scripts),
         "",
         *_environments(ran.get("environments", {})),
         "## Operators",
         "",
-        *table(("Operator", "What it is", "Backends", "Rows depend on their batch", "Features"), operators),
+        *table(("Operator", "Backends", "Rows depend on their batch", "Features"), operators),
         "",
         "[`--batch-invariant`](features/batch_invariant.md) refuses backends in which a row's bits depend on the other",
         "rows or on their number. What CUDA backends do follows from their kernels, and was not run. Reasons:",

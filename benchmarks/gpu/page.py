@@ -94,7 +94,7 @@ def _operators(found: Json) -> list[str]:
             continue
         forward, last = each["rows"][0], each["rows"][-1]
         for first, both in zip(forward["contenders"], last["contenders"], strict=True):
-            case, who = f"{name} {last['case']}", first["name"]
+            case, who = f"{name} {last['case'].removesuffix(' bf16')}", first["name"]
             if error := first["error"] or both["error"]:
                 rows.append((case, who, _cell(error)[:120], "", "", "", ""))
                 continue

@@ -191,7 +191,7 @@ def _choice(
 
 
 def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
-    """Bytes beyond what a layer keeps: recomputed, or not yet moved."""
+    """Transient bytes of a layer: recomputed, or not yet offloaded."""
     if moment.layer == NONE:
         return 0
     found = 0

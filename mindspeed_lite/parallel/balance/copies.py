@@ -156,7 +156,7 @@ class CopyPlan(NamedTuple):
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: Tensor) -> list[Any]:
-        """Values on other ranks are lost."""
+        """Start to sum each row on its owner; other ranks' rows are left undefined."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
