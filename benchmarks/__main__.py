@@ -101,29 +101,25 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         "",
         "| Training | Step off | Step on | Speed | Peak memory, off to on | Loss |",
         "| --- | --- | --- | --- | --- | --- |",
-        *(f"| {' | '.join(row)} |" for name, report in reports.items() for row in _rows(name, report, kept.name)),
+        *(f"| {' | '.join(row)} |" for each in measured for row in _rows(each, reports[each.name], kept.name)),
         "",
     ]
-    for each in measured:
-        lines += [f"## {each.name}", "", f"{each.about}.", ""]
-        if (kept / each.name / "time.png").is_file():
-            lines += [f"![time of a step]({kept.name}/{each.name}/time.png)", ""]
     if (kept / OPERATORS / "report.md").is_file():
         lines += ["## Operators", "", f"[Every operator against plain PyTorch]({kept.name}/{OPERATORS}/report.md)", ""]
     return "\n".join(lines)
 
 
-def _rows(name: str, report: Mapping[str, Any], folder: str) -> Iterator[list[str]]:
+def _rows(configuration: Configuration, report: Mapping[str, Any], folder: str) -> Iterator[list[str]]:
     arms = {arm["name"]: arm for arm in report["arms"]}
     off = arms["off"]["summary"]
     for row in report["comparisons"]:
         if row["speed"] is None:
-            yield [name, "failed", "", "", "", ""]
+            yield [configuration.name, "failed", "", "", "", ""]
             continue
         on = arms[row["arm"]]["summary"]
         speed, memory = (interval(each["ratio"], each["low"], each["high"]) for each in (row["speed"], row["memory"]))
         yield [
-            f"[{name}]({folder}/{name}/report.md)",
+            f"[{configuration.name}]({folder}/{configuration.name}/report.md): {configuration.about}",
             *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, on)),
             speed,
             f"{size(off['peak_memory_bytes'])} to {size(on['peak_memory_bytes'])}, {memory}",
