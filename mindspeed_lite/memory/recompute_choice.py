@@ -223,7 +223,7 @@ def _solve(
     budget: int | None,
     transfers: Transfers | None,
 ) -> LayerChoice | None:
-    """Least time; without a budget, least peak."""
+    """Minimize the time within the budget or, without a budget, the peak."""
     if not options:
         full = peak((), moments)
         return LayerChoice((), full, 0.0, 0.0) if budget is None or full <= budget else None

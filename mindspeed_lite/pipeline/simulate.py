@@ -81,7 +81,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Raises DeadlockError."""
+    """Simulate a schedule. Raises DeadlockError."""
     found = _simulate(schedule, costs, _Links(costs.message))
     if not costs.one_queue:
         return found

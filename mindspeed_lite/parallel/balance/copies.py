@@ -252,7 +252,7 @@ class CopyCosts(NamedTuple):
         return self.copy / saved if saved else float("inf")
 
     def break_even_of_move(self, share: float, steps: int) -> float:
-        """The same for a move, in tokens per step.
+        """Break-even of a move, in tokens per step.
 
         share: bytes of a move over those of a copy. steps: until the next placement.
         """
