@@ -96,59 +96,30 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         "# Trainings and operators on CPU",
         "",
         f"Measured with `make bench` on {first['environment']['device']}, {days}; {versions}.",
-        "`python -m benchmarks --only NAME` repeats one training; its report, linked from the name, has the command.",
+        "`python -m benchmarks --only NAME` repeats one training; its report, linked from the name, has its features.",
+        "Off is Megatron with the device layer. A ratio is the mean of consecutive pairs, with its 95 % interval.",
         "",
-        "Both arms use the same allocator, threads and data; off is Megatron with the device layer. A ratio is the",
-        "mean of consecutive pairs, with its 95 % interval; compare ratios within a row only.",
-        "",
-        "| Training | Features | Step off | Step on | Speed | Peak memory, off to on | Loss |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        *(f"| {' | '.join(row)} |" for name, report in reports.items() for row in _rows(name, report, kept.name)),
+        "| Training | Step off | Step on | Speed | Peak memory, off to on | Loss |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for each in measured for row in _rows(each, reports[each.name], kept.name)),
         "",
     ]
-    for each in measured:
-        lines += [f"## {each.name}", "", f"{each.about}.", ""]
-        if (kept / each.name / "time.png").is_file():
-            lines += [f"![time of a step]({kept.name}/{each.name}/time.png)", ""]
     if (kept / OPERATORS / "report.md").is_file():
         lines += ["## Operators", "", f"[Every operator against plain PyTorch]({kept.name}/{OPERATORS}/report.md)", ""]
-        lines += _slower(json.loads((kept / OPERATORS / "report.json").read_text()))
     return "\n".join(lines)
 
 
-def _slower(report: Mapping[str, Any]) -> list[str]:
-    """The cases in which a contender was faster beyond the noise."""
-    rows = [
-        f"| {row['operator']} | {row['case']}, {row['direction']} | {each['name']} | {each['ratio']:.2f}x |"
-        for row in report["rows"]
-        for each in row["contenders"]
-        if each["ratio"] is not None and each["ratio_high"] < 1
-    ]
-    if not rows:
-        return []
-    return [
-        f"Another contender was faster in {len(rows)} comparisons. Evaluation and recomputation run the forward pass",
-        "alone.",
-        "",
-        "| Operator | Case | Faster | Its time over ours |",
-        "| --- | --- | --- | --- |",
-        *rows,
-        "",
-    ]
-
-
-def _rows(name: str, report: Mapping[str, Any], folder: str) -> Iterator[list[str]]:
+def _rows(configuration: Configuration, report: Mapping[str, Any], folder: str) -> Iterator[list[str]]:
     arms = {arm["name"]: arm for arm in report["arms"]}
     off = arms["off"]["summary"]
     for row in report["comparisons"]:
         if row["speed"] is None:
-            yield [name, row["arm"], "failed", "", "", "", ""]
+            yield [configuration.name, "failed", "", "", "", ""]
             continue
         on = arms[row["arm"]]["summary"]
         speed, memory = (interval(each["ratio"], each["low"], each["high"]) for each in (row["speed"], row["memory"]))
         yield [
-            f"[{name}]({folder}/{name}/report.md)",
-            ", ".join(arms[row["arm"]]["features"]) or row["arm"],
+            f"[{configuration.name}]({folder}/{configuration.name}/report.md): {configuration.about}",
             *(f"{each['step_seconds'] * 1e3:,.0f} ms" for each in (off, on)),
             speed,
             f"{size(off['peak_memory_bytes'])} to {size(on['peak_memory_bytes'])}, {memory}",

@@ -127,14 +127,8 @@ def flags() -> list[str]:
     for heading, features in by_theme().items():
         lines += ["", f"## {heading}", ""]
         for feature in features:
-            lines += [f"- {_flag(option)} ({page_link(feature, '')}): {option.help}" for option in feature.options]
+            lines.append(f"- {', '.join(map(_flag, feature.options))} ({page_link(feature, '')}): {feature.summary}")
     return lines
-
-
-def index() -> list[str]:
-    """The index's table of features."""
-    rows = [(heading, ", ".join(page_link(each, "") for each in found)) for heading, found in by_theme().items()]
-    return table(("Features", "Their pages"), rows)
 
 
 def benchmarks() -> list[str]:
@@ -170,21 +164,22 @@ def mindspeed() -> list[str]:
     from mindspeed_lite.migration.table import CLASSES, flags
 
     ours = {option.flag for option in runtime.catalogue().options()}
-    meanings = {
-        "write": ("translated", "other words take its place"),
-        "drop": ("left out", "left out: nothing has to be asked for"),
-        "launcher": ("torchrun's", "stays with the launcher; after the training script it is left out"),
-        "skip": ("skipped", "left out, with a notice: the same model trains, without what the flag would save"),
-        "refuse": ("refused", "one line and exit code 2"),
-        "keep": ("as it is", "stays as it is"),
+    # As the page calls the outcomes.
+    done = {
+        "rename": "translated",
+        "write": "translated",
+        "drop": "left out",
+        "launcher": "torchrun's",
+        "skip": "skipped",
+        "refuse": "refused",
+        "keep": "as it is",
     }
-    done = {"rename": "translated"} | {outcome: label for outcome, (label, _) in meanings.items()}
-    lines = table(("Outcome", "Meaning"), meanings.values())
+    lines: list[str] = []
     found: dict[str, list[FlagRow]] = {kind: [] for kind in CLASSES}
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
-        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)})", ""]
+        lines += [f"### {kind.capitalize()}: {CLASSES[kind]} ({len(rows)})", ""]
         # Flags with the same outcome share a line.
         groups: dict[tuple[str, str], list[str]] = {}
         for row in rows:
@@ -193,9 +188,16 @@ def mindspeed() -> list[str]:
             if row.kind == "model":
                 text = row.note
             groups.setdefault((outcome, text), []).append(f"`{row.flag.replace('=', ' ')}`")
-        for (outcome, text), names in sorted(groups.items()):
-            lines.append(f"- {', '.join(names)}: {': '.join(filter(None, (outcome, text)))}")
-    return lines
+        # The page says that such flags are not listed.
+        for outcome in sorted({each for each, _ in groups} - {"as it is"}):
+            shared = [(text, names) for (each, text), names in sorted(groups.items()) if each == outcome]
+            if outcome and len(shared) > 1:
+                lines += [f"*{outcome}*", ""]
+            label = f"{outcome}: " if outcome and len(shared) == 1 else ""
+            for text, names in shared:
+                lines.append(f"- {label}{', '.join(names)}" + (f": {text}" if text else ""))
+            lines.append("")
+    return lines[:-1]
 
 
 def mindspeed_scripts() -> list[str]:
@@ -204,18 +206,21 @@ def mindspeed_scripts() -> list[str]:
 
     # Left out of every script, in the way that the page says above the table.
     common = {"--handler-name", "--enable-hf2mg-convert", "--no-shared-storage", "--mla-mm-split"}
-    rows = []
+    groups: dict[tuple[str, str], list[str]] = {}
     lines = (DOCS / "mindspeed_llm_scripts.tsv").read_text(encoding="utf-8").splitlines()[1:]
     for script, flags in (line.split("\t") for line in lines):
         found = translate(flags.split())
         skipped = [each.use.flag for each in found.steps if each.outcome == "skipped" and each.use.flag not in common]
         starts = "with Transformer Engine" if "--experimental-attention-variant" in found.accepted else "yes"
-        text = ", ".join(f"`{flag}`" for flag in dict.fromkeys(skipped))
-        rows.append((f"`{script}`", "no" if found.refusals else starts, " ".join(found.refusals) or text))
-    accepted = sum(starts != "no" for _, starts, _ in rows)
-    engine = sum(starts not in ("no", "yes") for _, starts, _ in rows)
-    count = f"{accepted} of {len(rows)} start, {engine} of them with Transformer Engine."
-    return [count, "", *table(("Script", "Starts", "Without, or why not"), rows)]
+        # The flags of such a model are in the list of all flags.
+        refused = " ".join(each.partition(" (")[0] for each in found.refusals)
+        key = ("no", refused) if refused else (starts, ", ".join(f"`{flag}`" for flag in dict.fromkeys(skipped)))
+        groups.setdefault(key, []).append(f"`{script}`")
+    count = {starts: sum(len(names) for key, names in groups.items() if key[0] == starts) for starts, _ in groups}
+    engine = count["with Transformer Engine"]
+    first = f"{count['yes'] + engine} of {len(lines)} start, {engine} of them with Transformer Engine."
+    rows = [(", ".join(names), *key) for key, names in groups.items()]
+    return [first, "", *table(("Scripts", "Starts", "Without, or why not"), rows)]
 
 
 def with_transformer_engine() -> list[str]:
@@ -298,7 +303,7 @@ def memory_of_contexts() -> list[str]:
     whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     rows = []
     for length, name in ((1 << 17, "128k"), (1 << 20, "1M")):
-        for ranks in (1, 4, 8, 16, 32):
+        for ranks in (1, 8, 32):
             own = [*words, "--seq-length", str(length), "--context-parallel-size", str(ranks)]
             kept, again = (
                 planner.ranks(planner.read([*own, *more], 8 * ranks, "npu"))[0] for more in ((), tuple(whole))
@@ -315,6 +320,9 @@ def _conflicting_args(feature: Feature) -> list[tuple[str, str]]:
     """Megatron's arguments that skip a feature; those with the same reason share a line."""
     found: dict[str, list[str]] = {}
     for name, why in feature.conflicting_args.items():
+        if name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+            found.setdefault("[why](../support.md#cuda-graphs)", ["CUDA graphs"])
+            continue
         # Most reasons start with the flag: "--cuda-graph-impl records a layer once".
         first, _, rest = why.partition(" ")
         flag, reason = (first.rstrip(":"), rest) if first.startswith("--") else (name, why)
@@ -326,13 +334,19 @@ def declaration(feature: Feature) -> list[str]:
     """What a feature's page says of its flags, targets and relations."""
     flags = []
     for option in feature.options:
-        default = {False: "", None: ""}.get(option.default, f" (`{option.default}` unless given)")
-        flags.append(f"{_flag(option)}{default}: {option.help}")
-    swaps = []
+        is_said = option.default in (False, None) or "(default" in option.help
+        default = "" if is_said else f" (`{option.default}` unless given)"
+        # The page's first sentence says what a switch alone does.
+        text = "" if option.help == feature.summary else f": {option.help}"
+        flags.append(f"{_flag(option)}{default}{text}")
+    found: dict[tuple[str, str], list[str]] = {}
     for patch in feature.patches:
-        releases = f", Megatron-core {patch.versions}" if patch.versions else ""
-        swaps.append(f"{patch.kind} `{patch.target}`{releases}")
-    facts = [("Operators", ", ".join(f"`{each}`" for each in feature.operators))]
+        found.setdefault((patch.kind, patch.versions), []).append(f"`{patch.target}`")
+    swaps = [
+        f"{kind}{f', Megatron-core {versions}' * bool(versions)}: {', '.join(targets)}"
+        for (kind, versions), targets in found.items()
+    ]
+    facts = [("[Operators](../bench.md#operators)", ", ".join(f"`{each}`" for each in feature.operators))]
     facts += [(f"Requires [{each.feature}]({each.feature}.md)", each.reason) for each in feature.requires]
     facts += [(f"Conflicts with [{each.feature}]({each.feature}.md)", each.reason) for each in feature.conflicts]
     facts += _conflicting_args(feature)
@@ -369,7 +383,7 @@ def pages() -> dict[Path, str]:
         ROOT / "README.md": {"results": results(), "groups": groups()},
         ROOT / "examples" / "README.md": {"memory": memory_of_examples()},
         DOCS / "flags.md": {"flags": flags()},
-        DOCS / "index.md": {"features": index(), "benchmarks": benchmarks()},
+        DOCS / "index.md": {"benchmarks": benchmarks()},
         DOCS / "defaults.md": {"defaults": defaults()},
         DOCS / "from-mindspeed.md": {"mindspeed": mindspeed(), "scripts": mindspeed_scripts()},
         DOCS / "guides" / "experts.md": {"deepseek": memory_of_stages()},

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 STANDING = {
     "reference": "plain PyTorch, the definition; run by the tests",
     "cpu": "run by the tests, forward and every gradient",
-    "cuda": "not yet run in this release's tests",
-    "npu": "call sites checked against the real torch_npu wheel and an emulation (docs/npu.md); not run on a device",
+    "cuda": "[run on one H100](benchmarks/gpu/h100.md), some as earlier kernels; not run by `make test`",
+    "npu": "call sites checked against the real torch_npu wheel and an emulation ([how](npu.md)); not run on a device",
 }
 
 
@@ -29,15 +29,6 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def page_link(feature: Feature, folder: str) -> str:
     return f"[{feature.name}]({folder}features/{feature.name}.md)"
-
-
-def _summary(operator: str) -> str:
-    """The first line of an operator's docstring."""
-    import importlib
-
-    from mindspeed_lite.ops.dispatch import OPERATORS
-
-    return (importlib.import_module(OPERATORS[operator]).__doc__ or "").partition("\n")[0]
 
 
 def _mark(feature: Feature, release: str, verified: bool, ran: Mapping[str, Any]) -> tuple[str, str]:
@@ -79,8 +70,10 @@ def _standing(feature: Feature, releases: Sequence[str], known: Any, ran: Mappin
     for release in releases:
         marks.setdefault(_mark(feature, release, release in verified, ran), []).append(release)
     trained = marks.pop(("trained", ""), [])
+    # The feature's page has the reasons of its declaration.
+    declared = {*feature.unsupported.values(), ""}
     others = [
-        f"{mark} on {_span(found, releases)}" + (f": {reason}" if reason else "")
+        f"{mark} on {_span(found, releases)}" + (f": {reason}" if reason not in declared else "")
         for (mark, reason), found in marks.items()
     ]
     return [page_link(feature, ""), _span(trained, releases) if trained else "", "; ".join(others)]
@@ -107,14 +100,15 @@ def _when(rows: Mapping[str, Any]) -> str:
 
 
 def _scripts(ran: Mapping[str, Any]) -> list[str]:
-    """The table of Megatron's own scripts: a row for each tag, a column for each layout."""
-    layouts = list(dict.fromkeys(layout for rows in ran.values() for layout in rows))
-
-    def cell(row: Mapping[str, Any]) -> str:
-        return row.get("fault") or f"{row['drift']:.1e} ({row['on']})" if row else "not run"
-
-    rows = [(f"`{tag}`", *(cell(rows.get(layout, {})) for layout in layouts), _when(rows)) for tag, rows in ran.items()]
-    return table(("Tag", *(f"`{layout}`" for layout in layouts), "Trained on"), rows)
+    """The table of Megatron's own scripts: a row for each tag, with the layout of the largest distance."""
+    rows = []
+    for tag, found in ran.items():
+        faults = [f"`{layout}`: {row['fault']}" for layout, row in found.items() if row.get("fault")]
+        sound = sorted((row["drift"], layout, row["on"]) for layout, row in found.items() if not row.get("fault"))
+        drift = [f"{drift:.1e} (`{layout}`)" for drift, layout, _ in sound[-1:]]
+        on = " to ".join(str(each(count for _, _, count in sound)) for each in (min, max) if sound)
+        rows.append((f"`{tag}`", "; ".join([*drift, *faults]), on, _when(found)))
+    return table(("Tag", "Largest distance", "Features on", "Trained on"), rows)
 
 
 def _environments(ran: Mapping[str, Any]) -> list[str]:
@@ -167,7 +161,7 @@ def support() -> str:
 
     known, engine = runtime.fingerprints(), transformer_engine()
     ran = json.loads((DOCS / "matrix.json").read_text(encoding="utf-8"))
-    releases = sorted(known.entries, key=Version)
+    releases, scripts = sorted(known.entries, key=Version), ran.get("scripts", {})
     backends = {name: (REFERENCE, *operator(name).backends) for name in OPERATORS}
     features = [_standing(feature, releases, known, ran["releases"]) for feature in runtime.catalogue()]
     uses = {name: [page_link(each, "") for each in runtime.catalogue() if name in each.operators] for name in OPERATORS}
@@ -175,7 +169,6 @@ def support() -> str:
     operators = [
         (
             f"`{name}`",
-            _summary(name),
             ", ".join(backends[name]),
             _batch_dependence(operator(name), reasons),
             ", ".join(uses[name]),
@@ -183,7 +176,13 @@ def support() -> str:
         for name in OPERATORS
     ]
     standing = dict.fromkeys(backend for each in backends.values() for backend in each)
-    captured = [(each, why_not_in_graphs(each)) for each in runtime.catalogue()]
+    uncaptured: dict[str, list[str]] = {}
+    for each in runtime.catalogue():
+        if why := why_not_in_graphs(each):
+            uncaptured.setdefault(why, []).append(page_link(each, ""))
+    days: dict[str, list[str]] = {}
+    for name, rows in ran["releases"].items():
+        days.setdefault(_when(rows), []).append(name)
     lines = [
         "# Support",
         "",
@@ -197,11 +196,11 @@ def support() -> str:
         *table(("Feature", "Trained on", "Other releases"), features),
         "",
         "*trained*: off and on, on CPU; losses agree within the feature's class. *read*: the fingerprint of what it",
-        "swaps is known, and it was not trained there. *no*: the release lacks what the feature needs. Patch releases",
-        "with the same source count alike. Other releases:",
+        "swaps is known, and it was not trained there. *no*: the release lacks what the feature needs; the feature's",
+        "page has the reason. Patch releases with the same source count alike. Other releases:",
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
         "",
-        *table(("Release", "Trained on"), [(name, _when(rows)) for name, rows in ran["releases"].items()]),
+        *(f"Trained {when}: {', '.join(names)}." for when, names in days.items()),
         "",
         "## CUDA graphs",
         "",
@@ -209,7 +208,9 @@ def support() -> str:
         "reason. The others stay on: in their training on CPU none of their code reads from the device. None was",
         "captured on a device.",
         "",
-        *table(("Feature", "Why it cannot be captured"), [(page_link(each, ""), why) for each, why in captured if why]),
+        *table(
+            ("Why it cannot be captured", "Features"), [(why, ", ".join(names)) for why, names in uncaptured.items()]
+        ),
         "",
         "## With Transformer Engine",
         "",
@@ -219,14 +220,15 @@ def support() -> str:
         "## Megatron's own script by tag",
         "",
         "`pretrain_gpt.py` of each tag with the import line alone and with `--mindspeed-lite-auto`, three steps on",
-        "CPU (`python -m tools.matrix --scripts`): the largest relative distance of two losses, and the features on.",
+        "CPU (`python -m tools.matrix --scripts`): the largest relative distance of two losses, in",
+        f"{', '.join(f'`{each}`' for each in dict.fromkeys(layout for rows in scripts.values() for layout in rows))}.",
         "",
-        *_scripts(ran.get("scripts", {})),
+        *_scripts(scripts),
         "",
         *_environments(ran.get("environments", {})),
         "## Operators",
         "",
-        *table(("Operator", "What it is", "Backends", "Rows depend on their batch", "Features"), operators),
+        *table(("Operator", "Backends", "Rows depend on their batch", "Features"), operators),
         "",
         "[`--batch-invariant`](features/batch_invariant.md) refuses backends in which a row's bits depend on the other",
         "rows or on their number. What CUDA backends do follows from their kernels, and was not run. Reasons:",

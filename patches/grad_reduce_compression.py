@@ -68,7 +68,7 @@ class _Compression:
         return {"steps": self.steps, "residuals": self.residuals()}
 
     def load(self, state: Any) -> None:
-        """Raises LookupError, TypeError and ValueError for what `state` of such a bucket group is not."""
+        """Load a `state`; raises LookupError, TypeError or ValueError if it is of another bucket group."""
         own, found = self.residuals(), state["residuals"]
         if [each.shape for each in own] != [each.shape for each in found]:
             raise ValueError("buckets differ from the checkpoint's")
@@ -82,7 +82,7 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _compressions(session: Session) -> weakref.WeakKeyDictionary[Any, _Compression | None]:
-    """By bucket group; None where gradients are reduced as they are."""
+    """Compression of each bucket group; None where gradients are not compressed."""
     return session.state(NAME, weakref.WeakKeyDictionary)
 
 

@@ -253,7 +253,7 @@ def _modules(wrapped: Function, session: Session) -> Function:
 
 
 def _spec(wrapped: Function, session: Session) -> Function:
-    """For 0.12, which has no spec provider."""
+    """Patch for Megatron 0.12, which has no spec provider."""
 
     def get_moe_module_spec(
         use_te: Any = True,

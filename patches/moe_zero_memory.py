@@ -42,7 +42,7 @@ _BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
 class ReleasedExperts:
-    """What one layer and micro-batch has released until its backward pass."""
+    """Released tensors of one layer and micro-batch until its backward pass."""
 
     def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
         self.rows, self.level, self._session = rows, level, session
@@ -270,7 +270,7 @@ def _release_shared(session: Session, shared: Any, first: LinearCall, second: Li
 
 
 def _shared(wrapped: Function, session: Session) -> Function:
-    """For the whole shared expert, and for its two layers where they overlap messages."""
+    """Wrapper of the shared expert's forward, or of its two layers if they overlap messages."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         shared = _state(session).shared

@@ -31,7 +31,7 @@ _MOST_CHECKS = 4096
 
 
 class _Check(NamedTuple):
-    """A result that was to be validated, whether it is refused (on the device), and how to do it again."""
+    """Deferred validation of a result: a flag on the device, and the check to repeat."""
 
     is_refused: Tensor
     iteration: int

@@ -89,7 +89,7 @@ def _why_not(context: Context) -> list[str]:
 
 
 def _auto_leaves_off(context: Context) -> list[str]:
-    """What only the flag turns on: sums whose order varies, and rows as many as the vocabulary's."""
+    """Reasons why auto leaves the feature off: nondeterministic sums, or more tokens than rows."""
     if context.settings.get("use_fused_embedding", False):
         return []
     if context.device == "cuda":

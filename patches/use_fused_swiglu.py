@@ -26,7 +26,7 @@ _OFFLOAD = "Transformer Engine's activation offloading marks the tensors that Me
 
 
 def _run(session: Session, original: Function, kind: str, x: Any, bias: Any, weights: Any, **options: Any) -> Any:
-    """original: Megatron's function of x; bias and weights are its own unless given."""
+    """Run the operator; the verifier compares it with `original`, Megatron's function."""
     if weights is not None:
         # Megatron passes one weight per row, leading dimensions flattened.
         weights = weights.reshape(*x.shape[:-1], 1)

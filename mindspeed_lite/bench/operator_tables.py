@@ -61,7 +61,8 @@ def _operator(name: str, rows: list[Record]) -> Table:
         ours = found.get(OURS, {})
         times = (_failure(ours) or seconds(ours.get("seconds")), percent(ours.get("of_ceiling")))
         against = (_against(found.get(other, {})) for other in others)
-        cells.append((f"{row['case']}, {row['direction']}", *times, *against))
+        # The title has the dtype.
+        cells.append((f"{row['case'].removesuffix(' ' + row['dtype'])}, {row['direction']}", *times, *against))
     return Table(name, ("case", "time", "of ceiling", *others), cells)
 
 

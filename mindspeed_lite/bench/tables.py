@@ -78,7 +78,7 @@ def conditions(record: Record) -> Table:
         "parallel": model.get("parallel"),
         "settings": record["settings"],
         "measured": record["created"],
-        "files": [name for names in record.get("files", {}).values() for name in names],
+        "traces": record.get("files", {}).get("trace"),
         "command": shlex.join(record.get("command") or ()),
     }
     rows = [(name.replace("_", " "), text) for name, value in found.items() if (text := _text(value))]

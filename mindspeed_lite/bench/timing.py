@@ -28,7 +28,7 @@ _clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """Amount of measurement.
 
     sample_seconds: minimum per sample. rounds: minimum and maximum; stops between after `seconds`. warmup: uncounted
     calls.

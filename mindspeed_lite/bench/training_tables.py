@@ -57,12 +57,7 @@ def _facts(record: Record, fastest: Record | None) -> Table:
     if fastest is None:
         return Table("", ("", ""), [])
     features = next(arm["features"] for arm in record["arms"] if arm["name"] == fastest["arm"])
-    rows = [
-        ("features", ", ".join(features) or UNKNOWN),
-        ("peak memory", judged(fastest["memory"])),
-        ("loss", f"{fastest['loss']['verdict']}: {fastest['loss']['reason']}"),
-    ]
-    return Table("", ("", ""), rows)
+    return Table("", ("", ""), [("features", ", ".join(features) or UNKNOWN)])
 
 
 def _compared(record: Record) -> Table:
@@ -71,7 +66,7 @@ def _compared(record: Record) -> Table:
         ratios = (judged(each[name]) for name in ("speed", "memory", "first_step"))
         rows.append((label(each["arm"]), *ratios, (each["loss"] or {}).get("verdict", UNKNOWN)))
     note = (
-        f"Means of the pairs of runs, in brackets their {record['settings']['confidence'] * 100:g} % intervals. "
+        f"Means of the pairs of runs, with {record['settings']['confidence'] * 100:g} % intervals. "
         "Speed and first step: above 1 is faster. Peak memory: below 1 is smaller."
     )
     return Table("Compared with off", ("arm", "speed", "peak memory", "first step", "loss"), rows, note)
@@ -134,7 +129,7 @@ def _breakdown(record: Record) -> Table:
         rows.append(["step without profiler", *(seconds((arm["summary"] or {}).get("step_seconds")) for arm in arms)])
     note = (
         "One profiled step, mean of the processes. The profiler slows down arms of many small operators most: compare "
-        "shares here, and speeds by the steps without it. Hidden communication overlaps with compute."
+        "shares. Hidden communication overlaps with compute."
     )
     if disturbed:
         note += f" Not shown: {', '.join(disturbed)}; the profiled step took over {DISTURBED:g} times as long."

@@ -1,4 +1,6 @@
-"""Experts: FILE is what a training with --moe-record-load FILE wrote, also while it still runs. The first table is the
+"""Shows how balancing changes the load of experts, or the attention cost of data-parallel ranks.
+
+Experts: FILE is what a training with --moe-record-load FILE wrote, also while it still runs. The first table is the
 load of experts by layer. The second replays the steps under four policies: none, copies of the hottest experts on every
 rank, experts at other places, and both. Copies see the loads of their step, as --balanced-moe-experts does, and places
 those of the steps before.

@@ -60,7 +60,7 @@ class Megatron(NamedTuple):
 
 
 class Machine:
-    """What checks ask for, found once.
+    """Facts of the machine that checks read, each determined once.
 
     script: the training script, whose folder is in `sys.path`.
     """

@@ -24,7 +24,7 @@ _MARK = "mindspeed_lite: "
 
 
 class Probe(NamedTuple):
-    """trouble: why NPUs cannot be used. breaks_torch: torch loads torch_npu, so its import fails.
+    """Result of the probe. breaks_torch: importing torch fails, because it loads torch_npu.
 
     facts: as far as known, those of `npu.examine`.
     """

@@ -57,7 +57,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _devices(text: str) -> tuple[int, int]:
-    """All devices, and those of a node or 0."""
+    """Number of devices, in total and per node; 0 per node if not given."""
     found = re.fullmatch(r"(?:([1-9]\d{0,5})x)?([1-9]\d{0,6})", text)
     if not found:
         raise argparse.ArgumentTypeError(

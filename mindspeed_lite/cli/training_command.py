@@ -100,7 +100,7 @@ def translated(words: Sequence[str]) -> Sequence[str]:
 
 
 def world_size(command: Sequence[str], flag: str = "--world-size") -> int:
-    """Ranks by a launcher's options or WORLD_SIZE; flag: of this command, which says it otherwise."""
+    """Number of ranks from the launcher's options or WORLD_SIZE; flag: named in errors."""
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?")
     launcher.add_argument("--nnodes", nargs="?", default="1")

@@ -20,7 +20,7 @@ _PORTION = 1 << 28
 
 
 class HostMappedMoments:
-    """`StatePlacement` of moments in host memory, first come first served.
+    """`StatePlacement` that puts moments into host memory in order of registration, up to a budget.
 
     Args:
         budget: bytes of all optimizers that share this; None for no limit.
@@ -77,7 +77,7 @@ class HostMappedMoments:
         """Nothing: the device addresses them."""
 
     def offload(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
-        """Places what was replaced."""
+        """Move moments that were replaced back to host memory."""
         for parameter in parameters:
             state = state_of(parameter)
             if all(name in state for name in _NAMES):

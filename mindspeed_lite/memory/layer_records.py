@@ -130,7 +130,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Context of a recomputation; `given`: other inputs, which the layer does not own."""
+        """Context manager around a recomputation; `given`: inputs that the layer does not own."""
         self._time_backward(layer)
         self._look(layer)
         self._kept[layer] -= 1

@@ -148,7 +148,7 @@ def _option(record: LayerRecord, again: frozenset[str], swapped: frozenset[str])
 
 
 def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
-    """True if not kept; inputs of a part stay, unless nested in a recomputed one."""
+    """True if recomputation of the parts `again` releases the storage; inputs of a part are kept."""
     if each.leaves in again & RELEASED:
         return True
     if each.enters in again or each.enters in NORMS or each.leaves in NORMS:

@@ -191,7 +191,7 @@ def _choice(
 
 
 def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
-    """Bytes beyond what a layer keeps: recomputed, or not yet moved."""
+    """Transient bytes of a layer: recomputed, or not yet offloaded."""
     if moment.layer == NONE:
         return 0
     found = 0
@@ -223,7 +223,7 @@ def _solve(
     budget: int | None,
     transfers: Transfers | None,
 ) -> LayerChoice | None:
-    """Least time; without a budget, least peak."""
+    """Minimize the time within the budget or, without a budget, the peak."""
     if not options:
         full = peak((), moments)
         return LayerChoice((), full, 0.0, 0.0) if budget is None or full <= budget else None

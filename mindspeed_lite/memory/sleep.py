@@ -150,7 +150,7 @@ class Sleeper:
 
     @property
     def asleep(self) -> list[str]:
-        """Names of the parts that sleep."""
+        """Names of the parts that are asleep."""
         return [*self._asleep]
 
     def sleep(self, chunks: Sequence[Any], optimizer: Any, keep: Sequence[str], to: Path | None) -> SleepReport:

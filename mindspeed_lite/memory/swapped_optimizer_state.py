@@ -67,7 +67,7 @@ class SwappedOptimizerState:
         return sum(place.nbytes for places in self._held.values() for place in places.values())
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Offloads these parameters too; no other code may access their memory."""
+        """Register parameters for offloading; no other code may access their memory."""
         for parameter in parameters:
             if parameter.is_contiguous():
                 self._own[parameter] = True

@@ -103,7 +103,7 @@ class Operator:
         return batch_invariant.scoped(implementation) if is_restricted else implementation
 
     def module(self, case: Case, *tensors: Tensor | None) -> Any:
-        """Like `choose`, for operators of several functions: the module of the backend or of the reference."""
+        """Module of the chosen backend or of the reference, for operators with several functions."""
         return self._backend(case, tensors) or sys.modules[self.reference.__module__]
 
     def why_not(self, case: Case) -> list[str]:

@@ -22,7 +22,7 @@ observer: Callable[..., Any] | None = None
 
 
 def observed(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Lets `observer` see the calls of a kernel."""
+    """Decorator that reports the calls of a kernel to `observer`."""
 
     @functools.wraps(kernel)
     def call(*given: _P.args, **options: _P.kwargs) -> _R:

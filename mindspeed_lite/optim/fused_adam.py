@@ -51,7 +51,7 @@ class StatePlacement(Protocol):
         ...
 
     def offload(self, parameters: Iterable[torch.Tensor], state_of: StateOf) -> None:
-        """Ends `fetch`."""
+        """Move the state back after `fetch`."""
         ...
 
     def restore(self) -> None:

@@ -30,7 +30,7 @@ _SIDE = 4096
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[list[int]]:
-    """Each rank's peer, itself if it has none, round by round; pairs of `hosts`' ranks meet once."""
+    """Peer of each rank in each round, itself if it has none; each pair of ranks meets at most once."""
     places: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         places.setdefault(host, []).append(rank)
@@ -63,12 +63,12 @@ def _peers(ranks: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _fast(seconds: Sequence[float]) -> float:
-    """The first quartile: what else runs on a host only lengthens measurements."""
+    """First quartile, since other load only lengthens measurements."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Of (name, machine) of each rank; machines with the same name get a number."""
+    """Host name of each rank, from (name, machine); machines with the same name get a number."""
     machines: dict[str, list[str]] = {}
     for name, machine in dict.fromkeys(hosts):
         machines.setdefault(name, []).append(machine)
@@ -147,7 +147,7 @@ class LinkProbe:
         return self._gathered(median(times))  # also slow now and then is slow
 
     def _latency(self, peer: int, sender: int) -> float:
-        """Seconds of an empty message; what others take longer than the fastest is the hosts'."""
+        """Seconds of an empty message: the fastest, since slower ones are delayed by the hosts."""
         return min(self._round_trips(self._ack, peer, sender, _PINGS)) / 2
 
     def _speed(self, peer: int, sender: int, latency: float, size: int, repeats: int) -> float:

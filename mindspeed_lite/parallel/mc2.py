@@ -20,7 +20,7 @@ SUMMED = range(256, 65535)
 
 
 def why_not(x: Tensor, w: Tensor, ranks: int) -> list[str]:
-    """Reasons against x [M, K] by w [K, N]; equal on all ranks."""
+    """Reasons why the operators cannot multiply x [M, K] by w [K, N]; the same on all ranks."""
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype:
         reasons.append(f"{x.dtype} times {w.dtype}: MC2 takes float16 or bfloat16")

@@ -118,7 +118,7 @@ def parts(rows: int, chunks: int) -> Iterator[slice]:
 
 
 class FusedGemmCollective(ABC):
-    """GEMMs and collectives by fused operators; unsupported calls run unchunked, `say` gets the reason.
+    """Fused GEMM and collective operators; unsupported calls run unchunked and pass the reason to `say`.
 
     The operators ignore `chunks`. `why_not` must be equal on all ranks of a group.
     """
@@ -128,7 +128,7 @@ class FusedGemmCollective(ABC):
 
     @abstractmethod
     def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
-        """Reasons against x [M, K] by w [K, N]."""
+        """Reasons why the operators cannot multiply x [M, K] by w [K, N]."""
 
     @abstractmethod
     def _gather(self, x: Tensor, w: Tensor, group: ProcessGroup, keep: bool) -> tuple[Tensor, Tensor | None]:

@@ -26,7 +26,7 @@ _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 class Symmetric(FusedGemmCollective):
-    """GEMMs and collectives by PyTorch's two operators; support is determined once per group."""
+    """PyTorch's fused GEMM and collective operators over symmetric memory; support is checked once per group."""
 
     def why_not(self, x: Tensor, w: Tensor, group: ProcessGroup) -> list[str]:
         if x.dtype != w.dtype:
@@ -80,7 +80,7 @@ def _missing() -> str | None:
 
 
 def _alone(device: torch.device) -> str | None:
-    """Why a device shares no memory with any other."""
+    """Reason why a device has no symmetric memory, or None."""
     if device.type != "cuda":
         return f"symmetric memory is that of CUDA devices, and this is {device.type}"
     return None

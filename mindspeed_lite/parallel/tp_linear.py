@@ -43,7 +43,7 @@ AUTOGRAD_WGRAD = Wgrad()
 
 @dataclass(frozen=True)
 class TPCommConfig:
-    """gemm: `overlapped_gemm`, or an object with its `gather_matmul` and `matmul_scatter`."""
+    """Communication settings of a layer. gemm: has `gather_matmul` and `matmul_scatter`."""
 
     group: ProcessGroup
     sequence_parallel: bool

@@ -36,7 +36,7 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def _problems(schedule: Schedule) -> Iterator[str]:
-    """Only the first is meaningful: it may cause the others."""
+    """Problems of a schedule; the first may cause the others."""
     placement = schedule.placement
     if not placement or not placement[0] or len({len(row) for row in placement}) != 1:
         yield "its placement has a row for each rank, and every row as many chunks"

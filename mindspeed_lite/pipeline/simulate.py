@@ -81,7 +81,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Raises DeadlockError."""
+    """Simulate a schedule. Raises DeadlockError."""
     found = _simulate(schedule, costs, _Links(costs.message))
     if not costs.one_queue:
         return found
@@ -92,7 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 class _Links:
-    """queues: by pair of ranks, the messages in issue order; None: each direction is a link."""
+    """Simulated links. queues: messages of each pair of ranks in issue order; None: a link per direction."""
 
     def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[Message]] | None = None) -> None:
         self._seconds, self._queues = seconds, queues

@@ -158,7 +158,7 @@ class Schedule:
 
     @property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """(stage, micro-batch) whose forward keeps only its input."""
+        """The (stage, micro-batch) pairs whose forward keeps only its input."""
         return self.units[Kind.RECOMPUTE]
 
     def input(self, rank: int, step: Step) -> Message | None:

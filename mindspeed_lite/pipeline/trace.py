@@ -143,7 +143,7 @@ def median_costs(executions: Sequence[Simulation]) -> Costs:
 
 
 def _message_seconds(executions: Iterable[Simulation]) -> float:
-    """From the end of a sender's step to the begin of a receiver's step that waited for it."""
+    """Mean time from the end of a send to the start of the step that waited for it."""
     waits: list[float] = []
     for execution in executions:
         schedule = execution.schedule

@@ -60,7 +60,7 @@ class _Settings:
 
 @dataclass
 class _Rank:
-    """done: forwards and backwards by chunk. there: step -> arrival of its input. queued: weight gradients."""
+    """Scheduling state of a rank. done: passes by chunk; there: step -> arrival of its input."""
 
     shape: PipelineShape
     settings: _Settings
@@ -105,7 +105,7 @@ class _Rank:
 
 
 def _list_schedule(shape: PipelineShape, placement: Placement, settings: _Settings) -> Schedule:
-    """Every step takes one unit of time."""
+    """List-schedule all passes, each taking one unit of time."""
     empty = Schedule("zb-auto", shape.microbatches, placement, ())
     ranks = []
     for number in range(shape.ranks):

@@ -167,7 +167,7 @@ def without_head_sizes(wrapped: Function, session: Session) -> Function:
 
 
 def without_mask(context: Context) -> dict[str, Any]:
-    """Arguments for a data loader without causal mask, where positions say which keys a row sees."""
+    """Arguments that keep the data loader from making a causal mask."""
     is_needed = context.host_args is None or context.arg("reset_attention_mask", False)
     return {} if is_needed else {"create_attention_mask_in_dataloader": False}
 

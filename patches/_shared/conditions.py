@@ -14,7 +14,7 @@ _CUDA_GRAPH_FLAGS = ("--enable-cuda-graph", "--external-cuda-graph", "--cuda-gra
 
 
 def cuda_graph_args(why: str) -> dict[str, str]:
-    """why: a feature cannot be captured."""
+    """Conflicting arguments for CUDA graphs; why: the reason against capture."""
     return {each[2:].replace("-", "_"): f"{each} {why}" for each in _CUDA_GRAPH_FLAGS}
 
 
@@ -33,7 +33,7 @@ def has_te_layers(context: Context) -> bool:
 
 
 def local(theirs: str) -> Condition:
-    """The local implementation; `theirs`: what Transformer Engine has instead."""
+    """Condition for the local implementation; `theirs`: what Transformer Engine does instead."""
     return lambda context: [f"--transformer-impl transformer_engine {theirs}"] if has_te_layers(context) else []
 
 

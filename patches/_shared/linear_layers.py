@@ -189,7 +189,7 @@ def te_layers(model: Any) -> Iterator[Any]:
 
 
 def delayed_parameters(layer: Any) -> list[Any]:
-    """Parameters of a layer, Megatron's or Transformer Engine's, whose gradients come late; in their own order."""
+    """Parameters with delayed gradients of a Megatron or Transformer Engine layer, in their order."""
     if not hasattr(layer, "wgrad_store"):
         return [layer.weight]
     kinds = ("weight", "bias") if multiplies_bias(layer) else ("weight",)
@@ -198,7 +198,7 @@ def delayed_parameters(layer: Any) -> list[Any]:
 
 
 def multiplies_bias(layer: Any) -> bool:
-    """Whether a bias has its gradient from the weight's product; from an addition it comes at once."""
+    """Whether the bias gradient is computed with the delayed weight gradient."""
     return layer.apply_bias and not getattr(layer, "gemm_bias_unfused_add", False)
 
 

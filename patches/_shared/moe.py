@@ -126,7 +126,7 @@ GROUPED = Relation("moe_grouped_gemm", "its grouped products read the rows and c
 
 
 def grouped_experts(context: Context) -> list[str]:
-    """With Transformer Engine's layers, Megatron's grouped experts on them."""
+    """Reasons against experts on Transformer Engine's layers that are not grouped."""
     return needs("moe_grouped_gemm", "experts in one layer are served")(context) if has_te_layers(context) else []
 
 

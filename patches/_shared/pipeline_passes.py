@@ -35,7 +35,7 @@ class DelayedWgrads:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Context in which `backward_dw`, called by Megatron's plans, computes nothing."""
+        """Context in which `backward_dw`, called by Megatron's plans, keeps weight gradients pending."""
         self._keep(True)
         try:
             yield

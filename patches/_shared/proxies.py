@@ -41,7 +41,7 @@ RECOMPUTED = "activation_is_recomputed"
 
 
 def run_activation(forward: Function, mlp: Any, x: Any, *rest: Any, bias: Any = None, **kwargs: Any) -> Any:
-    """Run what Megatron's MLP computes between its two linear layers.
+    """Run the part of Megatron's MLP between its two linear layers.
 
     x, bias: the outputs of the first layer.
     """

@@ -1,4 +1,4 @@
-"""Where Megatron's training loop is."""
+"""Current and last step of Megatron's training loop."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def switch_off(owner: Any, name: str, session: Session, is_there: Callable[[], b
 
 
 def switch_on_again(owner: Any, name: str, session: Session, is_there: Callable[[], bool]) -> None:
-    """Set what `switch_off` has cleared."""
+    """Set the attribute that `switch_off` has cleared."""
     setattr(owner, name, True)
     switch_off(owner, name, session, is_there)
 
@@ -232,6 +232,6 @@ def parameters(function: Function) -> frozenset[str]:
 
 
 def filter_kwargs(function: Function, **given: Any) -> dict[str, Any]:
-    """Those that this release's function has."""
+    """Keyword arguments that the function of this release accepts."""
     names = parameters(function)
     return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}

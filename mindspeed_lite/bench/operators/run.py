@@ -211,13 +211,12 @@ def _row(
 
 
 def _judge(row: Mapping[str, Any], findings: Findings) -> None:
-    case = f"{row['operator']}, {row['case']}"
-    where = f"{case}, {row['direction']}"
+    operator, where = row["operator"], f"{row['operator']}, {row['case']}, {row['direction']}"
     for contender in row["contenders"]:
         name, error, ratio = contender["name"], contender["error"], contender["ratio"]
         if error is not None:
             severity = "warning" if name in PLAIN or error.startswith(equivalence.DISAGREES) else "note"
-            findings.add("failure" if name == OURS else severity, f"{name} did not run in {case}: {error}")
+            findings.add("failure" if name == OURS else severity, f"{name} did not run in {operator}: {error}")
         elif name in PLAIN and ratio is not None and ratio < 1 - _NEGLIGIBLE and contender["ratio_high"] < 1:
             text = f"{OURS} is slower than {name} in {where}: {name} takes {ratio:.2f}x of our time"
             findings.add("warning", text)

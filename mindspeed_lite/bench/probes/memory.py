@@ -12,7 +12,7 @@ from mindspeed_lite.memory.saved_tensors import Tracker
 
 
 class MemoryProbe:
-    """counts_fake: for a dry run, whose tensors have no addresses. module: path of the module that runs, if known."""
+    """Tracks saved tensors of a step; counts_fake: for dry runs, whose tensors have no addresses."""
 
     def __init__(self, counts_fake: bool = False, module: Callable[[], str] = str) -> None:
         self.counted: dict[str, Any] = {}
@@ -38,7 +38,7 @@ class MemoryProbe:
 
 
 def size(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of distinct storages, except those of `besides`."""
+    """Total bytes of the distinct storages, without those in `besides`."""
     others = {each.untyped_storage()._cdata for each in besides}
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
     return sum(storage.nbytes() for key, storage in storages.items() if key not in others)

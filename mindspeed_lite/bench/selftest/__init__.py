@@ -56,7 +56,7 @@ def run(
     device: str, *, quick: bool = False, facts: dict[str, Any] | None = None, seconds: float = SECONDS,
     tell: Progress = lambda done, total, what: None, plan: ListChecks = all_checks,
 ) -> dict[str, Any]:  # fmt: skip
-    """Report of every check on `device`.
+    """Run every check on `device` and return the report.
 
     Args:
         facts: added to the report.

@@ -18,7 +18,7 @@ _MEGABYTE = 1 << 20
 
 
 class DeviceCheckError(AssertionError):
-    """The device behaves otherwise than expected."""
+    """A device check found unexpected behaviour."""
 
 
 def checks(device: str) -> list[Check]:

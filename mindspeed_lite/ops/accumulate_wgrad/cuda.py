@@ -29,7 +29,7 @@ def supported(case: Case) -> list[str]:
 
 @functools.cache
 def _wrong_sums(dtype: torch.dtype, device: str) -> tuple[str, ...]:
-    """What is wrong with a sum of small integers, which every rounding leaves as they are."""
+    """Errors of `addmm` on small integers, which need no rounding."""
     main_grad = torch.arange(256, dtype=torch.float32, device=device).view(16, 16)
     expected, ones = main_grad + 16, torch.ones(16, 16, dtype=dtype, device=device)
     try:

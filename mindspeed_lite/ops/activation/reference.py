@@ -125,7 +125,7 @@ def _backward(dy: Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[boo
 def _gradients(
     dy: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, spec: ActivationSpec, wants_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Of x in fp32 (float64 for float64), and of weights."""
+    """Gradients of x, in fp32 (float64 for float64), and of the weights."""
     dtype = precision(x.dtype)
     dy, wide = dy.to(dtype), x.to(dtype)
     if bias is not None:

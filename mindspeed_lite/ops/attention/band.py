@@ -14,7 +14,7 @@ CAUSAL: Window = (-1, 0)
 
 
 def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bool, Window | None]:
-    """Canonical band: limits that hide nothing dropped, causal alone as (True, None).
+    """Canonical form of a band: without limits that hide no key; causal alone is (True, None).
 
     Short sequences so lose a window wider than they are, and its mask.
     """

@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 @traced.observed
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool = False) -> autograd.Pair:
-    """wide: `out` is unrounded fp32."""
+    """Output and log-sum-exp; wide: the output is unrounded fp32."""
     if not _in_kernel(q, spec):
         return blocked.forward(q, k, v, spec)
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -59,7 +59,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, wide: bool 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> autograd.Triple:
-    """wide: gradients are unrounded fp32."""
+    """Gradients of q, k and v; wide: unrounded fp32."""
     if not _in_kernel(q, spec):
         return blocked.backward(dout, q, k, v, out, lse, spec)
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)

@@ -27,7 +27,7 @@ _LANES = 8
 
 
 class _Masking(NamedTuple):
-    """atten_mask, sparse_mode, pre_tockens and next_tockens of the operator."""
+    """Mask arguments of `npu_fusion_attention`: atten_mask, sparse_mode, pre_tockens, next_tockens."""
 
     mask: Tensor | None = None
     mode: int = 0

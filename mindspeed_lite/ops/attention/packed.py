@@ -56,7 +56,7 @@ class Packing:
         starts_q: Tensor | Sequence[int] | None = None,
         starts_k: Tensor | Sequence[int] | None = None,
     ) -> Packing:
-        """From cumulative lengths with a leading zero, as in Transformer Engine and Megatron.
+        """Packing from cumulative lengths with a leading zero, as in Transformer Engine and Megatron.
 
         Args:
             ends_q: cu_seqlens_q.

@@ -44,7 +44,7 @@ def merge(parts: Tensor) -> Tensor:
 
 
 def shifted(x: Tensor, top: Tensor) -> Tensor:
-    """x - top, and -1000 for what is lower: its exponential is 0, and 0 times it is no NaN."""
+    """x - top, at least -1000: its exponential is 0, and its product with 0 is not NaN."""
     return (x - top).clamp_(min=-1000.0)
 
 
@@ -117,7 +117,7 @@ def only_the_graph_has(references: tuple[int, ...]) -> bool:
 
 
 def references(tensor: Tensor) -> tuple[int, ...]:
-    """Reference counts of tensor and storage; empty if unknown."""
+    """Reference counts of a tensor and of its storage; empty if unknown."""
     if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
         return ()
     memory = tensor.untyped_storage()

@@ -109,7 +109,7 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: Tensor, x: Tensor, coun
 def _backend(
     x: Tensor, width: int, counts: Counts, experts: int, *, biased: bool = False, contiguous: bool = True
 ) -> tuple[Any, Any]:
-    """The module that serves a call, and the counts where it reads them."""
+    """Backend module of a call, and the counts on the device that it reads them from."""
     known = _known(counts, x, experts)
     case = Case(x.device.type, x.dtype, experts, max(width, x.shape[1]), biased, contiguous)
     module = OPERATOR.module(case, x) if x.numel() and width else reference

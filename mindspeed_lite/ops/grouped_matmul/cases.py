@@ -50,7 +50,7 @@ class Shape:
 
 @functools.lru_cache(8)
 def counts(shape: Shape) -> tuple[int, ...]:
-    """No tensor: a fake one has no values."""
+    """Rows per expert as a list, since fake tensors have no values."""
     if shape.experts == 1:
         return (shape.rows,)
     draws = random.Random(2)

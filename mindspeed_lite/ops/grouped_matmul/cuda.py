@@ -217,7 +217,7 @@ def _put(out_ptr, value, row, column, N: tl.constexpr, K: tl.constexpr, ADDS: tl
 
 
 def _tiles(x: Tensor, experts: int, n: int) -> Tiles:
-    """By average rows per expert: the counts are on the device."""
+    """Tile sizes for the average number of rows per expert; the actual counts are on the device."""
     if x.dtype == torch.float32:
         return WIDE
     if is_required():

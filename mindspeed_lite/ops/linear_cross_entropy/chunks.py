@@ -61,7 +61,7 @@ class Head(NamedTuple):
             x.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """dlogits / dx, from logits; None for ones."""
+        """Derivative of the logits with respect to the matmul's output x, from the logits; None if it is 1."""
         if self.soft_cap is None:
             return None if self.temperature == 1.0 else 1 / self.temperature
         bent = logits * (self.temperature / self.soft_cap)  # tanh(x / soft_cap)

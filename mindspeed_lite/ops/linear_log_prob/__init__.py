@@ -37,11 +37,12 @@ def linear_log_prob(
     gather: Gather | None = None,
     accumulate: Accumulate | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and, with `entropy`, -sum_v p_v log p_v (otherwise None); both [...] in fp32, differentiable.
+    """Log-probability of the targets and, with `entropy`, the entropy (else None).
 
-    p = softmax(x / temperature), x = hidden @ weight^T, with soft_cap x = soft_cap tanh(hidden @ weight^T / soft_cap).
-    Both are 0 with gradient 0 where target is `ignore_index`. Mask other targets outside the vocabulary. Memory, shapes
-    and the remaining arguments are those of `linear_cross_entropy`.
+    log p(target) and -sum_v p_v log p_v, both [...] in fp32 and differentiable, where p = softmax(x / temperature) and
+    x = hidden @ weight^T, with soft_cap x = soft_cap tanh(hidden @ weight^T / soft_cap). Both are 0 with gradient 0
+    where target is `ignore_index`. Mask other targets outside the vocabulary. Memory, shapes and the remaining
+    arguments are those of `linear_cross_entropy`.
     """
     for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
         if value is not None and not (math.isfinite(value) and value > 0):

@@ -33,7 +33,7 @@ def _score_of(key):
 
 @triton.jit
 def _best(key, place):
-    """Of the last dimension, the highest key, its first place, and the keys without it."""
+    """Highest key of the last dimension, its first place, and the keys without it."""
     axis: tl.constexpr = len(key.shape) - 1
     highest = tl.max(key, axis=axis, keep_dims=True)
     first = tl.min(tl.where(key == highest, place, 0x7FFFFFFF), axis=axis, keep_dims=True)
@@ -59,7 +59,7 @@ def _close_groups(key, score_type, NUMBER: tl.constexpr, CHOSEN: tl.constexpr, B
 
 @triton.jit
 def _chosen(indices, dprobs, row, place, rows, stride, scale, TOPK: tl.constexpr):
-    """Of the chosen experts `place`: where they are in `indices`, if at all, which they are, and their gradients."""
+    """Chosen experts at `place`: flat positions, their mask, expert indices, and gradients."""
     wanted = (row < rows) & (place < TOPK)
     flat = row * TOPK + place
     at = tl.load(indices + flat, mask=wanted, other=0)

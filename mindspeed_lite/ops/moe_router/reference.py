@@ -33,7 +33,7 @@ class Groups(NamedTuple):
 
 
 class Form(NamedTuple):
-    """scores: PRE_SOFTMAX or a score function. scale: 1.0 for none."""
+    """Options of the routing. scores: PRE_SOFTMAX or a score function; scale: 1.0 for none."""
 
     scores: str
     topk: int

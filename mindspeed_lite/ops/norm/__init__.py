@@ -1,4 +1,4 @@
-"""What rms_norm and layer_norm share: rms_norm is layer_norm without mean and bias."""
+"""Shared code of rms_norm and layer_norm: rms_norm is layer_norm without mean and bias."""
 
 from __future__ import annotations
 

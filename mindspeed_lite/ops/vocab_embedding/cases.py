@@ -18,7 +18,7 @@ SHARDS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """ids: number of tokens. rows: of the shard."""
+    """Shape of a lookup. ids: number of tokens; rows: of the shard."""
 
     ids: int
     hidden: int

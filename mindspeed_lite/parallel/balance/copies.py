@@ -156,7 +156,7 @@ class CopyPlan(NamedTuple):
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: Tensor) -> list[Any]:
-        """Values on other ranks are lost."""
+        """Start to sum each row on its owner; other ranks' rows are left undefined."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
@@ -252,7 +252,7 @@ class CopyCosts(NamedTuple):
         return self.copy / saved if saved else float("inf")
 
     def break_even_of_move(self, share: float, steps: int) -> float:
-        """The same for a move, in tokens per step.
+        """Break-even of a move, in tokens per step.
 
         share: bytes of a move over those of a copy. steps: until the next placement.
         """

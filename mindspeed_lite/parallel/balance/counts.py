@@ -48,13 +48,13 @@ class LoadCounter:
         return len(self._steps) == len(self._tokens)
 
     def add(self, row: int, routing_map: Tensor) -> None:
-        """routing_map: bool [tokens, experts]. No sync."""
+        """Add the tokens per expert of a routing map, bool [tokens, experts], without a synchronization."""
         place = len(self._steps)
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
         self._tokens[place][row] += routing_map.shape[0]
 
     def end_step(self, step: int, experts_at: Mapping[int, Sequence[int]] | None = None) -> None:
-        """experts_at: row -> expert at each place, where experts moved."""
+        """Finish a step; experts_at: row -> expert at each place, for layers whose experts moved."""
         self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
@@ -107,7 +107,7 @@ class LoadAverage:
         self._weight = 0.0
 
     def add(self, routing_map: Tensor) -> None:
-        """routing_map: bool [tokens, experts]. No sync."""
+        """Add the tokens per expert of a routing map, bool [tokens, experts], without a synchronization."""
         self._counts += routing_map.sum(0, dtype=torch.int64)
 
     def end_step(self) -> None:

@@ -133,7 +133,7 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
-        """Reason, equal on every rank, or ""."""
+        """Reason why a layer cannot be balanced, the same on every rank; "" if it can."""
 
     @abc.abstractmethod
     def state_of(self) -> StateOf:

@@ -234,7 +234,7 @@ def route(needed: Needed, window: int = 1) -> RingRoute:
 
 
 def _ring_order(ranks: int, window: int, rank: int, sign: int) -> tuple[int, ...]:
-    """By step: owners of a rank's blocks (sign -1), readers of an owner's block (sign 1)."""
+    """Per ring step, the owner of a rank's block (sign -1) or the reader of its own block (sign 1)."""
     windows = ranks // window
     outer, inner = divmod(rank, window)
     return tuple(

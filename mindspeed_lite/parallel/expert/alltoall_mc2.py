@@ -50,7 +50,7 @@ class RowsOfRank(NamedTuple):
 
     @classmethod
     def of_group(cls, counts: ExpertCounts, group: dist.ProcessGroup, device: torch.device) -> RowsOfRank:
-        """Equal on every rank. A collective."""
+        """Smallest and largest row counts over the group, by an all-reduce: the same on every rank."""
         totals = sum(counts.sent), sum(counts.received)
         found = torch.tensor([-min(totals), max(totals)], device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -59,7 +59,7 @@ class RowsOfRank(NamedTuple):
 
 
 def why_not(x: Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
-    """Reasons against rows x [T, K] and weights [K, width]; equal on all ranks.
+    """Reasons why the operators cannot multiply rows x [T, K] by weights [K, width]; the same on all ranks.
 
     experts: of this rank.
     """

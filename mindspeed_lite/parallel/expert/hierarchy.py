@@ -40,7 +40,7 @@ class TwoLevels(NamedTuple):
 
 
 def _exchanges(table: Tensor, nodes: NodeGroups) -> TwoLevels:
-    """table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node."""
+    """Split sizes of both levels; table (CPU), for each rank: rows and pairs by rank, rows by node."""
     count, rank, ranks = len(table), nodes.rank, nodes.ranks
     node, place = divmod(rank, ranks)
     mates = slice(node * ranks, (node + 1) * ranks)
@@ -95,7 +95,7 @@ class Path(NamedTuple):
     to_experts: RowCopies
 
     def spread(self, x: Tensor) -> Tensor:
-        """Rows for nodes -> rows of local experts, by source, then expert, then token."""
+        """Send rows to their experts' ranks in two hops; sorted by source, expert and token."""
         arrived = self.between.run(x)
         arrived = self.within.run(self.to_ranks.spread(arrived))
         return self.to_experts.spread(arrived)
