@@ -46,7 +46,7 @@ def main() -> None:
 
     world = World(request["world_size"])
     world.install()
-    _fuse_compiled()
+    fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
     words = request["words"]
@@ -74,7 +74,7 @@ def main() -> None:
             _end(Path(request["folder"]), ended, os.waitstatus_to_exitcode(status))
 
 
-def _fuse_compiled() -> None:
+def fuse_compiled() -> None:
     """Count what a compiler would fuse as one kernel, without compiling it."""
     import torch
 
