@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite(*(f"tests.{room}" for room in ("harness", "bench", "ops", "parallel", "patches")))
 
-from tests.harness import checkouts, seeds  # noqa: E402
+from tests.harness import checkouts, seeds, traces  # noqa: E402
 from tests.harness.training import Trainer  # noqa: E402
 
 # The same draws in every run, and no check that depends on the machine's speed.
@@ -41,7 +41,17 @@ with contextlib.suppress(ImportError):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update", action="store_true", help="write the golden files in tests/golden/ anew")
+    parser.addoption("--update", action="store_true", help="write golden files and traces that tests ask for anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--update"):
+        traces.load()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.getoption("--update"):
+        traces.write()
 
 
 # Folders whose files take longest: a file that begins last leaves the other workers idle.

@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "tuning": (("ops", "platform"), None),
     "parallel": (("tuning", "memory", "ops", "platform"), None),
     "pipeline": (("parallel", "memory"), None),
-    "planner": (("parallel", "pipeline"), None),
+    "planner": (("parallel", "pipeline", "platform"), None),
     "migration": ((), None),
     "verify.py": (("comparison", "engine"), ("torch",)),
     "comparison.py": (("ops.traced",), ("torch",)),
@@ -102,7 +102,7 @@ def test_a_room_imports_those_below_it_and_does_not_name_megatron(room):
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "cli/npu_probe"),
     *("cli/doctor_checks", "bench/harness", "bench/training", "bench/calibration/__init__"),
-    *("dryrun/launch", "dryrun/rank", "dryrun/worker"),
+    *("dryrun/launch", "dryrun/rank", "dryrun/worker", "dryrun/layer_trace", "planner/traces"),
 }
 
 
@@ -255,7 +255,7 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 BUDGETS = {
     "mindspeed_lite/bench": 34_100,
     "mindspeed_lite/cli": 26_500,
-    "mindspeed_lite/dryrun": 18_400,
+    "mindspeed_lite/dryrun": 21_300,
     "mindspeed_lite/engine": 18_000,
     "mindspeed_lite/memory": 20_500,
     "mindspeed_lite/migration": 7_300,
@@ -263,7 +263,7 @@ BUDGETS = {
     "mindspeed_lite/optim": 4_700,
     "mindspeed_lite/parallel": 34_400,
     "mindspeed_lite/pipeline": 15_700,
-    "mindspeed_lite/planner": 44_800,
+    "mindspeed_lite/planner": 42_700,
     "mindspeed_lite/platform": 14_400,
     "mindspeed_lite/tuning": 6_200,
     "patches": 68_700,

@@ -84,12 +84,13 @@ def main(options: argparse.Namespace) -> int:
     words = training_command.translated(options.command)
     options.command = training_command.with_auto(words, number, kind, options.vocabulary)
     search = _search(options, number, kind, memory, pricer, reserve)
-    own, problem = _own(options, number, kind, search)
+    with terminal.progress("tracing Megatron's layers"):
+        own, problem = _own(options, number, kind, search)
+        changes = [*planner.changes(own.training)] if options.this and own else []
     report: dict[str, Any] = {"device": pricer.device.name, "devices": number, "budget_bytes": memory}
     if options.this:
         if own is None:
             raise CommandError(problem)
-        changes = [*planner.changes(own.training)]
         _show_own(search, own, changes)
         _show_untimed(options.command)
         features = {"features": [asdict(each) for each in changes]}

@@ -48,7 +48,7 @@ def main() -> None:
 
     world = World(request["world_size"])
     world.install()
-    _fuse_compiled()
+    fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
     hide_broken_engine()
@@ -88,7 +88,7 @@ def hide_broken_engine() -> None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
-def _fuse_compiled() -> None:
+def fuse_compiled() -> None:
     """Count what a compiler would fuse as one kernel, without compiling it."""
     import torch
 

@@ -1,9 +1,10 @@
-"""Predicts memory and time of a training from its arguments, and searches layouts. Runs nothing.
+"""Predicts memory and time of a training from its arguments, and searches layouts.
 
 arguments, flags, training   command line -> TrainingConfig
 layers, layout      layers of each stage
-parameters, optimizer   parameters, gradients, optimizer states
-activations, pieces, context, latent, further_tokens, experts   saved tensors
+traces              parameters and saved tensors of a layer of each kind, as Megatron builds it
+pieces, context     which layers recompute what; algorithms of context parallelism
+parameters, optimizer   parameters by products, for time; gradients, optimizer states
 schedule, orders, pipeline_costs   pipeline schedule
 changes, swapped    memory features
 estimate            memory of each rank

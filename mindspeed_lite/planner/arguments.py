@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from . import context, flags, further_tokens, latent, layout, swapped
+from . import context, flags, layout, swapped
 from .training import ArgumentError, TrainingConfig, pattern
 
 _SWITCHES = {**flags.ON, **flags.GATED, **flags.TIMED}
@@ -145,19 +145,16 @@ def check(training: TrainingConfig) -> TrainingConfig:
         )
     if training.sequence_parallel and training.tp == 1:
         training = training.replace(sequence_parallel=False)  # as in Megatron
-    if training.multi_latent_attention:
-        latent.check(training)
-    if training.mtp_num_layers:
-        further_tokens.check(training)
+    if training.multi_latent_attention and not training.flash:
+        raise ArgumentError(
+            "--multi-latent-attention: Megatron's own local attention does not take its head sizes: add "
+            "--use-flash-attn"
+        )
     context.check(training)
     if training.group_query_attention and training.num_attention_heads % training.num_query_groups:
         raise ArgumentError(
             f"--num-attention-heads {training.num_attention_heads} cannot be divided by --num-query-groups "
             f"{training.num_query_groups}: change one of them"
-        )
-    if training.num_experts and training.moe_router_topk > training.num_experts:
-        raise ArgumentError(
-            f"--moe-router-topk {training.moe_router_topk} of --num-experts {training.num_experts}: give fewer"
         )
     by_hand = (training.decoder_first_pipeline_num_layers or 0) + (training.decoder_last_pipeline_num_layers or 0)
     if by_hand > training.num_layers:
@@ -175,10 +172,6 @@ def check(training: TrainingConfig) -> TrainingConfig:
         raise ArgumentError(f"--quant-states is bf16 or fp8, not {training.quant_states!r}")
     if training.recompute_granularity == "full" and training.recompute_method not in ("uniform", "block"):
         raise ArgumentError("--recompute-granularity full needs --recompute-method uniform or block, as in Megatron")
-    if training.recompute_granularity == "selective" and set(training.recompute_modules) - set(flags.MODULES):
-        raise ArgumentError(
-            f"--recompute-modules {' '.join(training.recompute_modules)}: only {', '.join(flags.MODULES)} are predicted"
-        )
     for budget in training.virtual_optimizer:
         if budget != "all":
             _number("--virtual-optimizer", budget, float)
@@ -186,13 +179,6 @@ def check(training: TrainingConfig) -> TrainingConfig:
         raise ArgumentError(
             "--virtual-optimizer and --swap-optimizer both keep Adam's moments in host memory: drop one"
         )
-    for coefficient in training.moe_aux_loss_coeff:
-        try:
-            float(coefficient)
-        except ValueError:
-            raise ArgumentError(f"--moe-aux-loss-coeff is numbers, not {coefficient!r}") from None
-    if training.moe_pad_expert_input_to_capacity and training.moe_expert_capacity_factor is None:
-        raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor: add it")
     if training.swap_attention:
         swapped.chosen(training)
     if training.schedules_method not in ("", "dualpipev"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from . import context
+from . import context, traces
 from .estimate import CATEGORIES, Rank, ranks
 from .training import TrainingConfig
 
@@ -193,13 +193,12 @@ _TOGGLES = (
 
 
 def changes(training: TrainingConfig) -> Iterator[Change]:
+    toggles = [each for each in _TOGGLES if each.applies(training)]
+    others = [training.replace(**(each.off if each.is_on(training) else each.on)) for each in toggles]
+    traces.prepare([training, *others])
     here = ranks(training)
-    for toggle in _TOGGLES:
-        if not toggle.applies(training):
-            continue
-        is_on = toggle.is_on(training)
-        other = training.replace(**(toggle.off if is_on else toggle.on))
-        there = ranks(other)
+    for toggle, other in zip(toggles, others, strict=True):
+        is_on, there = toggle.is_on(training), ranks(other)
         on, off = (here, there) if is_on else (there, here)
         stages = tuple(one.total - two.total for one, two in zip(on, off, strict=True))
         if any(stages):

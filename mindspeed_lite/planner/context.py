@@ -1,17 +1,10 @@
-"""Predicts attention tensors saved under context parallelism.
-
-Ring and gathered keys keep the rank's own rows; a ring's cache adds received blocks within the window. Ulysses keeps
-exchanged queries, keys, values and output, and the returned output.
-"""
+"""Algorithms of context parallelism, and what they divide."""
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Literal
 
-from .pieces import MemoryEntry, tokens
-from .training import ArgumentError, TrainingConfig, Window
+from .training import ArgumentError, TrainingConfig
 
 Algorithm = Literal["ring", "ulysses", "hybrid", "gathered"]
 
@@ -51,66 +44,6 @@ def sharing(training: TrainingConfig, layer: int) -> int:
     if kind == "hybrid":
         return training.ulysses_degree_in_cp or training.hierarchical_context_parallel_sizes[0]
     return training.cp if kind == "ulysses" else 1
-
-
-def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
-    """Tensors kept between Ulysses exchanges, except statistics."""
-    ranks = sharing(training, layer)
-    numbers = tokens(training) * ranks * (training.num_attention_heads // training.tp // ranks) * training.width
-    # Its heads are a view of all gathered keys.
-    gathered = tokens(training) * ranks * training.local_groups * training.width
-    sizes = (training.query_size, training.value_size)
-    keys, values = (
-        gathered * size if training.use_ulysses_allgather_kv else _heads(training, layer, size) for size in sizes
-    )
-    return [
-        MemoryEntry("attention", "queries of its heads", numbers * training.query_size),
-        MemoryEntry("attention", "keys and values of its heads", keys + values),
-        MemoryEntry("attention", "output of its heads", numbers * training.value_size),
-    ]
-
-
-def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
-    """Tensors in a ring's cache."""
-    policy, ranks = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer)
-    if not policy or algorithm(training, layer) not in ("ring", "hybrid"):
-        return []
-    if layer % (training.context_parallel_cache_interval + 1):
-        return []
-    name = "keys and values" if policy == "full" else "keys"
-    sizes = (training.query_size, training.value_size)[: 2 if policy == "full" else 1]
-    blocks = blocks_received(ranks, training.seq_length // (2 * ranks), training.window_of(layer))
-    size = blocks * sum(_heads(training, layer, each) for each in sizes)
-    return [MemoryEntry("attention", f"{name} that the ring received", size)]
-
-
-@functools.lru_cache(maxsize=64)
-def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
-    """Most blocks of other ranks that any rank computes with.
-
-    Rank r holds chunks r and 2P - 1 - r, of `chunk` rows each; a sliding window excludes some.
-    """
-    if window is None:
-        return ranks - 1
-    before, after = (math.inf if limit < 0 else limit for limit in window)
-
-    def owner(number: int) -> int:
-        return min(number, 2 * ranks - 1 - number)
-
-    def is_seen(keys: int, queries: int) -> bool:
-        return (keys + 1) * chunk - 1 >= queries * chunk - before and keys * chunk <= (queries + 1) * chunk - 1 + after
-
-    def owners(rank: int) -> set[int]:
-        own = rank, 2 * ranks - 1 - rank
-        return {owner(keys) for keys in range(2 * ranks) for queries in own if is_seen(keys, queries)} - {rank}
-
-    return max(len(owners(rank)) for rank in range(ranks))
-
-
-def _heads(training: TrainingConfig, layer: int, size: int) -> int:
-    ranks = sharing(training, layer)
-    groups = max(1, training.local_groups // ranks)
-    return tokens(training) * ranks * groups * size * training.width
 
 
 def check(training: TrainingConfig) -> None:

@@ -1,18 +1,21 @@
-"""Predicts memory by category for each pipeline stage; its ranks are alike."""
+"""Predicts memory by category for each pipeline stage, from traced parts; its ranks are alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from . import activations, further_tokens, layers, optimizer, orders, parameters, schedule, swapped
-from .layers import Chunk
+from . import optimizer, orders, schedule, swapped, traces
+from .layers import Chunk, kind_of
 from .optimizer import States
 from .parameters import Parameters
-from .pieces import MemoryEntry, hidden_bytes, keeps_norm_input
+from .traces import Part, Saved, Trace
 from .training import TrainingConfig
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations")
+# Part of the model, and what it saves.
+Entry = tuple[str, Saved]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Rank:
         ranks: first and last, in Megatron's default order.
         layers: including multi-token prediction.
         kept: micro-batches held at the peak, summed over chunks.
-        lines: activations at the peak, largest first.
+        lines: activations at the peak by module, largest first.
     """
 
     stage: int
@@ -64,8 +67,8 @@ def ranks(training: TrainingConfig) -> list[Rank]:
 
 def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
     per_stage = training.world_size // training.pp
-    held = parameters.of_stage(training, chunks)
-    kept, lines = peak(training, stage, chunks)
+    held = parameters_of(training, chunks)
+    kept, lines = _peak(training, stage, chunks)
     return Rank(
         stage=stage,
         ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
@@ -73,172 +76,165 @@ def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
         parameters=held,
         states=optimizer.states(training, held, stage),
         kept=kept,
-        lines=tuple(lines),
+        lines=lines,
     )
 
 
-def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
-    """Micro-batches held at the activation peak, and its entries."""
-    known: dict[object, tuple[list[MemoryEntry], list[MemoryEntry]]] = {}
-    keys = [_kind(training, chunk, number) for number, chunk in enumerate(chunks)]
-    for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
-        if key not in known:
-            known[key] = _after_forward(training, chunk, number), _in_backward(training, chunk, number)
-    forward, backward = zip(*(known[key] for key in keys), strict=True)
-    sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
-
-    pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
-
-    def beside(moment: schedule.Moment) -> list[MemoryEntry]:
-        assert moment.forward is not None
-        both = (moment.forward, moment.chunk)
-        if both not in pairs:
-            pairs[both] = _in_pair(training, chunks, *both)
-        return pairs[both]
-
-    def size(moment: schedule.Moment) -> int:
-        running = worst[moment.chunk] if moment.forward is None else _bytes(beside(moment))
-        others = sum(count * each for count, each in zip(moment.kept, sizes, strict=True))
-        return others + running - sizes[moment.chunk]
-
-    moment = max(schedule.moments(training, stage), key=size)
-    entries = list(backward[moment.chunk] if moment.forward is None else beside(moment))
-    kept = list(moment.kept)
-    for number, count in enumerate(kept):
-        entries += forward[number] * (count - (number == moment.chunk))
-    if moment.forward is not None:
-        kept[moment.forward] += 1
-    for each in chunks:
-        entries += activations.once(training, len(each.layers) + each.further, _has_mask(training, each))
-    return sum(kept), _summed(entries)
+def parameters_of(training: TrainingConfig, chunks: Sequence[Chunk]) -> Parameters:
+    """Of a stage, exact."""
+    trace = traces.of(training)
+    dense = experts = 0
+    for number, chunk in enumerate(chunks):
+        for _, part in _parts(training, trace, chunk, number):
+            dense, experts = dense + part.dense, experts + part.experts
+        is_tied = training.pp > 1 and not training.untie_embeddings_and_output_weights
+        dense += trace.words * ((chunk.further > 0 and not chunk.embeds) + (chunk.computes_loss and is_tied))
+    return Parameters(dense, experts)
 
 
 def sizes(training: TrainingConfig, chunk: Chunk, number: int) -> tuple[int, int]:
     """Bytes kept after forward, and at the backward peak; number: chunk index on its rank."""
-    return _bytes(_after_forward(training, chunk, number)), _bytes(_in_backward(training, chunk, number))
+    held = _Held.of(training, chunk, number)
+    return held.bytes, held.worst
 
 
 def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
     """Bytes shared by all micro-batches."""
-    return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
+    return sum(_size(part.once) for _, part in _parts(training, traces.of(training), chunk, 0))
 
 
-def _kind(training: TrainingConfig, chunk: Chunk, number: int) -> object:
-    """Chunks of one kind are alike."""
-    inside = tuple(layers.kind(training, layer, place, number) for place, layer in enumerate(chunk.layers))
-    return replace(chunk, layers=()), inside
-
-
-def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
-    found = [entry for group in _groups(training, chunk, number) for entry in group]
-    found += activations.mask(training) if _has_mask(training, chunk) else []
-    found += activations.embedding(training) if chunk.embeds else []
-    if chunk.computes_loss:
-        found += [*activations.loss(training), *further_tokens.loss(training)]
+def _parts(training: TrainingConfig, trace: Trace, chunk: Chunk, number: int) -> list[tuple[str, Part]]:
+    names = [trace.layers[kind_of(training, layer, place, number)] for place, layer in enumerate(chunk.layers)]
+    found = [("embedding", trace.parts["embedding"])] if chunk.embeds else []
+    found += [("layers", part) for part in names]
+    for is_there, name in ((chunk.normalizes, "norm"), (chunk.further, "further"), (chunk.computes_loss, "output")):
+        found += [(name, trace.parts[name])] if is_there else []
     return found
 
 
-def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
+@dataclass(frozen=True)
+class _Held:
+    """What a chunk holds: after a forward, and at the peak of its backward. others: of `kept`, not of a layer."""
+
+    kept: list[Entry]
+    peak: list[Entry]
+    others: list[Entry]
+    layers: list[Entry]
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(_size(saved) for _, saved in self.kept)
+
+    @cached_property
+    def worst(self) -> int:
+        return sum(_size(saved) for _, saved in self.peak)
+
+    @classmethod
+    def of(cls, training: TrainingConfig, chunk: Chunk, number: int) -> _Held:
+        return _held(training, tuple(_parts(training, traces.of(training), chunk, number)))
+
+    @classmethod
+    def of_parts(cls, training: TrainingConfig, parts: Sequence[tuple[str, Part]]) -> _Held:
+        trace, units = traces.of(training), _together(training, list(parts))
+        others: list[Entry] = [("layers", trace.shared)] if any(name == "layers" for name, _ in units) else []
+        kept, back = [(name, part.kept) for name, part in units], []
+        own = [place for place, (name, _) in enumerate(units) if name == "layers"]
+        if swapped.moves(training):
+            names = swapped.chosen(training)
+            for place in own[:-1]:
+                stays = {
+                    path: each for path, each in kept[place][1].items() if not swapped.is_moved(names, path, *each)
+                }
+                gone = {path: each for path, each in kept[place][1].items() if path not in stays}
+                kept[place], back = ("layers", stays), [("layers", gone)]
+        most, before, peak = 0, 0, list(kept)
+        for place, (name, part) in enumerate(units):
+            if (size := before + _size(part.peak)) > most:
+                most, peak = size, [*kept[:place], (name, part.peak)]
+            before += _size(kept[place][1])
+        # The last layer but one comes back during the last one's backward.
+        return cls(
+            [*others, *kept], [*others, *peak, *back],
+            [*others, *(each for each in kept if each[0] == "embedding")], [kept[place] for place in own],
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _held(training: TrainingConfig, parts: tuple[tuple[str, Part], ...]) -> _Held:
+    return _Held.of_parts(training, parts)
+
+
+def _together(training: TrainingConfig, units: list[tuple[str, Part]]) -> list[tuple[str, Part]]:
+    """Layers that are recomputed together keep one input."""
+    count = training.recompute_num_layers or 1
+    if training.recompute_granularity != "full" or training.recompute_method == "block" or count == 1:
+        return units
+    layers = [part for name, part in units if name == "layers"]
+    groups = [layers[begin : begin + count] for begin in range(0, len(layers), count)]
+    joined = [("layers", Part(0, 0, {}, each[0].kept, _sum(part.peak for part in each))) for each in groups]
+    first = [each for each in units if each[0] == "embedding"]
+    return [*first, *joined, *(each for each in units if each[0] not in ("embedding", "layers"))]
+
+
+def _peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, tuple[Line, ...]]:
+    """Micro-batches held at the activation peak, and its entries."""
+    held = [_Held.of(training, chunk, number) for number, chunk in enumerate(chunks)]
+    sizes, worst = [each.bytes for each in held], [each.worst for each in held]
+
+    def beside(moment: schedule.Moment) -> list[Entry]:
+        return held[moment.chunk].peak if moment.forward is None else _in_pair(held[moment.forward], held[moment.chunk])
+
+    def size(moment: schedule.Moment) -> int:
+        others = sum(count * each for count, each in zip(moment.kept, sizes, strict=True))
+        running = worst[moment.chunk] if moment.forward is None else sum(_size(each) for _, each in beside(moment))
+        return others + running - sizes[moment.chunk]
+
+    moment = max(schedule.moments(training, stage), key=size)
+    entries = list(beside(moment))
+    for number, count in enumerate(moment.kept):
+        entries += held[number].kept * (count - (number == moment.chunk))
+    for number, chunk in enumerate(chunks):
+        entries += [(name, part.once) for name, part in _parts(training, traces.of(training), chunk, number)]
+    lines = [Line(part, path, *each) for part, saved in _by_part(entries).items() for path, each in saved.items()]
+    return sum(moment.kept) + (moment.forward is not None), tuple(sorted(lines, key=lambda line: -line.bytes))
+
+
+def _in_pair(forward: _Held, backward: _Held) -> list[Entry]:
     """Peak of a forward that overlaps, layer by layer, with another's backward."""
-    halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
-    moments: list[list[MemoryEntry]] = []
-    for number in (forward, backward):
-        chunk = chunks[number]
-        bare = replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False)
-        halves.append((_own_groups(training, chunk, number), _after_forward(training, bare, number)))
-        moments.append(_after_forward(training, chunk, number))
-    (there, rest), (back, others) = halves
+    there, back = (_halves(each.layers) for each in (forward, backward))
+    moments = [forward.kept, backward.kept]
     for place in range(0, max(len(there), len(back)), 2):
         # Forward attention precedes the other's expert backward, and experts its attention backward.
         left = max(0, len(back) - place)
         for ahead, still in ((place + 1, left), (place + 2, left - 1)):
-            groups = [*there[:ahead], *back[: max(0, still)]]
-            moments.append([*rest, *others, *(entry for group in groups for entry in group)])
-    return max(moments, key=_bytes)
+            moments.append([*forward.others, *backward.others, *there[:ahead], *back[: max(0, still)]])
+    return max(moments, key=lambda entries: sum(_size(saved) for _, saved in entries))
 
 
-def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
-    """Entries at the backward peak: its start, or when a layer is restored."""
-    groups = _groups(training, chunk, number)
-    others = _after_forward(
-        training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number
-    )
-    moments = [_after_forward(training, chunk, number)]
-    for place, group in enumerate(groups):
-        if any(entry.restored for entry in group):
-            # Backward runs in reverse; later layers are released.
-            before = [entry for each in groups[:place] for entry in each]
-            back = [replace(each, bytes=each.bytes + each.restored) for each in group]
-            moments.append([*others, *before, *back])
-    if swapped.moves(training):
-        # The previous layer is restored during the last layer's backward.
-        coming = [each for group in _last_but_one(training, chunk, number) for each in group]
-        returned = [replace(each, bytes=each.restored, restored=0) for each in coming if each.restored]
-        moments.append([*_after_forward(training, chunk, number), *returned])
-    return max(moments, key=_bytes)
-
-
-def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    """Entries in groups restored together, in layer order."""
-    found = _own_groups(training, chunk, number)
-    found += [activations.final_norm(training)] if chunk.normalizes else []
-    for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):
-        found += further_tokens.groups(training, place, number)
-    return found
-
-
-def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    known: dict[object, list[MemoryEntry]] = {}
-    own = []
-    for place, layer in enumerate(chunk.layers):
-        key = layers.kind(training, layer, place, number)
-        if key not in known:
-            known[key] = activations.layer(training, layer, place, number)
-        own.append(known[key])
-    own = swapped.layers(training, own)
-    count = training.recompute_num_layers or 1
-    if training.recompute_granularity != "full" or training.recompute_method == "block":
-        whole = count if training.recompute_granularity == "full" else 0
-        # A layer's MLP backward ends before its attention's begins.
-        halves = [half for each in own[whole:] for half in _halves(each)]
-        return [*(_recomputed(training, [each]) for each in own[:whole]), *halves]
-    return [_recomputed(training, own[begin : begin + count]) for begin in range(0, len(own), count)]
-
-
-def _recomputed(training: TrainingConfig, together: list[list[MemoryEntry]]) -> list[MemoryEntry]:
-    """Layers that keep their input and restore the rest together."""
-    again = sum(entry.bytes for each in together for entry in each)
-    hidden = hidden_bytes(training)
-    # The first norm saves the same input.
-    again -= hidden if keeps_norm_input(training) else 0
+def _halves(layers: Iterable[Entry]) -> list[Entry]:
+    """Attention and MLP of each layer."""
     return [
-        MemoryEntry("layers", "input, of which a layer is recomputed", hidden),
-        MemoryEntry("layers", "recomputed", 0, again),
+        (name, {path: each for path, each in saved.items() if path.startswith(("input_", "self_")) == first})
+        for name, saved in layers
+        for first in (True, False)
     ]
 
 
-def _last_but_one(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
-    return swapped.layers(training, own)[-2:-1]
+def _size(saved: Saved) -> int:
+    return sum(size for _, size in saved.values())
 
 
-def _halves(layer: list[MemoryEntry]) -> list[list[MemoryEntry]]:
-    return [[each for each in layer if (each.part == "attention") == first] for first in (True, False)]
+def _sum(several: Iterable[Saved]) -> Saved:
+    found: dict[str, tuple[int, int]] = {}
+    for saved in several:
+        for path, (count, size) in saved.items():
+            number, total = found.get(path, (0, 0))
+            found[path] = number + count, total + size
+    return found
 
 
-def _has_mask(training: TrainingConfig, chunk: Chunk) -> bool:
-    return training.create_attention_mask_in_dataloader and (chunk.has_embedding or chunk.computes_loss)
-
-
-def _bytes(entries: Iterable[MemoryEntry]) -> int:
-    return sum(entry.bytes for entry in entries)
-
-
-def _summed(entries: Iterable[MemoryEntry]) -> list[Line]:
-    sums: dict[tuple[str, str], tuple[int, int]] = {}
-    for entry in entries:
-        count, size = sums.get((entry.part, entry.name), (0, 0))
-        if entry.bytes:
-            sums[entry.part, entry.name] = (count + 1, size + entry.bytes)
-    lines = [Line(*name, *both) for name, both in sums.items()]
-    return sorted(lines, key=lambda line: -line.bytes)
+def _by_part(entries: Iterable[Entry]) -> dict[str, Saved]:
+    found: dict[str, list[Saved]] = {}
+    for part, saved in entries:
+        found.setdefault(part, []).append(saved)
+    return {part: _sum(each) for part, each in found.items()}

@@ -124,8 +124,6 @@ LISTS = _same_name(
     --moe-aux-loss-coeff --moe-router-load-balancing-type
     """
 )
-# Supported `--recompute-modules`.
-MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 # Flags with unsupported effects on memory, and why; 0 or none disables them.

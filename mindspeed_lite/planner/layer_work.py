@@ -6,12 +6,12 @@ pass, `attention` in a ring, the other micro-batch of a `pair`, or nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from . import context
-from .experts import routed
 from .pieces import activation_is_recomputed, norm_is_recomputed, norm_tokens, tokens, zero_memory_level
 from .training import TrainingConfig
 from .work import Collective, CollectiveCall, Group, Product, Scores, Vector
@@ -164,6 +164,20 @@ def experts(training: TrainingConfig) -> PartWork:
         found += _feed_forward(training, tokens(training), shared, 0)
         found += PartWork(traffic=tuple(_tensor_parallel(training)))
     return found
+
+
+def routed(training: TrainingConfig) -> int:
+    """Tokens of a rank's experts."""
+    # All ranks send equally many; an expert split over ranks gets each rank's tokens.
+    count = norm_tokens(training) * training.moe_router_topk
+    # Each rank alone has all experts, and all tokens.
+    even = round(count * training.expert_load) if training.ep > 1 else count
+    factor = training.moe_expert_capacity_factor
+    if factor is not None:
+        # Capacity per rank and expert: drops excess tokens, padding fills up.
+        most = math.ceil(count / training.num_experts * factor) * training.num_experts
+        even = most if training.moe_pad_expert_input_to_capacity else min(even, most)
+    return even * training.etp
 
 
 def embedding(training: TrainingConfig) -> PartWork:

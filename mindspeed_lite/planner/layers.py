@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layout
-from .training import ArgumentError, TrainingConfig
+from .pieces import activation_is_recomputed, norm_is_recomputed, zero_memory_level
+from .training import ArgumentError, TrainingConfig, Window
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,6 @@ class Chunk:
 
 def kind(training: TrainingConfig, layer: int, place: int, number: int) -> object:
     """Layers of one kind are alike; `number`: index of the chunk on its rank."""
-    counts_layers = (
-        training.recompute_method == "block"
-        or training.recompute_norm_num_layers is not None
-        or training.recompute_activation_function_num_layers is not None
-        or training.moe_zero_memory_num_layers is not None
-    )
     communicates_by_layer = training.cp > 1 and (
         len(training.cp_comm_type) > 1 or training.context_parallel_cache_interval
     )
@@ -46,7 +41,67 @@ def kind(training: TrainingConfig, layer: int, place: int, number: int) -> objec
         training.is_moe(layer),
         training.window_of(layer),
         layer if communicates_by_layer else 0,
-        (place, number) if counts_layers else 0,
+        (place, number) if _counts_layers(training) else 0,
+    )
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers of a model differ in. comm_type: of `--cp-comm-type`; number: where each layer is of its own kind."""
+
+    has_experts: bool
+    window: Window | None
+    comm_type: str = ""
+    number: int = 0
+    is_recomputed: bool = False
+    gives_norm: bool = False
+    gives_activation_function: bool = False
+    is_zero_memory: bool = False
+
+
+def kind_of(training: TrainingConfig, layer: int, place: int, number: int) -> LayerKind:
+    """place: in its chunk. number: of the chunk on its rank."""
+    types, whole = training.cp_comm_type, training.recompute_granularity == "full"
+    count = training.recompute_num_layers or 1
+    return LayerKind(
+        training.is_moe(layer),
+        training.window_of(layer),
+        (types[layer] if len(types) > 1 else types[0]) if types else "",
+        layer if training.context_parallel_cache_interval else 0,
+        whole and (training.recompute_method != "block" or place < count),
+        norm_is_recomputed(training, place, number) and "layernorm" not in training.recompute_modules,
+        activation_is_recomputed(training, place, number),
+        training.is_moe(layer) and zero_memory_level(training, place, number) == (training.moe_zero_memory or None),
+    )
+
+
+def kinds(training: TrainingConfig, last: bool = False) -> list[LayerKind]:
+    """All of a model's, those first of whose features count layers."""
+    if last:
+        return [kind_of(training, training.num_layers - 1, training.num_layers, 0)]
+    if not _counts_layers(training):
+        varies = training.num_experts or training.window_attn_skip_freq or len(training.cp_comm_type) > 1
+        numbers = range(training.num_layers if varies or training.context_parallel_cache_interval else 1)
+        return [*dict.fromkeys(kind_of(training, number, 0, 0) for number in numbers)]
+    found: dict[LayerKind, None] = {}
+    for row in stages(training):
+        for number, chunk in enumerate(row):
+            for place, layer in enumerate(chunk.layers):
+                found[kind_of(training, layer, place, number)] = None
+
+    def order(kind: LayerKind) -> tuple[int, ...]:
+        return -(kind.is_recomputed), -(kind.gives_norm + kind.gives_activation_function + kind.is_zero_memory)
+
+    return sorted(found, key=order)
+
+
+def _counts_layers(training: TrainingConfig) -> bool:
+    """Whether a feature is of so many layers."""
+    return (
+        training.recompute_method == "block"
+        or training.recompute_norm_num_layers is not None
+        or training.recompute_activation_function_num_layers is not None
+        or training.moe_zero_memory_num_layers is not None
     )
 
 

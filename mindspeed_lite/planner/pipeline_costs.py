@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mindspeed_lite.pipeline.costs import Costs
 from mindspeed_lite.pipeline.steps import Placement
 
-from . import estimate, layer_work, optimizer, parameters
+from . import estimate, layer_work, optimizer
 from .layers import Chunk, stages
 from .training import ArgumentError, TrainingConfig
 
@@ -97,7 +97,7 @@ def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
     found = []
     for rank, row in enumerate(placement):
         chunks = [held[stage] for stage in row]
-        states = optimizer.states(training, parameters.of_stage(training, chunks), rank)
+        states = optimizer.states(training, estimate.parameters_of(training, chunks), rank)
         shared = sum(estimate.kept_once(training, chunk) for chunk in chunks)
         found.append(states.weights + states.gradients + states.optimizer + shared)
     return found

@@ -11,12 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time
+from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time, traces
 from .candidates import STATES, LayoutCandidate
 from .layers import Chunk
 from .parameters import Parameters
 from .step_time import Pricer, StepTime
 from .training import ArgumentError, TrainingConfig
+
+# Bound, order among equals, candidate, and its training if it is a variant.
+_Queued = tuple[float, int, LayoutCandidate, TrainingConfig | None]
+# Candidates whose layers are traced with those of the next one, on all cores.
+_AHEAD = 32
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Search:
         self.world_size, self.budget, self.pricer, self.reserve = world_size, budget, pricer, reserve
         self._bases: dict[int, TrainingConfig] = {}
         self._layouts: dict[object, str] = {}
+        self._traced: set[LayoutCandidate] = set()
         self._fit: dict[LayoutCandidate, bool] = {}
         self._whole: dict[LayoutCandidate, tuple[TrainingConfig, float, Parameters]] = {}
 
@@ -149,6 +155,18 @@ class Search:
                 self._fit[candidate] = False
         return self._fit[candidate]
 
+    def _trace(self, candidate: LayoutCandidate, queue: list[_Queued]) -> None:
+        """Trace the layers of a candidate, if they are new, with those of candidates to come."""
+
+        def key(each: LayoutCandidate) -> LayoutCandidate:
+            return replace(each, pp=1, vpp=1, states="kept", layout="")
+
+        if key(candidate) not in self._traced:
+            several = [candidate, *(each[2] for each in heapq.nsmallest(_AHEAD, queue))]
+            new = {*map(key, several)} - self._traced
+            traces.prepare([each.applied(self.base(each.tp)) for each in new])
+            self._traced |= new
+
     def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
         """Evaluate a candidate, even if it does not fit; raises ArgumentError if it cannot run."""
         candidate, training = self.training(candidate)
@@ -199,7 +217,7 @@ class Search:
     ) -> Result:
         """Find the fastest `count` candidates that `chosen` accepts, with no memory option that is not needed."""
         impossible: Counter[str] = Counter()
-        queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
+        queue: list[_Queued] = []
         considered = too_large = unneeded = seen = 0
         least = 0.0
         base = self.base(1)
@@ -244,6 +262,12 @@ class Search:
                         heapq.heappush(queue, (self.bound(training), number, full, training))
                     except ArgumentError as error:
                         impossible[str(error).partition(":")[0]] += 1
+                continue
+            self._trace(candidate, queue)
+            try:
+                traces.of(training)
+            except ArgumentError as error:
+                impossible[str(error).partition(":")[0]] += 1
                 continue
             layout = replace(candidate, recompute="none", states="kept", layout="")
             plain = replace(candidate, layout="")

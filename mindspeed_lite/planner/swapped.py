@@ -6,9 +6,6 @@ stay, and so does everything on a CPU.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from .pieces import MemoryEntry
 from .training import ArgumentError, TrainingConfig
 
 SMALLEST = 1 << 20
@@ -30,24 +27,6 @@ def chosen(training: TrainingConfig) -> frozenset[str]:
     return found
 
 
-def layers(training: TrainingConfig, kept: list[list[MemoryEntry]]) -> list[list[MemoryEntry]]:
-    """Entries after forward; swapped bytes are restored later."""
-    if not moves(training):
-        return kept
-    names = chosen(training)
-    return [
-        [_away(each) if _module(each) in names and each.bytes >= SMALLEST else each for each in layer]
-        for layer in kept[:-1]
-    ] + kept[-1:]
-
-
-def _away(entry: MemoryEntry) -> MemoryEntry:
-    return replace(entry, bytes=0, restored=entry.bytes + entry.restored)
-
-
-def _module(entry: MemoryEntry) -> str:
-    if entry.name == "mask of the hidden dropout":
-        return ""
-    if entry.name == "norm":
-        return "input_layernorm" if entry.part == "attention" else "pre_mlp_layernorm"
-    return "self_attention" if entry.part == "attention" else "mlp"
+def is_moved(names: frozenset[str], path: str, count: int, size: int) -> bool:
+    """path: of a module in its layer, whose `count` storages have `size` bytes."""
+    return path.partition(".")[0] in names and size >= SMALLEST * count

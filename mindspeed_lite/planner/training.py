@@ -171,6 +171,13 @@ class TrainingConfig:
     use_ascend_coc: bool = False
     use_ascend_mc2: bool = False
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(vars(self).values()))
+
     @property
     def tp(self) -> int:
         return self.tensor_model_parallel_size
@@ -240,16 +247,9 @@ class TrainingConfig:
         return 2 if self.bf16 or self.fp16 else 4
 
     @property
-    def fuses_softmax(self) -> bool:
-        return self.has_softmax_to_fuse and self.use_masked_softmax_fusion
-
-    @property
     def has_softmax_to_fuse(self) -> bool:
-        """Kernels exist for the CPU, and on NPUs for some lengths."""
-        serves = self.device == "cpu" or (
-            self.device == "npu" and self.seq_length % 32 == 0 and self.seq_length <= 4096
-        )
-        return serves and self.masked_softmax_fusion and not self.flash
+        """Whether our fused softmax, of the CPU, has attention to serve."""
+        return self.device == "cpu" and self.masked_softmax_fusion and not self.flash
 
     @property
     def has_dropout_to_fuse(self) -> bool:
@@ -300,11 +300,6 @@ class TrainingConfig:
         """Whether our optimizer step runs, by its own or another feature's flag."""
         asked = self.use_fused_adamw or self.reuse_fp32_param or self.quant_states
         return bool(asked or self.virtual_optimizer or self.swap_optimizer)
-
-    @property
-    def has_aux_loss(self) -> bool:
-        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
-        return any(kind not in ("none", "sinkhorn") and float(coefficient) > 0 for kind, coefficient in pairs)
 
     def is_moe(self, layer: int) -> bool:
         if not self.num_experts:

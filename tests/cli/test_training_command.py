@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from mindspeed_lite import cli
+from mindspeed_lite import cli, planner
 from mindspeed_lite.cli import terminal, training_command
-from tests.harness.commands import python
+from mindspeed_lite.planner import traces
+from tests.harness.checkouts import ROOT
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --seq-length 256 "
@@ -44,13 +46,15 @@ def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys: pytes
 def test_progress_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(terminal, "progress", lambda what: nullcontext(shown.append(what)))
+    monkeypatch.setattr(planner, "changes", lambda training: ())
     assert cli.main([*THIS, "--", "python", "x.py", *MODEL, "--mindspeed-lite-auto", "--global-batch-size", "2"]) == 0
-    assert shown == ["reading the declarations of features"]
+    assert shown == ["reading the declarations of features", "tracing Megatron's layers"]
 
 
 def test_mindspeeds_flags_are_translated_first_and_what_is_not_counted_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planner, "changes", lambda training: ())
     predicted = []
     for flags in ("--moe-intermediate-size 64", "--moe-ffn-hidden-size 64 --post-norm --softmax-type x --log-timers 1"):
         command = ["python", "x.py", *MODEL, "--num-experts", "8", *flags.split()]
@@ -79,17 +83,11 @@ def test_how_many_ranks_there_are(words, environment, ranks, monkeypatch) -> Non
     assert training_command.world_size(words) == ranks
 
 
-def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:
-    words = [*THIS, "--devices", "1024", "--json", str(tmp_path / "x.json"), "--", "python", *LARGE]
-    code = (
-        "import sys\nfrom mindspeed_lite.cli import main\n"
-        f"code = main({words!r})\n"
-        "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)\nsys.exit(code)"
-    )
-    run = python("-c", code, COLUMNS="120")
-    assert run.returncode == 0, run.stderr
-    assert "TP8 PP8 MBS1 on 1024 devices" in run.stdout
-    rows = [line.split() for line in run.stdout.splitlines()]
+def test_a_large_model_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*THIS, "--devices", "1024", "--json", str(tmp_path / "x.json"), "--", "python", *LARGE]) == 0
+    output = capsys.readouterr().out
+    assert "TP8 PP8 MBS1 on 1024 devices" in output
+    rows = [line.split() for line in output.splitlines()]
     assert [row[0] for row in rows if row and "-" in row[0] and row[0][0].isdigit()][:2] == ["0-127", "128-255"]
     assert any(row[:2] == ["--use-flash-attn", "on"] for row in rows)
     assert any(row[:2] == ["--use-fused-rmsnorm", "off"] for row in rows) is False  # on CUDA it changes nothing
@@ -98,6 +96,23 @@ def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:
     assert first["ranks"] == [0, 127] and first["kept"] == 8
     assert sum(line["bytes"] for line in first["lines"]) == report["memory_parts"]["activations"]
     assert "--use-flash-attn" in {each["flag"] for each in report["features"]}
+
+
+def test_without_megatron_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setenv("MINDSPEED_LITE_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(bare))
+    for options in (["--this"], []):
+        traces._server.cache_clear()
+        words = [*MODEL, "--seq-length", "96", "--global-batch-size", "4", "--use-flash-attn"]
+        assert cli.main(["plan", *options, "--devices", "2", "--device", "h100", "--", "python", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "No module named" in error and "install torch and megatron-core" in error
+    traces._server.cache_clear()
 
 
 def test_alike_stages_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`--moe-zero-memory` in real Megatron: the same bits, the memory that the prediction gives, and when it says no."""
+"""`--moe-zero-memory` in real Megatron: the same bits, the memory that it saves, and when it says no."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mindspeed_lite
-from mindspeed_lite.planner.experts import experts
-from mindspeed_lite.planner.training import TrainingConfig
 from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 from tests.harness.processes import forked
 
@@ -20,20 +18,8 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 TOKENS = SEQUENCE * BATCH
-# What stays for it in every layer: which token goes to which expert.
-MAP = TOKENS * 4
 # Level and number of layers -> how many layers have level0 and level1.
 CHOSEN = [("level0", None, (3, 0)), ("level0", 2, (2, 0)), ("level1", None, (0, 3)), ("level1", 1, (2, 1))]
-
-
-def predicted(level, layers, number, **more):
-    """Bytes that the experts of all layers keep."""
-    training = TrainingConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4, seq_length=SEQUENCE, micro_batch_size=BATCH,
-        device="cpu", swiglu=True, bf16=True, num_experts=4, moe_ffn_hidden_size=FFN, moe_grouped_gemm=True,
-        moe_token_dispatcher_type="alltoall", moe_zero_memory=level, moe_zero_memory_num_layers=number, **more,
-    )  # fmt: skip
-    return sum(entry.bytes for place in layers for entry in experts(training, place, 0))
 
 
 @pytest.mark.parametrize(("level", "number", "counts"), CHOSEN)
@@ -49,9 +35,6 @@ def test_rows_and_activations_are_not_kept(level, number, counts):
     level0, level1 = (rows * HIDDEN + rows * FFN, rows * HIDDEN + 3 * rows * FFN)
     saved = counts[0] * level0 + counts[1] * level1
     assert off[0] - on[0] == saved
-    layers = range(LAYERS)
-    expected = predicted("", layers, None) - predicted(level, layers, number)
-    assert abs(saved - sum(counts) * MAP - expected) <= 0.01 * expected
 
 
 @pytest.mark.parametrize(
@@ -119,7 +102,6 @@ def test_a_shared_expert_releases_its_activation(overlapped):
     with mindspeed_lite.enabled(**GROUPED):
         off = step(model_of(**fields))
     size = 2 * TOKENS * SHARED["moe_shared_expert_intermediate_size"]
-    layers, expected = range(LAYERS), {}
     for level, numbers in (("level0", 1), ("level1", 3)):
         with mindspeed_lite.enabled(**GROUPED, moe_zero_memory=level):
             model = model_of(**fields)
@@ -128,8 +110,6 @@ def test_a_shared_expert_releases_its_activation(overlapped):
         rows = 2 * TOKENS * 2
         saved = LAYERS * (rows * (HIDDEN + numbers * FFN) + numbers * size)
         assert off[0] - on[0] == saved
-        expected[level] = predicted("", layers, None, **SHARED) - predicted(level, layers, None, **SHARED)
-        assert saved - LAYERS * MAP == expected[level]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import shlex
 import subprocess
 from typing import Any
 
+import pytest
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.planner import layers, layout, parameters, read
+from mindspeed_lite.planner import estimate, layers, layout, parameters, read
+from tests.harness import traces
 from tests.harness.checkouts import ROOT
 from tests.harness.processes import forked
 
@@ -48,7 +50,8 @@ TRAININGS = {
     "experts": (4, f"{LLAMA} {MOE} --expert-model-parallel-size 4"),
     "experts with biases": (
         4,
-        f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--sequence-parallel --no-bias-gelu-fusion",
     ),
     "experts in every layout": (
         16,
@@ -131,15 +134,26 @@ def build(training: Any, rank: int, stage: int) -> tuple[int, int]:
 @forked("megatron")
 def test_they_are_those_of_megatron() -> None:
     platform.activate()
+    traces.load()
     wrong = {}
     for name, (world_size, words) in TRAININGS.items():
         training = read((SMALL + words).split(), world_size)
         for stage in sorted({0, training.pp - 1}):
-            held = parameters.of_stage(training, layers.stages(training)[stage])
+            chunks = layers.stages(training)[stage]
+            held = estimate.parameters_of(training, chunks)
             built = build(training, stage * world_size // training.pp, stage)
             if (held.total, held.experts) != built:
                 wrong[name, stage] = (held, built)
     assert not wrong
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_products_have_nearly_all_of_them_and_never_more(name: str) -> None:
+    world_size, words = TRAININGS[name]
+    training = read((SMALL + words).split(), world_size)
+    for chunks in layers.stages(training):
+        held, least = estimate.parameters_of(training, chunks), parameters.of_stage(training, chunks)
+        assert 0.9 * held.total < least.total <= held.total and 0.9 * held.experts <= least.experts <= held.experts
 
 
 def test_every_layer_stands_on_one_stage() -> None:

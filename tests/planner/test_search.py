@@ -15,13 +15,13 @@ from mindspeed_lite.planner.step_time import Pricer
 from tests.harness.processes import forked
 
 DENSE = (
-    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
     "--global-batch-size 16 --bf16 --swiglu --disable-bias-linear --normalization RMSNorm "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 32000 --hidden-dropout 0 "
     "--attention-dropout 0 --use-flash-attn --use-fused-adamw"
 )
 EXPERTS = (
-    f"{DENSE} --num-layers 7 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 "
+    f"{DENSE} --num-layers 7 --seq-length 512 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 "
     "--moe-token-dispatcher-type alltoall --mtp-num-layers 1"
 )
 
@@ -100,16 +100,16 @@ def test_the_front_has_no_one_that_another_beats() -> None:
 def test_flags_are_read_as_the_training_that_was_meant(words: str) -> None:
     """In place of those of a command that chooses something else, and with as much memory."""
     command = [*words.split(), "--tensor-model-parallel-size", "4", "--recompute-granularity=selective"]
-    found, seen = made(words), set()
+    found, seen = made(words, 4), set()
     for number, candidate in enumerate(found.space()):
-        if number % 37:
+        if number % 17:
             continue
         try:
             full, training = found.training(candidate)
         except ArgumentError:
             continue
         pasted = [*candidates.without_chosen(command), *full.flags(found.base(full.tp))]
-        read = arguments.read(pasted, 8)
+        read = arguments.read(pasted, 4)
         assert estimate.ranks(read) == estimate.ranks(training), full
         assert step_time.step(read, found.pricer).seconds == pytest.approx(
             step_time.step(training, found.pricer).seconds
