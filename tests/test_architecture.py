@@ -254,8 +254,8 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
     "mindspeed_lite/bench": 34_100,
-    "mindspeed_lite/cli": 26_500,
-    "mindspeed_lite/dryrun": 21_300,
+    "mindspeed_lite/cli": 26_700,
+    "mindspeed_lite/dryrun": 22_200,
     "mindspeed_lite/engine": 18_000,
     "mindspeed_lite/memory": 20_500,
     "mindspeed_lite/migration": 7_300,

@@ -58,7 +58,7 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
                 with with_storage():
                     know(places, mask.nonzero())
             return places
-        if _is_direct(func) and _have_no_values((*args, *(kwargs or {}).values())):
+        if _is_direct(func) and self._have_no_values((*args, *(kwargs or {}).values())):
             with in_kernel_invocation_manager(self):
                 found = func(*args, **(kwargs or {}))
             return [*map(self._faked, found)] if isinstance(found, (list, tuple)) else self._faked(found)
@@ -73,6 +73,21 @@ class StoragelessMode(FakeTensorMode):  # type: ignore[no-untyped-call, unused-i
         elif (share := share_of(first)) is not None:
             self._carry_share(func, args[0], share, result)
         return result
+
+    def _have_no_values(self, args: Iterable[Any]) -> bool:
+        """True if all tensors are this mode's, without storage, and nothing is known of their values."""
+        for each in args:
+            if isinstance(each, (list, tuple)):
+                if not self._have_no_values(each):
+                    return False
+            elif isinstance(each, torch.Tensor) and not (
+                isinstance(each, FakeTensor)
+                and each.fake_mode is self
+                and each.constant is None
+                and share_of(each) is None
+            ):
+                return False
+        return True
 
     def _faked(self, tensor: torch.Tensor) -> FakeTensor:
         return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self, tensor, torch.device("cpu"))
@@ -102,19 +117,6 @@ def _is_direct(func: Any) -> bool:
     is_by_element = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     is_known = func.overloadpacket in _DIRECT or (is_by_element and func.namespace == "aten")
     return is_known and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta")
-
-
-def _have_no_values(args: Iterable[Any]) -> bool:
-    """True if all tensors are without storage, and nothing is known of their values."""
-    for each in args:
-        if isinstance(each, (list, tuple)):
-            if not _have_no_values(each):
-                return False
-        elif isinstance(each, torch.Tensor) and (
-            not isinstance(each, FakeTensor) or each.constant is not None or share_of(each) is not None
-        ):
-            return False
-    return True
 
 
 # Makers of integers, such as indices. Small floating-point tensors may be weights, whose views share storage.

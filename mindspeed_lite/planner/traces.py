@@ -113,6 +113,8 @@ def request(training: TrainingConfig) -> tuple[dict[str, Any], list[LayerKind]]:
         words += ["--moe-layer-freq", str([int(each.has_experts) for each in rows]).replace(" ", "")]
         words += ["--moe-router-force-load-balancing"]
         words += ["--moe-shared-expert-gate"] if training.moe_shared_expert_gate else []
+        # Megatron refuses the bias with softmax, and what is saved does not depend on it.
+        words += ["--moe-router-score-function", "sigmoid"] if training.moe_router_enable_expert_bias else []
     if training.window_size:
         words += ["--window-size", ",".join(map(str, training.window_size))]
         words += ["--window-attn-skip-freq", str([int(each.window is not None) for each in rows]).replace(" ", "")]

@@ -18,6 +18,7 @@ from mindspeed_lite.planner import candidates, devices
 from mindspeed_lite.planner.links import read
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.work import CollectiveCall, Group
+from tests.harness import matrix
 from tests.harness.processes import forked
 
 COMMAND = (
@@ -162,6 +163,7 @@ def test_auto_means_the_features_that_it_turns_on() -> None:
     assert "--bias-dropout-fusion" not in training_command.with_auto(words, 8, "cuda")
 
 
+@matrix.whole
 def test_a_machine_is_calibrated_and_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     assert cli.main(["calibrate", "--out", str(file), "--seconds", "0.5", "--processes", "2"]) == 0
