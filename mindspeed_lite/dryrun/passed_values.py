@@ -54,6 +54,20 @@ class PassedValues:
         self.awaited = None
         return pickle.loads(path.read_bytes())
 
+    def put_example(self, kind: object, value: Any) -> None:
+        """Let ranks have `value` whose own sender does not run; the first of a kind stays."""
+        if not (path := self._example(kind)).exists():
+            self._write(path, value)
+
+    def example(self, kind: object) -> Any:
+        """The value of `put_example`; None once all other ranks have ended or wait."""
+        path, waits = self._example(kind), self._waits(self.rank)
+        self._write(waits, (self.rank, path.name))
+        while not path.exists() and not all(map(self._is_idle, self.running - {self.rank})):
+            time.sleep(_POLL)
+        waits.unlink()
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
     def end(self) -> None:
         self._write(self.folder / f"ended-{self.rank}", None)
 
@@ -62,6 +76,19 @@ class PassedValues:
         self._count[between] += 1
         name = hashlib.sha256(repr(between).encode()).hexdigest()[:16]
         return self.folder / f"{name}-{self._count[between]}"
+
+    def _example(self, kind: object) -> Path:
+        return self.folder / f"example-{kind}"
+
+    def _is_idle(self, rank: int) -> bool:
+        """Whether a rank has ended, or waits for what is not there."""
+        if self._has_ended(rank):
+            return True
+        try:
+            awaited = pickle.loads(self._waits(rank).read_bytes())[1]
+        except FileNotFoundError:
+            return False
+        return not (self.folder / awaited).exists()
 
     def _waits(self, rank: int) -> Path:
         return self.folder / f"waits-{rank}"

@@ -367,6 +367,13 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     at_once = args.micro_batch_size * max(1, data)
     every = max(1, (args.global_batch_size or at_once) // at_once)
     is_interleaved = any(getattr(args, name, None) for name in _INTERLEAVED)
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
+    has_own_order = getattr(args, "pipeline_schedule", None) or getattr(args, "schedules_method", None)
+    if is_interleaved and not has_own_order and 0 < every % group < stages:
+        raise OptionError(
+            f"--global-batch-size {args.global_batch_size} gives {every} micro-batches, {every % group} of them in a "
+            f"last group; Megatron's interleaved schedule needs groups of at least {stages}, one a stage: change it"
+        )
     run = min(every, 2 * stages if is_interleaved else stages + 1)
     args.global_batch_size = run * at_once
     return run, every

@@ -58,7 +58,7 @@ class World:
     values: PassedValues | None = None
     on_pipeline: Callable[[tuple[int, ...]], None] | None = None
     on_message: Callable[[GroupCall], Callable[[], None]] | None = None
-    _last: list[Any] = field(default_factory=list)
+    _sent: dict[str, list[Any]] = field(default_factory=dict)
     _coalesced: list[_Request] | None = None
 
     def claim(self, rank: int, local_size: int, values: PassedValues) -> None:
@@ -112,7 +112,7 @@ class World:
     def _batch(self, operations: Sequence[Any]) -> list[Any]:
         for each in operations:
             if each.op.__name__ in SENDS:
-                self._sending(each.tensor)
+                self._sending("send", each.tensor)
         return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
 
     @contextmanager
@@ -179,11 +179,11 @@ class World:
                 know(each, copy)
         elif kind == "broadcast":
             members = tuple(dist.get_process_group_ranks(group))
-            self._pass_on(given["tensor"], members, self.messages[-1].peer)()
+            self._pass_on("broadcast", given["tensor"], members, self.messages[-1].peer)()
         elif kind in SENDS or kind in RECEIVES:
             peer = self.messages[-1].peer
             between = (self.rank, peer) if kind in SENDS else (peer, self.rank)
-            read = self._pass_on(given["tensor"], between, between[0])
+            read = self._pass_on("send", given["tensor"], between, between[0])
             if kind == "irecv":
                 return _Request(read)
             read()
@@ -199,32 +199,35 @@ class World:
         found = {each: values.get(values.next(("gathered from", each, *group)), each) for each in others}
         return [own if found.get(each) is None else found[each] for each in group]
 
-    def _pass_on(self, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> Callable[[], None]:
+    def _pass_on(self, kind: str, tensor: torch.Tensor, between: tuple[int, ...], sender: int) -> Callable[[], None]:
         """Pass on flags and shapes; what is received is known after a call of the result.
 
-        From a rank that does not run come the values last sent, such as the shape of a stage's output, else 1.
+        From a rank that does not run come the values last sent in as many, such as the shape of a stage's output, else
+        those of another rank, else 1.
         """
-        if tensor.numel() > KNOWN or tensor.dtype.is_floating_point or self.values is None:
+        if not _is_read(tensor) or self.values is None:
             return _nothing
         if sender == self.rank:
-            self._sending(tensor)
-            self.values.put(between, self._last)
+            self.values.put(between, self._sending(kind, tensor))
             return _nothing
-        return functools.partial(self._receive, tensor, self.values.next(between), sender)
+        return functools.partial(self._receive, _like(kind, tensor), tensor, self.values.next(between), sender)
 
-    def _receive(self, tensor: torch.Tensor, path: Path, sender: int) -> None:
+    def _sending(self, kind: str, tensor: torch.Tensor) -> list[Any]:
+        if not _is_read(tensor) or self.values is None:
+            return []
+        values, like = known(tensor), _like(kind, tensor)
+        self._sent[like] = [1] * tensor.numel() if values is None else values.reshape(-1).tolist()
+        self.values.put_example(like, self._sent[like])
+        return self._sent[like]
+
+    def _receive(self, like: str, tensor: torch.Tensor, path: Path, sender: int) -> None:
         assert self.values is not None
-        found = self.values.get(path, sender)
-        if found is None or len(found) != tensor.numel():
-            found = self._last if len(self._last) == tensor.numel() else [1] * tensor.numel()
+        size, found = tensor.numel(), self.values.get(path, sender)
+        if found is None or len(found) != size:
+            found = self._sent.get(like) or self.values.example(like) or [1] * size
         with with_storage():
             values = torch.tensor(found).reshape(tensor.shape).to(tensor.dtype)
         know(tensor, values)
-
-    def _sending(self, tensor: torch.Tensor) -> None:
-        if tensor.numel() <= KNOWN and not tensor.dtype.is_floating_point:
-            values = known(tensor)
-            self._last = [1] * tensor.numel() if values is None else values.reshape(-1).tolist()
 
     def _note(
         self, given: dict[str, Any], kind: str, tensor: torch.Tensor | None, peer: int, is_async: bool,
@@ -234,6 +237,14 @@ class World:
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
         size = 0 if tensor is None else tensor.numel()
         self.messages.append(GroupCall(group, kind, dtype, size, peer, is_async, sent, received, _caller()))
+
+
+def _is_read(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= KNOWN and not tensor.dtype.is_floating_point
+
+
+def _like(kind: str, tensor: torch.Tensor) -> str:
+    return f"{kind}-{tensor.numel()}"
 
 
 def _nothing() -> None:

@@ -19,3 +19,14 @@ def test_only_ranks_that_stay_are_a_circle(tmp_path, goes_on):
 
     one._waits = read
     assert one._is_circle(1) is not goes_on
+
+
+def test_an_example_stands_for_what_no_rank_sends(tmp_path):
+    one, other, third = (PassedValues(tmp_path, rank, {0, 1, 2}) for rank in range(3))
+    third.end()
+    # Two that wait for one do not wait for each other.
+    other._write(other._waits(1), (1, "example-3"))
+    assert one.example(3) is None
+    other.put_example(3, [64, 2, 128])
+    third.put_example(3, [1, 1, 1])
+    assert one.example(3) == [64, 2, 128] and not one._waits(0).exists()

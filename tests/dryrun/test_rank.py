@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -187,3 +188,15 @@ def test_layers_of_a_missing_transformer_engine_are_replaced(monkeypatch):
 def test_what_a_dry_run_cannot_do_is_one_line(name):
     with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}: a dry run (reads|has) no [^\n]*$"):
         worker.shorten(argparse.Namespace(**{name: True}), 2)
+
+
+@pytest.mark.parametrize(("batch", "own", "micro_batches"), [(48, "", 8), (40, "", None), (40, "interleaved", 8)])
+def test_a_last_group_of_micro_batches_that_megatron_refuses_is_one_line(batch, own, micro_batches):
+    args = argparse.Namespace(
+        pipeline_model_parallel_size=4, tensor_model_parallel_size=1, context_parallel_size=1, micro_batch_size=1,
+        global_batch_size=batch, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule=own, lr_decay_iters=1,
+        microbatch_group_size_per_vp_stage=6, train_iters=1,
+    )  # fmt: skip
+    refused = pytest.raises(OptionError, match=r"40 gives 20 micro-batches, 2 of them in a last group; .*of at least 4")
+    with contextlib.nullcontext() if micro_batches else refused:
+        assert worker.shorten(args, 8) == (micro_batches, batch // 2)
