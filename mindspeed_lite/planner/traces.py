@@ -81,6 +81,7 @@ _LEFT_OUT = {
 
 def request(training: TrainingConfig) -> tuple[dict[str, Any], list[LayerKind]]:
     """What is traced, and the kind of each layer but the first, which is as the second."""
+    training = training.replace(expert_model_parallel_size=_traced_parts(training))
     found = kinds(training)
     rows = [found[0], *found] if not training.context_parallel_cache_interval else found
     if training.mtp_num_layers:
@@ -156,7 +157,8 @@ def of(training: TrainingConfig) -> Trace:
     if "error" in answer:
         raise ArgumentError(f"Megatron does not train this: {answer['error']}")
     batch = 1 if training.use_fused_linear_cross_entropy else training.micro_batch_size
-    parts = {name: _part(answer, name, batch) for name in answer["kept"]}
+    scale = _traced_parts(training) // training.expert_model_parallel_size
+    parts = {name: _part(answer, name, batch, scale) for name in answer["kept"]}
     shared: dict[str, tuple[int, int]] = {}
     layers = {kind: parts[f"layer {number}"] for number, kind in reversed([*enumerate(rows)])}
     if len(rows) > 1 and rows[0] == rows[1]:
@@ -166,7 +168,23 @@ def of(training: TrainingConfig) -> Trace:
     return Trace(parts, layers, shared, answer["words"])
 
 
-def _part(answer: Mapping[str, Any], name: str, batch: int) -> Part:
+# Counts of tokens that a dry run knows: those of all experts on all of their ranks.
+_COUNTS = 1 << 15
+
+
+def _traced_parts(training: TrainingConfig) -> int:
+    """Parts of the experts in a trace: a few experts a rank have all that more have, but for their number."""
+    parts, experts = training.expert_model_parallel_size, training.num_experts
+    if parts == 1 or training.moe_token_dispatcher_type != "alltoall" or training.moe_tp_extend_ep:
+        return parts
+    traced = parts
+    while experts // traced % 2 == 0 and experts // traced > 2 and 2 * traced * training.etp * experts <= _COUNTS:
+        traced *= 2
+    return traced
+
+
+def _part(answer: Mapping[str, Any], name: str, batch: int, scale: int) -> Part:
+    """scale: experts of a rank for each that was traced."""
     saved = {
         what: {path: (each[0], each[1]) for path, each in answer[what].get(name, answer["kept"][name]).items()}
         for what in ("first", "kept", "peak")
@@ -176,7 +194,7 @@ def _part(answer: Mapping[str, Any], name: str, batch: int) -> Part:
         {path: (count, size * batch) for path, (count, size) in saved[what].items()} for what in ("kept", "peak")
     )
     dense, experts = answer["parameters"].get(name, (0, 0))
-    return Part(dense, experts, once, kept, peak)
+    return Part(dense, experts * scale, once, kept, peak)
 
 
 def _spread(training: TrainingConfig, part: Part) -> Part:
