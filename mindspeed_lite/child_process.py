@@ -43,7 +43,7 @@ def child_process(
     """
     pending: list[int] = []
     with _termination_raises(), contextlib.ExitStack() as deferred:
-        # An exception out of Popen would leave a child that nobody knows.
+        # An exception inside Popen would leave the child running.
         deferred.enter_context(_handled_by(lambda number, _: pending.append(number)))
         child = subprocess.Popen(command, start_new_session=True, **options)
         try:

@@ -263,7 +263,7 @@ BUDGETS = {
     "mindspeed_lite/optim": 4_700,
     "mindspeed_lite/parallel": 34_400,
     "mindspeed_lite/pipeline": 15_700,
-    "mindspeed_lite/planner": 42_700,
+    "mindspeed_lite/planner": 42_900,
     "mindspeed_lite/platform": 14_400,
     "mindspeed_lite/tuning": 6_200,
     "patches": 68_700,

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+from tests.harness import traces
 from tests.harness.processes import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,6 +183,7 @@ def test_commands_that_take_no_time() -> None:
 
     from mindspeed_lite import cli
 
+    traces.load()
     failed, done = [], set()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -400,7 +400,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_of_script(file: str, passed: tuple[str, ...]) -> bool:
-    return "site-packages" in file or not file.startswith(passed)
+    return "site-packages" in file or not file.startswith((*passed, "<frozen"))
 
 
 if __name__ == "__main__":

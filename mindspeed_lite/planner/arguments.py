@@ -151,6 +151,14 @@ def check(training: TrainingConfig) -> TrainingConfig:
             "--use-flash-attn"
         )
     context.check(training)
+    if training.num_experts and training.moe_router_topk > training.num_experts:
+        raise ArgumentError(
+            f"--moe-router-topk {training.moe_router_topk} of --num-experts {training.num_experts}: give fewer"
+        )
+    for coefficient in training.moe_aux_loss_coeff:
+        _number("--moe-aux-loss-coeff", coefficient, float)
+    if training.moe_pad_expert_input_to_capacity and training.moe_expert_capacity_factor is None:
+        raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor: add it")
     if training.group_query_attention and training.num_attention_heads % training.num_query_groups:
         raise ArgumentError(
             f"--num-attention-heads {training.num_attention_heads} cannot be divided by --num-query-groups "

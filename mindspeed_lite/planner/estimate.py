@@ -10,7 +10,7 @@ from . import optimizer, orders, schedule, swapped, traces
 from .layers import Chunk, kind_of
 from .optimizer import States
 from .parameters import Parameters
-from .traces import Part, Saved, Trace
+from .traces import ModelTrace, Part, Saved
 from .training import TrainingConfig
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations")
@@ -103,7 +103,7 @@ def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
     return sum(_size(part.once) for _, part in _parts(training, traces.of(training), chunk, 0))
 
 
-def _parts(training: TrainingConfig, trace: Trace, chunk: Chunk, number: int) -> list[tuple[str, Part]]:
+def _parts(training: TrainingConfig, trace: ModelTrace, chunk: Chunk, number: int) -> list[tuple[str, Part]]:
     names = [trace.layers[kind_of(training, layer, place, number)] for place, layer in enumerate(chunk.layers)]
     found = [("embedding", trace.parts["embedding"])] if chunk.embeds else []
     found += [("layers", part) for part in names]

@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """layers: by kind. shared: what a chunk's layers save together for each micro-batch. words: word embeddings."""
 
     parts: Mapping[str, Part]
@@ -150,7 +150,7 @@ _DEFAULTS = {name: field.default for name, field in TrainingConfig.__dataclass_f
 
 
 @lru_cache(maxsize=256)
-def of(training: TrainingConfig) -> Trace:
+def of(training: TrainingConfig) -> ModelTrace:
     """Raises ArgumentError for what Megatron does not build."""
     asked, rows = request(training)
     answer = answers([asked])[0]
@@ -165,7 +165,7 @@ def of(training: TrainingConfig) -> Trace:
         shared = _less(parts["layer 0"].kept, parts["layer 1"].kept)
         layers[rows[0]] = parts["layer 1"]
     layers = {kind: _spread(training, part) if kind.has_experts else part for kind, part in layers.items()}
-    return Trace(parts, layers, shared, answer["words"])
+    return ModelTrace(parts, layers, shared, answer["words"])
 
 
 # Counts of tokens that a dry run knows: those of all experts on all of their ranks.

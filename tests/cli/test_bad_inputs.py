@@ -103,7 +103,7 @@ ABSURD = [
     ("--seq-length 99999999999999999999", "--seq-length 99999999999999999999: more than 1,000,000,000,000"),
     (f"--hidden-size {'9' * 5000}", "--hidden-size is a number, not '9999"),
     ("--hidden-dropout nan", "--hidden-dropout is at least 0, not nan"),
-    ("--num-experts 4 --moe-aux-loss-coeff some", "--moe-aux-loss-coeff is numbers, not 'some'"),
+    ("--num-experts 4 --moe-aux-loss-coeff some", "--moe-aux-loss-coeff is a number, not 'some'"),
     ("--num-experts 4 --moe-layer-freq [1]*99999999999", "--moe-layer-freq is a number or a list"),
     (f"--num-experts 4 --moe-layer-freq {'(' * 500}1{')' * 500}", "--moe-layer-freq is a number or a list"),
     ("--moe-zero-memory some", "--moe-zero-memory some: it is one of disable, level0, level1"),

@@ -74,7 +74,8 @@ _servers: dict[str, Server] = {}
 def clean_environment(**given: str) -> dict[str, str]:
     """This process's environment without our own variables, on the CPU, with the checkout first on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_LITE_")}
-    kept.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "COLUMNS"):
+        kept.pop(name, None)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fixed = {
         "PYTHONPATH": path,
