@@ -114,4 +114,4 @@ def test_a_feature_is_its_files_and_what_is_generated_from_them(checkout: Path) 
     assert failed == ["tests/test_docs.py::test_what_a_template_leaves_to_write_is_written"], ran.stdout[-3000:]
     for page in ("tests/golden/surface.json", "docs/flags.md"):
         assert "--quick-divide" in (checkout / page).read_text()
-    assert f"features/{FEATURE}.md" in (checkout / "docs" / "index.md").read_text()
+    assert f"features/{FEATURE}.md" in (checkout / "README.md").read_text()
