@@ -33,4 +33,4 @@ class GroupCall:
     def item_size(self) -> int:
         """Bytes of an element."""
         bits = re.search(r"\d+", self.dtype)
-        return int(bits[0]) // 8 if bits else 1
+        return max(1, int(bits[0]) // 8) if bits else 1

@@ -18,9 +18,17 @@ from mindspeed_lite.child_process import child_process
 
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.torchrun")
 _TIMEOUT, _BACKGROUND = 60.0, 10.0
-# Options of torchrun that set the world's size, and those without a value.
+# Options of torchrun that set the world's size, those without a value, and the others; importing its parser takes
+# seconds.
 _SIZES = ("nproc-per-node", "nnodes")
 _SWITCHES = ("m", "module", "standalone", "no-python", "run-path", "virtual-local-rank")
+_OPTIONS = (
+    *_SIZES, *_SWITCHES,
+    *"duplicate-stderr-filters duplicate-stdout-filters event-log-handler local-addr local-ranks-filter".split(),
+    *"log-dir logs-specs master-addr master-port max-restarts monitor-interval node-rank numa-binding r".split(),
+    *"rdzv-backend rdzv-conf rdzv-endpoint rdzv-id redirects role signals-to-handle start-method t tee".split(),
+    "use-env",
+)  # fmt: skip
 # How flags of one file or folder end, which a dry run does not need; and those of several.
 _PATHS = ("-path", "-dir", "-model", "-file", "--save", "--load")
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -151,10 +159,13 @@ def _torchrun(words: list[str]) -> tuple[dict[str, str], list[str]]:
     while words and words[0].startswith("-"):
         name, has_value, value = words[0].lstrip("-").replace("_", "-").partition("=")
         words = words[1:]
-        if not has_value and name not in _SWITCHES and words and not words[0].startswith("-"):
-            value, words = words[0], words[1:]
         # A prefix suffices.
-        options[next((each for each in _SIZES if each.startswith(name)), name)] = value
+        known = name if name in _OPTIONS else next((each for each in _OPTIONS if each.startswith(name)), None)
+        if known is None:
+            raise LaunchError(f"torchrun has no option --{name}")
+        if not has_value and known not in _SWITCHES and words and not words[0].startswith("-"):
+            value, words = words[0], words[1:]
+        options[known] = value
     is_module = bool(words) and not options.keys().isdisjoint(("m", "module"))
     return options, ["-m", *words] if is_module else words
 

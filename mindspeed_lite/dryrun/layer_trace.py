@@ -38,7 +38,7 @@ def main() -> None:
     os.dup2(2, 1)
     # torch.distributed is changed before any module imports from it by name.
     from mindspeed_lite.dryrun import fake_tensors
-    from mindspeed_lite.dryrun.worker import fuse_compiled
+    from mindspeed_lite.dryrun.worker import fuse_compiled, hide_broken_engine
     from mindspeed_lite.dryrun.world import World
 
     world = World(1)
@@ -47,8 +47,10 @@ def main() -> None:
     import torch
 
     import mindspeed_lite.megatron_adaptor  # noqa: F401
-    from mindspeed_lite.dryrun import gpt_model
+
+    hide_broken_engine()
     from mindspeed_lite.ops import traced
+    from mindspeed_lite.patches._shared import gpt_model
 
     # Threads do not outlive a fork.
     torch.set_num_threads(1)
@@ -58,7 +60,7 @@ def main() -> None:
     inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
     # No backward: a process whose autograd has threads cannot be forked.
     _trace({"words": _WARM.split(), "world_size": 4, "device": "cpu", "backward": False}, world, gpt_model)
-    _forget()
+    gpt_model.forget()
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -66,15 +68,6 @@ def main() -> None:
             found = list(pool.map(lambda each: _in_fork(each, world, gpt_model), json.loads(line)))
         answers.write(json.dumps(found) + "\n")
         answers.flush()
-
-
-def _forget() -> None:
-    """Let Megatron start anew."""
-    from megatron.training.training import destroy_global_state
-    from torch import distributed
-
-    destroy_global_state()
-    distributed.destroy_process_group()
 
 
 def _in_fork(request: dict[str, Any], world: Any, script: Any) -> dict[str, Any]:
@@ -98,27 +91,14 @@ def _in_fork(request: dict[str, Any], world: Any, script: Any) -> dict[str, Any]
 
 
 def _trace(request: dict[str, Any], world: Any, script: Any) -> dict[str, Any]:
-    from megatron.training.initialize import initialize_megatron
-    from megatron.training.training import get_model
-
     from mindspeed_lite.dryrun.fake_tensors import StoragelessMode
 
     world.size = request["world_size"]
     world.claim(0, 8, None)
     _act_as(request["device"])
-    sys.argv[:] = ["trace", *request["words"]]
     with StoragelessMode():
-        try:
-            from megatron.training.arguments import parse_and_validate_args
-        except ImportError:
-            initialize_megatron(args_defaults={})
-        else:
-            parse_and_validate_args()
-            initialize_megatron()
-        from megatron.training import get_args
-
-        (model,) = get_model(script.model_provider, wrap_with_ddp=False)
-        return _Parts(model, get_args()).traced(script.forward_step, request.get("backward", True))
+        model, args = script.build(request["words"])
+        return _Parts(model, args).traced(script.forward_step, request.get("backward", True))
 
 
 def _act_as(device: str) -> None:

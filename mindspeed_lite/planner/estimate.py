@@ -181,16 +181,16 @@ def _peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[in
     held = [_Held.of(training, chunk, number) for number, chunk in enumerate(chunks)]
     sizes, worst = [each.bytes for each in held], [each.worst for each in held]
 
-    def beside(moment: schedule.Moment) -> list[Entry]:
+    def run_by(moment: schedule.Moment) -> list[Entry]:
         return held[moment.chunk].peak if moment.forward is None else _in_pair(held[moment.forward], held[moment.chunk])
 
     def size(moment: schedule.Moment) -> int:
         others = sum(count * each for count, each in zip(moment.kept, sizes, strict=True))
-        running = worst[moment.chunk] if moment.forward is None else sum(_size(each) for _, each in beside(moment))
+        running = worst[moment.chunk] if moment.forward is None else sum(_size(each) for _, each in run_by(moment))
         return others + running - sizes[moment.chunk]
 
     moment = max(schedule.moments(training, stage), key=size)
-    entries = list(beside(moment))
+    entries = list(run_by(moment))
     for number, count in enumerate(moment.kept):
         entries += held[number].kept * (count - (number == moment.chunk))
     for number, chunk in enumerate(chunks):

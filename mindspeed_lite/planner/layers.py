@@ -32,19 +32,6 @@ class Chunk:
         return self.embeds or self.further > 0
 
 
-def kind(training: TrainingConfig, layer: int, place: int, number: int) -> object:
-    """Layers of one kind are alike; `number`: index of the chunk on its rank."""
-    communicates_by_layer = training.cp > 1 and (
-        len(training.cp_comm_type) > 1 or training.context_parallel_cache_interval
-    )
-    return (
-        training.is_moe(layer),
-        training.window_of(layer),
-        layer if communicates_by_layer else 0,
-        (place, number) if _counts_layers(training) else 0,
-    )
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """What layers of a model differ in. comm_type: of `--cp-comm-type`; number: where each layer is of its own kind."""
@@ -81,8 +68,8 @@ def kinds(training: TrainingConfig, last: bool = False) -> list[LayerKind]:
         return [kind_of(training, training.num_layers - 1, training.num_layers, 0)]
     if not _counts_layers(training):
         varies = training.num_experts or training.window_attn_skip_freq or len(training.cp_comm_type) > 1
-        numbers = range(training.num_layers if varies or training.context_parallel_cache_interval else 1)
-        return [*dict.fromkeys(kind_of(training, number, 0, 0) for number in numbers)]
+        layers = range(training.num_layers if varies or training.context_parallel_cache_interval else 1)
+        return [*dict.fromkeys(kind_of(training, layer, 0, 0) for layer in layers)]
     found: dict[LayerKind, None] = {}
     for row in stages(training):
         for number, chunk in enumerate(row):

@@ -50,9 +50,9 @@ class Pricer:
         """One micro-batch in a chunk; `number`: index on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
-        kinds: dict[object, tuple[int, int, int]] = {}
+        kinds: dict[layers.LayerKind, tuple[int, int, int]] = {}
         for place, layer in enumerate(chunk.layers):
-            key = layers.kind(training, layer, place, number)
+            key = layers.kind_of(training, layer, place, number)
             count, *_ = kinds.get(key, (0, 0, 0))
             kinds[key] = (count + 1, place, layer)
         for key, (count, place, layer) in kinds.items():
@@ -72,7 +72,7 @@ class Pricer:
 
     def busy(self, training: TrainingConfig, chunk: Chunk, number: int) -> float:
         """Seconds of a micro-batch in a chunk."""
-        inside = tuple(layers.kind(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+        inside = tuple(layers.kind_of(training, layer, place, number) for place, layer in enumerate(chunk.layers))
         full = (self._key(training), inside, chunk.embeds, chunk.further, chunk.computes_loss)
         if full not in self._busy:
             self._busy[full] = sum(self.chunk(training, chunk, number).all.values())

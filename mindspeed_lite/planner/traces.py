@@ -60,7 +60,7 @@ class ModelTrace:
     words: int
 
 
-# Fields that say what a layer is, and are given as they are.
+# Fields that change no layer, or whose words `request` writes itself.
 _LEFT_OUT = {
     "num_layers", "pipeline_model_parallel_size", "global_batch_size", "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_layout",
@@ -130,12 +130,8 @@ def request(training: TrainingConfig) -> tuple[dict[str, Any], list[LayerKind]]:
         words += [flag] if count == len(rows) else [f"{flag}-num-layers", str(count)] if count else []
     zeros = sum(each.is_zero_memory for each in rows)
     words += ["--moe-zero-memory-num-layers", str(zeros)] if 0 < zeros < len(rows) else []
-    dense, experts = (
-        training.tp * training.cp,
-        training.expert_model_parallel_size
-        * ((1 if training.moe_tp_extend_ep else training.etp) if training.num_experts else 1),
-    )
-    world = math.lcm(dense, experts * (training.tp if training.moe_tp_extend_ep else 1))
+    dense = training.tp * training.cp
+    world = math.lcm(dense, training.ep * training.etp)
     words += ["--global-batch-size", str(batch * world // dense)]
     divisor = str(training.padded_vocab_size // training.tp)
     words += [*_FIXED, "--vocab-size", str(training.padded_vocab_size - 1), "--make-vocab-size-divisible-by", divisor]
@@ -175,7 +171,9 @@ _COUNTS = 1 << 15
 def _traced_parts(training: TrainingConfig) -> int:
     """Parts of the experts in a trace: a few experts a rank have all that more have, but for their number."""
     parts, experts = training.expert_model_parallel_size, training.num_experts
-    if parts == 1 or training.moe_token_dispatcher_type != "alltoall" or training.moe_tp_extend_ep:
+    # What swaps looks at each storage, of which more experts have more.
+    varies = training.moe_token_dispatcher_type != "alltoall" or training.moe_tp_extend_ep or training.swap_attention
+    if parts == 1 or varies:
         return parts
     traced = parts
     while experts // traced % 2 == 0 and experts // traced > 2 and 2 * traced * training.etp * experts <= _COUNTS:
@@ -242,7 +240,9 @@ def answers(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if missing:
         for text, answer in zip(missing, _server().ask(missing), strict=True):
             known[text] = answer
-            _write(text, answer)
+            # What failed here may be mended outside of what the stamp sees.
+            if "error" not in answer:
+                _write(text, answer)
     return [known[text] for text in texts]
 
 

@@ -37,6 +37,7 @@ def test_torchrun_gives_the_size_of_the_world():
     [
         ("python -m torch.distributed.run --nproc-per-node 2 a.py --x", ("a.py", "--x"), 2),
         ("torchrun --nproc-per-node 2 -m mindspeed_lite run a.py --x", ("a.py", "--x"), 2),
+        ("torchrun -r 3 --stand --nnod 1 --nproc-per-node 2 a.py --x", ("a.py", "--x"), 2),
         ("torchrun -m --nproc 2 package.module --x", ("-m", "package.module", "--x"), 2),
         ("env PET_NNODES=3 torchrun --standalone --log-dir=l --nproc_per_node=2 --rdzv_id 7 a.py", ("a.py",), 6),
         ("python a.py --x", ("a.py", "--x"), 1),
@@ -83,6 +84,7 @@ def test_paths_without_quotes_are_said(tmp_path):
         ("no_such_program x", "no_such_program does not run"),
         ("torchrun --nproc-per-node gpu a.py", "do not say how many ranks"),
         ("torchrun --nnodes --nproc-per-node 2 a.py", "--nnodes has no value: a variable of the command may be unset"),
+        ("torchrun --nproc-per-nodes 2 a.py", "torchrun has no option --nproc-per-nodes"),
         ("torchrun --nnodes 2", "torchrun starts no script: --nnodes 2"),
         ("torchrun --nproc-per-node 2 none.py", "there is no script none.py in "),
     ],
@@ -91,3 +93,13 @@ def test_what_starts_no_training_is_one_line(command, text, capfd):
     with pytest.raises(launch.LaunchError, match=text) as error:
         launch.find(command.split())
     assert "\n" not in str(error.value)
+
+
+def test_options_are_those_of_torchrun():
+    from torch.distributed.run import get_args_parser
+
+    actions = get_args_parser()._actions
+    names = {name.lstrip("-").replace("_", "-"): each.nargs == 0 for each in actions for name in each.option_strings}
+    # `python -m torch.distributed.launch` has one more, and help starts nothing.
+    assert names.keys() - {"h", "help"} == {*launch._OPTIONS} - {"use-env"}
+    assert {name for name, is_switch in names.items() if is_switch} - {"h", "help"} == {*launch._SWITCHES}

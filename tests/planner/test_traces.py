@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mindspeed_lite import planner
 from mindspeed_lite.planner import traces
 from tests.harness import matrix
 from tests.harness.traces import FILE
@@ -46,3 +48,29 @@ def test_what_megatron_refuses_is_an_error() -> None:
     alone = json.loads(chosen("cuda", "--context-parallel-size")) | {"world_size": 1}
     (found,) = traces._server().ask([json.dumps(alone)])
     assert set(found) == {"error"} and "needs" in found["error"] and "processes" in found["error"]
+
+
+def test_a_refusal_is_not_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    server = SimpleNamespace(ask=lambda texts: [{"error": "no memory"} if "broken" in each else {} for each in texts])
+    monkeypatch.setattr(traces, "_server", lambda: server)
+    monkeypatch.setattr(traces, "known", {})
+    monkeypatch.setattr(traces, "_read", lambda text: False)
+    monkeypatch.setattr(traces, "_write", lambda text, answer: written.append(text))
+    assert traces.answers([{"words": "broken"}, {"words": "whole"}]) == [{"error": "no memory"}, {}]
+    assert written == ['{"words": "whole"}']
+
+
+def test_experts_of_a_rank_are_traced_few_and_counted_all() -> None:
+    words = (
+        "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 --swiglu "
+        "--disable-bias-linear "
+        "--vocab-size 255 --micro-batch-size 1 --num-experts 16 --moe-token-dispatcher-type alltoall "
+        "--use-distributed-optimizer"
+    ).split()
+    halves, eighths = (planner.read([*words, "--expert-model-parallel-size", str(parts)], 8) for parts in (2, 8))
+    assert traces.request(halves) == traces.request(eighths)
+    moved = halves.replace(swap_attention=True)
+    assert traces.request(moved) != traces.request(eighths.replace(swap_attention=True))
+    one, other = (planner.ranks(each)[0].parameters.experts for each in (halves, eighths))
+    assert one == 4 * other > 0

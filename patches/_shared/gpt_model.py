@@ -1,9 +1,10 @@
-"""A GPT as Megatron's `pretrain_gpt.py` builds and runs it, for layers that are traced without a script."""
+"""Builds and runs a GPT as Megatron's `pretrain_gpt.py` does, for layers that are traced without a script."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,31 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import destroy_global_state, get_model
 
 
-def model_provider(
+def build(words: Sequence[str]) -> tuple[Any, Any]:
+    """The model of a command's words, without DDP, and Megatron's arguments."""
+    sys.argv[:] = ["trace", *words]
+    try:
+        from megatron.training.arguments import parse_and_validate_args
+    except ImportError:
+        initialize_megatron(args_defaults={})
+    else:
+        parse_and_validate_args()
+        initialize_megatron()
+    (model,) = get_model(_provide, wrap_with_ddp=False)
+    return model, get_args()
+
+
+def forget() -> None:
+    """Let Megatron start anew."""
+    destroy_global_state()
+    torch.distributed.destroy_process_group()
+
+
+def _provide(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:  # fmt: skip
