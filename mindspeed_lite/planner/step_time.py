@@ -50,16 +50,8 @@ class Pricer:
         """One micro-batch in a chunk; `number`: index on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
-        kinds: dict[layers.LayerKind, tuple[int, int, int]] = {}
-        for place, layer in enumerate(chunk.layers):
-            key = layers.kind_of(training, layer, place, number)
-            count, *_ = kinds.get(key, (0, 0, 0))
-            kinds[key] = (count + 1, place, layer)
-        for key, (count, place, layer) in kinds.items():
-            one = self._layer(training, key, layer, place, number)
-            found += PassSeconds(
-                *(seconds.scaled(each, count) for each in (one.forward, one.input_grad, one.weight_grad, one.recompute))
-            )
+        for each in layers.counts_in(training, chunk.layers, number):
+            found += self._layer(training, each, number) * each.count
         if chunk.embeds:
             found += self._part(training, "embedding")
         if chunk.further:
@@ -72,18 +64,17 @@ class Pricer:
 
     def busy(self, training: TrainingConfig, chunk: Chunk, number: int) -> float:
         """Seconds of a micro-batch in a chunk."""
-        inside = tuple(layers.kind_of(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+        inside = layers.counts_in(training, chunk.layers, number)
         full = (self._key(training), inside, chunk.embeds, chunk.further, chunk.computes_loss)
         if full not in self._busy:
             self._busy[full] = sum(self.chunk(training, chunk, number).all.values())
         return self._busy[full]
 
-    def _layer(self, training: TrainingConfig, key: object, layer: int, place: int, number: int) -> PassSeconds:
-        full = (self._key(training), "layer", key)
+    def _layer(self, training: TrainingConfig, held: layers.KindCount, number: int) -> PassSeconds:
+        full = (self._key(training), "layer", held.kind)
         if full not in self._priced:
-            is_moe = training.is_moe(layer)
-            again = layer_work.recomputed(training, is_moe, layer, place, number)
-            work = layer_work.layer(training, is_moe, layer)
+            again = layer_work.recomputed(training, held.kind.has_experts, held.layer, held.place, number)
+            work = layer_work.layer(training, held.kind.has_experts, held.layer)
             self._priced[full] = seconds.price(work, again, self.device, training.width, self.overlap)
         return self._priced[full]
 
@@ -149,15 +140,18 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     return StepTime({name: value for name, value in parts.items() if value > 0})
 
 
-def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
-    """Without waits of the busiest rank; or of the last, between others' first forward and last backward."""
+def lower_bound(training: TrainingConfig, pricer: Pricer, held: Sequence[Parameters]) -> float:
+    """Without waits of the busiest rank; or of the last, between others' first forward and last backward.
+
+    held: parameters of each stage.
+    """
     ranks = orders.chunks_of_ranks(training)
     busy = [sum(pricer.busy(training, chunk, number) for number, chunk in enumerate(row)) for row in ranks]
     most = max(busy) * training.microbatches
     if orders.fills_and_drains(training):
         ends = sum(pricer.busy(training, row[0], 0) for row in ranks[:-1])
         most = max(most, busy[-1] * training.microbatches + ends)
-    tail = max(_optimizer(training, parameters.of_stage(training, row), pricer.device) for row in ranks)
+    tail = max(_optimizer(training, each, pricer.device) for each in held)
     return most + tail + pricer.device.step_overhead()
 
 
