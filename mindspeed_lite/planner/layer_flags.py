@@ -8,11 +8,12 @@ import importlib.util
 import re
 from pathlib import Path
 
-# Beginnings of fields that change no storage, or only with Transformer Engine or on a GPU.
+# Beginnings of fields that change no storage, or only with Transformer Engine or on a GPU, or that count layers.
 _NOT_TRACED = (
     "te_", "use_te_", "fp8", "fp4", "cuda_graph", "inference_", "cross_entropy_fusion_impl", "moe_flex_",
     "moe_hybridep_", "moe_deepep_", "init_method", "embedding_init_method", "layernorm_epsilon", "moe_z_loss",
-    "persist_layer_norm", "deterministic_mode", "clone_scatter",
+    "persist_layer_norm", "deterministic_mode", "clone_scatter", "no_rope_freq", "num_layers_at_", "first_last_layers",
+    "init_model_with_meta_device",
 )  # fmt: skip
 
 
