@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mindspeed_lite.pipeline.costs import Costs
-from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.simulate import ends_of_step
 
 from . import layer_work, layers, optimizer, orders, parameters, seconds
 from .gradients import compressed_reduction, exact_reduction
@@ -167,20 +168,9 @@ def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]]
     busy = [sum(sum(each.all.values()) for each in row) for row in priced]
     if pp == 1:
         return _Run([busy[0] * count], [0.0])
-    costs = _costs(training, priced, pricer)
     unit = max(training.microbatch_group_size_per_vp_stage or pp, pp)
-    few, more = 2 * unit, 3 * unit
-
-    def simulated(batches: int) -> list[float]:
-        return simulate(orders.schedule(training, batches), costs).ends
-
-    if count <= more:
-        ends = simulated(count)
-    else:
-        rest = count % unit
-        low, high = simulated(few + rest), simulated(more + rest)
-        steps = (count - few - rest) / unit
-        ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low, high, busy, strict=True)]
+    found = ends_of_step(partial(orders.schedule, training), _costs(training, priced, pricer), count, unit)
+    ends = [max(end, each * count) for end, each in zip(found, busy, strict=True)]
     return _Run(ends, [max(ends) - each * count for each in busy])
 
 
