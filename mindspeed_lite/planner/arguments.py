@@ -178,6 +178,10 @@ def check(training: TrainingConfig) -> TrainingConfig:
         raise ArgumentError(f"--optimizer {training.optimizer} is not predicted: adam is")
     if training.use_precision_aware_optimizer and not training.use_distributed_optimizer:
         raise ArgumentError("--use-precision-aware-optimizer needs --use-distributed-optimizer, as in Megatron: add it")
+    for name in ("reuse_fp32_param", "quant_states", "virtual_optimizer", "swap_optimizer"):
+        if getattr(training, name) and training.use_precision_aware_optimizer:
+            flag = f"--{name.replace('_', '-')}"
+            raise ArgumentError(f"{flag} does not apply with --use-precision-aware-optimizer: drop one of them")
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(training, name) != "fp32" and not training.use_precision_aware_optimizer:
             flag = f"--{name.replace('_', '-')}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time, traces
-from .candidates import STATES, LayoutCandidate
+from .candidates import LayoutCandidate
 from .layers import Chunk
 from .parameters import Parameters
 from .step_time import Pricer, StepTime
@@ -211,7 +211,7 @@ class Search:
         dp = self.world_size // (layout.tp * layout.pp * layout.cp)
         microbatches = self.base(layout.tp).global_batch_size // (layout.micro_batch * dp)
         share = Parameters(held.dense // layout.pp, held.experts // layout.pp)
-        frugal = replace(layout, recompute="none", states=STATES[-1] if self.base(layout.tp).bf16 else STATES[0])
+        frugal = replace(layout, recompute="none", states=candidates.states_of(self.base(layout.tp))[-1])
         states = optimizer.states(frugal.applied(self.base(layout.tp)), share, 0)
         size = states.weights + states.gradients + states.optimizer + self.reserve
         return busy / layout.pp * microbatches + ends, size

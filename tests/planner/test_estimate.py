@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindspeed_lite.planner import changes, ranks, read, traces
+from mindspeed_lite.planner import ArgumentError, changes, ranks, read, traces
 from mindspeed_lite.planner.changes import _TOGGLES
 from mindspeed_lite.planner.training import TrainingConfig
 
@@ -86,6 +86,16 @@ def test_flags_of_layers_without_a_field_are_traced() -> None:
     assert wide.traced_words == ("--fp32-residual-connection",)
     rows = 32 * 2 * 64
     assert layer_bytes(wide) - layer_bytes(plain) == 2 * 2 * rows
+
+
+def test_states_of_transformer_engines_adam_stay_as_they_are() -> None:
+    words = ("--use-distributed-optimizer", "--use-precision-aware-optimizer")
+    flags = {each.flag.split()[0] for each in changes(training(*words, world_size=4))}
+    assert "--use-distributed-optimizer" in flags and not flags & {
+        "--reuse-fp32-param", "--quant-states", "--virtual-optimizer", "--swap-optimizer"
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match="--swap-optimizer does not apply with --use-precision-aware-optimizer"):
+        training(*words, "--swap-optimizer", world_size=4)
 
 
 def test_without_what_megatron_does_not_build_here(monkeypatch: pytest.MonkeyPatch) -> None:
