@@ -1,6 +1,6 @@
 """Runs a script as ranks of a world for one step, each in a fork of this process, which has imported its modules.
 
-Started by `rank.run` as `python -m mindspeed_lite.dryrun.worker REQUEST`; each rank writes what it counted as JSON.
+Started by `rank.run` as `python -m mindspeed_lite.dryrun.worker REQUEST`; each rank pickles what it counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import json
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -19,7 +20,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def main() -> None:
     fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
+    world.replace_groups()
     hide_broken_engine()
     words = request["words"]
     is_module = words[0] == "-m"
@@ -115,7 +116,7 @@ def _end(folder: Path, rank: int, code: int) -> None:
     if not result.exists():
         cause = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         memory = "; this machine's memory may not suffice" if code == -signal.SIGKILL else ""
-        result.write_text(json.dumps({"error": f"its process ended {cause} before the step did{memory}"}))
+        result.write_bytes(pickle.dumps({"error": f"its process ended {cause} before the step did{memory}"}))
     PassedValues(folder, rank, set()).end()
 
 
@@ -150,7 +151,7 @@ def _read_ahead() -> None:
 
     from mindspeed_lite import runtime
     from mindspeed_lite.bench.probes import memory, train_step  # noqa: F401
-    from mindspeed_lite.dryrun import fake_tensors, masked_data, timing, work  # noqa: F401
+    from mindspeed_lite.dryrun import fake_tensors, masked_data, repeat, timing, work  # noqa: F401
 
     runtime.catalogue(), runtime.fingerprints()
     # What torch imports for its first mode.
@@ -176,7 +177,7 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
         # The script may have forked.
         if os.getpid() == own:
             part = folder / f"part-{rank}"
-            part.write_text(json.dumps(found))
+            part.write_bytes(pickle.dumps(found))
             part.rename(folder / f"result-{rank}")
         code = 0
     except BaseException:
@@ -202,7 +203,7 @@ def _end_in_time(request: dict[str, Any], values: Any) -> None:
 def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
     from mindspeed_lite import runtime, startup
     from mindspeed_lite.bench.probes import memory, train_step
-    from mindspeed_lite.dryrun import fake_tensors, masked_data, timing
+    from mindspeed_lite.dryrun import fake_tensors, masked_data, repeat, timing
     from mindspeed_lite.dryrun.calls import PIPELINE
     from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
@@ -243,6 +244,8 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             if clock is not None:
                 fake_tensors.on_read.append(clock.read_by_host)
                 world.on_message = timing.on_message(clock, recorder, world)
+            counts = repeat.Counts(world, recorder, probe.tracker)
+            repeat.install(model, arguments[0], found["micro_batches"][0], counts)
             result = probe.around(model, optimizer, run)
             found["error"], found["in_step"] = "", len(world.messages)
             if clock is not None:
@@ -272,8 +275,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
     ]  # fmt: skip
     found["memory"], found["work"] = probe.counted, recorder.counted()
     found["host"] = recorder.host()
-    found["messages"] = [asdict(each) for each in world.messages]
-    found["groups"] = world.groups
+    found["messages"], found["groups"] = world.messages, world.groups
     return found
 
 
