@@ -75,7 +75,8 @@ class _Pass:
 
     def end(self) -> None:
         recorder, tracker, world = self._counts.recorder, self._counts.tracker, self._counts.world
-        del tracker.update_peak
+        # Its own again, if no pass within this one has put it back.
+        vars(tracker).pop("update_peak", None)
         self.is_whole &= self._counts.is_recording and self._read == self._values()
         self._counts.is_recording = False
         self._messages = world.messages[self._first :]
@@ -102,9 +103,9 @@ class _Pass:
         if recorder.clock and self._began and self._ended:
             recorder.clock.repeat(self._began, self._ended)
         if self._at_peak is not None:
-            live = tracker._live
-            tracker._live = {key: each for key, each in live.items() if key not in {*own}}
-            tracker._live |= {next(_keys): each for each in self._at_peak}
+            live, own = tracker._live, {*own}
+            others = {key: each for key, each in live.items() if key not in own}
+            tracker._live = others | {next(_keys): each for each in self._at_peak}
             tracker.update_peak()
             tracker._live = live
 

@@ -32,6 +32,8 @@ _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
     "schedules_method",
 )  # fmt: skip
+# Features whose schedule is not Megatron's, and their arguments.
+_ORDERS = ("pipeline_schedule", "schedules_method")
 # What a dry run cannot do.
 _UNABLE = {
     "use_checkpoint_args": "reads no checkpoint: give the model's arguments in its place",
@@ -201,7 +203,7 @@ def _end_in_time(request: dict[str, Any], values: Any) -> None:
 
 
 def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
-    from mindspeed_lite import runtime, startup
+    from mindspeed_lite import startup
     from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.dryrun import fake_tensors, masked_data, repeat, timing
     from mindspeed_lite.dryrun.calls import PIPELINE
@@ -235,6 +237,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
         if is_partial and _is_between_alike(model, world.groups[PIPELINE], world.values):
             found["error"], found["is_alike"] = "", True
             sys.exit()
+        forget_orders(arguments[0], _features())
         train_step.stop_after(1)
         optimizer.step = recorder.within("optimizer")(optimizer.step)
         config: Any = getattr(model[0], "config", None)
@@ -269,14 +272,27 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
         found["error"] = str(error) if isinstance(error, OptionError) else f"{_told(error)} [{_place(error)}]"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    active = runtime.current()
-    found["features"] = [] if active is None else [
-        [each.feature, each.status, "; ".join(each.reasons)] for each in active.session.report.entries
-    ]  # fmt: skip
+    found["features"] = _features()
     found["memory"], found["work"] = probe.counted, recorder.counted()
     found["host"] = recorder.host()
     found["messages"], found["groups"] = world.messages, world.groups
     return found
+
+
+def _features() -> list[tuple[str, str, str]]:
+    """Each with its status and reasons."""
+    from mindspeed_lite import runtime
+
+    active = runtime.current()
+    entries = () if active is None else active.session.report.entries
+    return [(each.feature, each.status, "; ".join(each.reasons)) for each in entries]
+
+
+def forget_orders(args: Any, features: Sequence[tuple[str, str, str]]) -> None:
+    """Megatron's schedule runs if the feature that has another does not apply."""
+    for feature, status, _ in features:
+        if feature in _ORDERS and status != "applied":
+            setattr(args, feature, None)
 
 
 def _announce(pipe: int, running: set[int], stages: tuple[int, ...]) -> None:
@@ -370,7 +386,7 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     every = max(1, (args.global_batch_size or at_once) // at_once)
     is_interleaved = any(getattr(args, name, None) for name in _INTERLEAVED)
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
-    has_own_order = getattr(args, "pipeline_schedule", None) or getattr(args, "schedules_method", None)
+    has_own_order = any(getattr(args, name, None) for name in _ORDERS)
     if is_interleaved and not has_own_order and 0 < every % group < stages:
         raise OptionError(
             f"--global-batch-size {args.global_batch_size} gives {every} micro-batches, {every % group} of them in a "
