@@ -102,7 +102,7 @@ def test_a_room_imports_those_below_it_and_does_not_name_megatron(room):
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "cli/npu_probe"),
     *("cli/doctor_checks", "bench/harness", "bench/training", "bench/calibration/__init__"),
-    *("dryrun/launch", "dryrun/rank", "dryrun/worker", "dryrun/layer_trace", "planner/traces"),
+    *("dryrun/launch", "dryrun/worker", "dryrun/layer_trace", "planner/traces"),
 }
 
 

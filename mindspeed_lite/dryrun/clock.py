@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import defaultdict
 
@@ -46,6 +47,20 @@ class Clock:
 
     def wait(self, during: str, name: str, end: float) -> None:
         self._reach(during, name, end)
+
+    def copy(self) -> Clock:
+        found = copy.copy(self)
+        found.seconds, found._free = self.seconds.copy(), self._free.copy()
+        return found
+
+    def repeat(self, began: Clock, ended: Clock) -> None:
+        """Let pass again what passed from one copy to the other."""
+        for key, seconds in ended.seconds.items():
+            self.seconds[key] += seconds - began.seconds[key]
+        self._now += ended._now - began._now
+        self._host += ended._host - began._host
+        for group, end in ended._free.items():
+            self._free[group] = max(self._free.get(group, 0.0), self._now + end - ended._now)
 
     def _reach(self, during: str, name: str, then: float) -> None:
         if then > self._now:

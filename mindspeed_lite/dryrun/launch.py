@@ -95,11 +95,12 @@ def find(command: Sequence[str]) -> TrainingLaunch:
                 while not record.exists() and _is_alive(child.pid) and time.monotonic() < until:
                     time.sleep(0.05)
         except OSError as error:
-            raise LaunchError(f"{command[0]} does not run: {error}") from None
+            hint = ": leave out the quotes around the whole command" if " " in command[0] else ""
+            raise LaunchError(f"{command[0]} does not run: {error.strerror}{hint}") from None
         except subprocess.TimeoutExpired:
             raise LaunchError(f"{command[0]} has started no training after {_TIMEOUT:.0f} seconds") from None
         if not record.exists():
-            last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
+            last = printed.strip().splitlines()[-1:] or [f"it printed nothing and ended with {child.returncode}"]
             raise LaunchError(f"{shlex.join(command)[:80]} starts no torchrun and no python script: {last[0]}")
         found = json.loads(record.read_text().splitlines()[-1])
         for name in ("PATH", "PYTHONPATH"):

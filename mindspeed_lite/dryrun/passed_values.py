@@ -32,7 +32,9 @@ class PassedValues:
     def __init__(self, folder: Path, rank: int, running: set[int]) -> None:
         self.folder, self.rank, self.running = folder, rank, running
         self.awaited: int | None = None
-        self._count: Counter[tuple[object, ...]] = Counter()
+        # Values that were put or read.
+        self.count = 0
+        self._places: Counter[tuple[object, ...]] = Counter()
 
     def put(self, between: tuple[object, ...], value: Any) -> None:
         """Pass on the next value of `between`: a group, a sender and its receiver, or a kind of value and ranks."""
@@ -73,9 +75,10 @@ class PassedValues:
 
     def next(self, between: tuple[object, ...]) -> Path:
         """Where the next value of `between` is put."""
-        self._count[between] += 1
+        self.count += 1
+        self._places[between] += 1
         name = hashlib.sha256(repr(between).encode()).hexdigest()[:16]
-        return self.folder / f"{name}-{self._count[between]}"
+        return self.folder / f"{name}-{self._places[between]}"
 
     def _example(self, kind: object) -> Path:
         return self.folder / f"example-{kind}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -101,20 +102,13 @@ def run(
 
 def _read(folder: Path, number: int, ending: str) -> RankResult:
     result, log, ended = (folder / f"{name}-{number}" for name in ("result", "log", "ended"))
-    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": ending}
+    found: dict[str, Any] = pickle.loads(result.read_bytes()) if result.exists() else {"error": ending}
     lines = (log if log.exists() else folder / "log").read_text(errors="replace").splitlines()[-_TAIL:]
     if found["error"].startswith(ENDED) and lines:
         found["error"] += f": {lines[-1]}"
-    found["messages"] = [_message(each) for each in found.get("messages", ())]
-    found["groups"] = {name: tuple(ranks) for name, ranks in found.get("groups", {}).items()}
     return RankResult(
         number=number,
         ended_at=ended.stat().st_mtime if ended.exists() else math.inf,
         log_tail=lines if found["error"] else (),
         **found,
     )
-
-
-def _message(fields: dict[str, Any]) -> GroupCall:
-    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
-    return GroupCall(**given)

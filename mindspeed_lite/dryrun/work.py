@@ -39,7 +39,7 @@ class WorkRecorder:
         # Calls of modules in a forward pass.
         self.calls: Counter[str] = Counter()
         # Launches, operations and bytes by module and pass.
-        self._counts: dict[tuple[str, str], list[int]] = {}
+        self.counts: dict[tuple[str, str], list[int]] = {}
         self._during = ""
         # Kernels around what runs, and what they do until now.
         self._kernels = self._operations = 0
@@ -80,7 +80,7 @@ class WorkRecorder:
 
     def counted(self) -> list[dict[str, Any]]:
         """By module and pass, most operations first, then most bytes."""
-        counts = sorted(self._counts.items(), key=lambda each: each[1][1:], reverse=True)
+        counts = sorted(self.counts.items(), key=lambda each: each[1][1:], reverse=True)
         return [
             {"module": module, "pass": during, "launches": launches, "flops": flops, "bytes": size}
             for (module, during), (launches, flops, size) in counts
@@ -89,7 +89,7 @@ class WorkRecorder:
     def host(self) -> dict[str, Any]:
         """Calls that wait for the device by place, and calls of modules."""
         waits = [[call, place, count] for (call, place), count in self.synchronizations.counts.items()]
-        return {"synchronizations": waits, "calls": self.calls}
+        return {"synchronizations": waits, "calls": {**self.calls}}
 
     def place(self) -> tuple[str, str]:
         """Module and pass of what runs now; layers are `*`."""
@@ -161,7 +161,7 @@ class WorkRecorder:
     ) -> None:  # fmt: skip
         """operands: whose narrowest floating-point dtype sets the rate of products."""
         place = self.place()
-        count = self._counts.setdefault(place, [0, 0, 0])
+        count = self.counts.setdefault(place, [0, 0, 0])
         count[0] += 1
         count[1] += operations
         count[2] += size

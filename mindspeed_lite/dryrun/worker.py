@@ -1,6 +1,6 @@
 """Runs a script as ranks of a world for one step, each in a fork of this process, which has imported its modules.
 
-Started by `rank.run` as `python -m mindspeed_lite.dryrun.worker REQUEST`; each rank writes what it counted as JSON.
+Started by `rank.run` as `python -m mindspeed_lite.dryrun.worker REQUEST`; each rank pickles what it counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import json
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -19,7 +20,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ _INTERLEAVED = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
     "schedules_method",
 )  # fmt: skip
+# Features whose schedule is not Megatron's, and their arguments.
+_ORDERS = ("pipeline_schedule", "schedules_method")
 # What a dry run cannot do.
 _UNABLE = {
     "use_checkpoint_args": "reads no checkpoint: give the model's arguments in its place",
@@ -51,6 +53,7 @@ def main() -> None:
     fuse_compiled()
     import mindspeed_lite.megatron_adaptor  # noqa: F401
 
+    world.replace_groups()
     hide_broken_engine()
     words = request["words"]
     is_module = words[0] == "-m"
@@ -115,7 +118,7 @@ def _end(folder: Path, rank: int, code: int) -> None:
     if not result.exists():
         cause = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         memory = "; this machine's memory may not suffice" if code == -signal.SIGKILL else ""
-        result.write_text(json.dumps({"error": f"its process ended {cause} before the step did{memory}"}))
+        result.write_bytes(pickle.dumps({"error": f"its process ended {cause} before the step did{memory}"}))
     PassedValues(folder, rank, set()).end()
 
 
@@ -150,7 +153,7 @@ def _read_ahead() -> None:
 
     from mindspeed_lite import runtime
     from mindspeed_lite.bench.probes import memory, train_step  # noqa: F401
-    from mindspeed_lite.dryrun import fake_tensors, masked_data, timing, work  # noqa: F401
+    from mindspeed_lite.dryrun import fake_tensors, masked_data, repeat, timing, work  # noqa: F401
 
     runtime.catalogue(), runtime.fingerprints()
     # What torch imports for its first mode.
@@ -176,7 +179,7 @@ def _fork(request: dict[str, Any], world: Any, rank: int, running: Sequence[int]
         # The script may have forked.
         if os.getpid() == own:
             part = folder / f"part-{rank}"
-            part.write_text(json.dumps(found))
+            part.write_bytes(pickle.dumps(found))
             part.rename(folder / f"result-{rank}")
         code = 0
     except BaseException:
@@ -200,9 +203,9 @@ def _end_in_time(request: dict[str, Any], values: Any) -> None:
 
 
 def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str, Any]:
-    from mindspeed_lite import runtime, startup
+    from mindspeed_lite import startup
     from mindspeed_lite.bench.probes import memory, train_step
-    from mindspeed_lite.dryrun import fake_tensors, masked_data, timing
+    from mindspeed_lite.dryrun import fake_tensors, masked_data, repeat, timing
     from mindspeed_lite.dryrun.calls import PIPELINE
     from mindspeed_lite.dryrun.rank import ENDED, NO_STEP
     from mindspeed_lite.dryrun.work import WorkRecorder
@@ -234,6 +237,7 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
         if is_partial and _is_between_alike(model, world.groups[PIPELINE], world.values):
             found["error"], found["is_alike"] = "", True
             sys.exit()
+        forget_orders(arguments[0], _features())
         train_step.stop_after(1)
         optimizer.step = recorder.within("optimizer")(optimizer.step)
         config: Any = getattr(model[0], "config", None)
@@ -243,6 +247,8 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             if clock is not None:
                 fake_tensors.on_read.append(clock.read_by_host)
                 world.on_message = timing.on_message(clock, recorder, world)
+            counts = repeat.Counts(world, recorder, probe.tracker)
+            repeat.install(model, arguments[0], found["micro_batches"][0], counts)
             result = probe.around(model, optimizer, run)
             found["error"], found["in_step"] = "", len(world.messages)
             if clock is not None:
@@ -266,15 +272,27 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
         found["error"] = str(error) if isinstance(error, OptionError) else f"{_told(error)} [{_place(error)}]"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    active = runtime.current()
-    found["features"] = [] if active is None else [
-        [each.feature, each.status, "; ".join(each.reasons)] for each in active.session.report.entries
-    ]  # fmt: skip
+    found["features"] = _features()
     found["memory"], found["work"] = probe.counted, recorder.counted()
     found["host"] = recorder.host()
-    found["messages"] = [asdict(each) for each in world.messages]
-    found["groups"] = world.groups
+    found["messages"], found["groups"] = world.messages, world.groups
     return found
+
+
+def _features() -> list[tuple[str, str, str]]:
+    """Each with its status and reasons."""
+    from mindspeed_lite import runtime
+
+    active = runtime.current()
+    entries = () if active is None else active.session.report.entries
+    return [(each.feature, each.status, "; ".join(each.reasons)) for each in entries]
+
+
+def forget_orders(args: Any, features: Sequence[tuple[str, str, str]]) -> None:
+    """Megatron's schedule runs if the feature that has another does not apply."""
+    for feature, status, _ in features:
+        if feature in _ORDERS and status != "applied":
+            setattr(args, feature, None)
 
 
 def _announce(pipe: int, running: set[int], stages: tuple[int, ...]) -> None:
@@ -368,7 +386,7 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     every = max(1, (args.global_batch_size or at_once) // at_once)
     is_interleaved = any(getattr(args, name, None) for name in _INTERLEAVED)
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
-    has_own_order = getattr(args, "pipeline_schedule", None) or getattr(args, "schedules_method", None)
+    has_own_order = any(getattr(args, name, None) for name in _ORDERS)
     if is_interleaved and not has_own_order and 0 < every % group < stages:
         raise OptionError(
             f"--global-batch-size {args.global_batch_size} gives {every} micro-batches, {every % group} of them in a "

@@ -76,11 +76,15 @@ class World:
         """Replace torch.distributed's functions, before any module imports them by name."""
         self._replace({
             "init_process_group": self._init_process_group,
-            "new_group": self._new_group,
             "batch_isend_irecv": self._batch,
             "_coalescing_manager": self._coalescing,
         })  # fmt: skip
+        self.replace_groups()
         self.record()
+
+    def replace_groups(self) -> None:
+        """Let groups, of which a large world has thousands, have no backend of a device layer's."""
+        self._replace({"new_group": self._new_group})
 
     def record(self) -> None:
         self._replace({

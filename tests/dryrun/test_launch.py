@@ -81,7 +81,9 @@ def test_paths_without_quotes_are_said(tmp_path):
     [
         ("echo hello", "starts no torchrun and no python script: hello"),
         ("python -m mindspeed_lite --help", "starts no torchrun and no python script"),
-        ("no_such_program x", "no_such_program does not run"),
+        ("no_such_program x", "no_such_program does not run: No such file or directory$"),
+        ("'torchrun a.py'", "torchrun a.py does not run: .*: leave out the quotes around the whole command"),
+        ("sh -c 'exit 3'", "starts no torchrun and no python script: it printed nothing and ended with 3"),
         ("torchrun --nproc-per-node gpu a.py", "do not say how many ranks"),
         ("torchrun --nnodes --nproc-per-node 2 a.py", "--nnodes has no value: a variable of the command may be unset"),
         ("torchrun --nproc-per-nodes 2 a.py", "torchrun has no option --nproc-per-nodes"),
@@ -91,7 +93,7 @@ def test_paths_without_quotes_are_said(tmp_path):
 )
 def test_what_starts_no_training_is_one_line(command, text, capfd):
     with pytest.raises(launch.LaunchError, match=text) as error:
-        launch.find(command.split())
+        launch.find(shlex.split(command))
     assert "\n" not in str(error.value)
 
 

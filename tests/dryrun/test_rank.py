@@ -190,6 +190,12 @@ def test_what_a_dry_run_cannot_do_is_one_line(name):
         worker.shorten(argparse.Namespace(**{name: True}), 2)
 
 
+def test_a_schedule_of_a_feature_that_does_not_apply_is_not_predicted():
+    args = argparse.Namespace(schedules_method="dualpipev", pipeline_schedule="zb-h1")
+    worker.forget_orders(args, [("schedules_method", "skipped", ""), ("pipeline_schedule", "applied", "")])
+    assert (args.schedules_method, args.pipeline_schedule) == (None, "zb-h1")
+
+
 @pytest.mark.parametrize(("batch", "own", "micro_batches"), [(48, "", 8), (40, "", None), (40, "interleaved", 8)])
 def test_a_last_group_of_micro_batches_that_megatron_refuses_is_one_line(batch, own, micro_batches):
     args = argparse.Namespace(

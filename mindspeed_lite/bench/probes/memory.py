@@ -16,12 +16,12 @@ class MemoryProbe:
 
     def __init__(self, counts_fake: bool = False, module: Callable[[], str] = str) -> None:
         self.counted: dict[str, Any] = {}
-        self._tracker = Tracker(lambda address: False, counts_fake, module)
+        self.tracker = Tracker(lambda address: False, counts_fake, module)
 
     def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
         others = {tensor.untyped_storage()._cdata for tensor in (*weights(model), *gradients(model))}
-        self._tracker.is_excluded = others.__contains__
-        with self._tracker:
+        self.tracker.is_excluded = others.__contains__
+        with self.tracker:
             result = step()
         own_weights, own_gradients = list(weights(model)), list(gradients(model))
         addressed, away = in_host_memory(optimizer)
@@ -31,8 +31,8 @@ class MemoryProbe:
             "gradients": size(own_gradients, own_weights),
             "optimizer": size(states(optimizer), [*own_weights, *own_gradients]) - addressed,
             "host": addressed + away,
-            "activations": self._tracker.peak,
-            "kept": [asdict(each) for each in self._tracker.at_peak],
+            "activations": self.tracker.peak,
+            "kept": [asdict(each) for each in self.tracker.at_peak],
         }
         return result
 
