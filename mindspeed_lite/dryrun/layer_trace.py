@@ -11,6 +11,7 @@ import gc
 import inspect
 import json
 import os
+import signal
 import sys
 import traceback
 from collections import defaultdict
@@ -18,6 +19,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+# Of a trace, at most.
+_SECONDS = 300
 # Traced first: what this imports, reads of Megatron's sources and caches, forks have.
 _WARM = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length "
@@ -79,8 +82,9 @@ def _in_fork(request: dict[str, Any], world: Any, script: Any) -> dict[str, Any]
         with open(read_end) as answer:
             text = answer.read()
         os.waitpid(child, 0)
-        found: dict[str, Any] = json.loads(text) if text else {"error": "its process ended without an answer"}
+        found: dict[str, Any] = json.loads(text) if text else {"error": f"no answer within {_SECONDS} seconds"}
         return found
+    signal.alarm(_SECONDS)
     try:
         found = _trace(request, world, script)
     except BaseException as error:
