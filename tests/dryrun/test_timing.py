@@ -93,6 +93,19 @@ def test_kernels_are_priced_by_what_they_do(monkeypatch):
     assert found["experts"] == pytest.approx(sum(rows))
 
 
+def test_views_cost_the_host_in_a_forward_and_not_in_autograds_backward():
+    with StoragelessMode() as mode:
+        recorder = WorkRecorder(Clock(H100))
+        pieces = [torch.ones(4, 4, requires_grad=True) for _ in range(64)]
+        gradient = torch.ones(128, 8)
+        with recorder.recording(mode, []):
+            torch.cat([each.view(2, 8) for each in pieces]).backward(gradient)
+            gradient.sin()
+    # 64 views and two launches; a backward slices and views the gradient of each, and launches nothing.
+    host = sum(seconds for (_, name), seconds in recorder.clock.seconds.items() if name == "host")
+    assert host == pytest.approx((64 / 2 + 2) * LAUNCH, rel=0.01)
+
+
 def stage(number, seconds, **facts):
     given = {
         "seconds": seconds, "chunks": 1, "group": 0, "order": "", "overlaps_experts": False,
