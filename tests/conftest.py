@@ -6,6 +6,7 @@ this must be said before anything imports one.
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import os
 import signal
@@ -47,6 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--update"):
         traces.load()
+    if not hasattr(config, "workerinput"):
+        # Thousands of processes import these, and may not be allowed to keep what they have compiled.
+        for room in ("mindspeed_lite", "patches", "lab", "tests"):
+            compileall.compile_dir(checkouts.ROOT / room, quiet=2)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -55,7 +60,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 # Folders whose files take longest: a file that begins last leaves the other workers idle.
-LONG = ("training", "bench", "npu_contract", "cli", "tests", "ops", "patches")
+LONG = ("training", "te_contract", "dryrun", "bench", "npu_contract", "cli", "tests", "ops", "patches")
 
 
 @pytest.hookimpl(trylast=True)

@@ -241,6 +241,7 @@ def run(seed, cycles):
             moved = different(base, everything())
             assert moved == [] and left_over() == nothing, (moved, left_over(), nothing)
             assert sorted(warm.ended) == list(range(warm.begun)) and vars(warm.marked) == {}
+            places.forget()
             gc.collect()
             sizes.append(len(gc.get_objects()))
     assert warm.faults.raised > cycles / 10 and warm.failed < cycles * 0.9

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -182,8 +183,10 @@ def test_commands_that_take_no_time() -> None:
     import tempfile
 
     from mindspeed_lite import cli
+    from mindspeed_lite.cli import migrate
 
     traces.load()
+    migrate._flags_of_megatron = functools.cache(migrate._flags_of_megatron)
     failed, done = [], set()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

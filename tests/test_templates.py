@@ -66,7 +66,6 @@ def python(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_own_tests_and_those_that_walk_all_operators_pass(checkout: Path) -> None:
-    python(checkout, "docs/generate.py")
     files = ("tests/ops/test_operators.py", "tests/ops/test_npu.py")
     python(checkout, *PYTEST, f"tests/ops/test_{NAME}.py", *files, "-k", NAME)
 

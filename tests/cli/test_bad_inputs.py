@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite import cli, error_exit
+from mindspeed_lite.cli import migrate
 from mindspeed_lite.parallel.balance import record
 from tests.harness import document_data
 from tests.harness.commands import command, python, without
@@ -117,6 +118,7 @@ ABSURD = [
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(migrate, "_flags_of_megatron", lambda: None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "loss.jsonl").write_text('{"loss": 1}\n')
     header = record.LoadHeader(experts=4, topk=1, expert_parallel=2, replicas=1, decoder_layers=1, layers=(1,))

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_lite import cli
 from mindspeed_lite.bench import calibration, report
-from mindspeed_lite.cli import bench_ops
+from mindspeed_lite.cli import bench_ops, migrate
 from mindspeed_lite.parallel.balance import record
 
 GPT = (
@@ -67,6 +67,7 @@ def work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"operators": {"1": []}, "collectives": [], "device": "cpu", "seconds": 1.0}
     monkeypatch.setattr(calibration, "measure", lambda *given: measured)
     monkeypatch.setattr(bench_ops, "_measure", lambda *given: {"complete": False})
+    monkeypatch.setattr(migrate, "_flags_of_megatron", lambda: ["--num-layers"])
     monkeypatch.setattr(report, "text", lambda *given: "its text: tests/bench/test_report.py\n")
 
 

@@ -24,7 +24,7 @@ from mindspeed_lite import runtime
 from mindspeed_lite.tuning.synchronizations import SynchronizationRecorder
 from tests.harness import frozen
 
-VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
+VOCABULARY, SEQUENCE, MICRO_BATCH = 256, 32, 2
 # Ends of the documents of a micro-batch that is a pack, one of them empty and two padded, without and with padding.
 DOCUMENTS, PADDED = (0, 21, 29, 29, 59), (0, 24, 32, 32, 64)
 
@@ -40,6 +40,11 @@ def _batches(seed: int, data_rank: int, text: bytes = b"") -> Iterator[dict[str,
         places = start + torch.arange(SEQUENCE + 1)
         tokens = places % VOCABULARY if corpus is None else corpus[places]
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": position_ids}
+
+
+def micro_batches(options: dict[str, Any]) -> int:
+    """How many a step has on one rank: two unless `options` say so, and in a pipeline four."""
+    return int(options.get("micro_batches", 4 if options.get("pp", 1) > 1 else 2))
 
 
 def _dtype(options: dict[str, Any]) -> torch.dtype:
@@ -352,7 +357,7 @@ class Training:
             forward_step_func=self.forward_step,
             data_iterator=self.iterators if len(self.models) > 1 else self.iterators[0],
             model=self.models if len(self.models) > 1 else self.models[0],
-            num_microbatches=self.options.get("micro_batches", MICRO_BATCHES),
+            num_microbatches=micro_batches(self.options),
             seq_length=SEQUENCE,
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,

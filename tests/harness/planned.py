@@ -1,18 +1,22 @@
-"""Reads, on import, what every plan compares Megatron with, so that forked processes find it in the caches.
+"""On import, computes once what forked processes would compute each: plans, help of flags, imports of operators.
 
 A plan parses the sources of all targets and looks through the code of their classes, which takes longer than a short
-training. The reading imports the modules of the targets and changes nothing in them.
+training. The reading imports the modules of the targets; of Megatron only a cache for the help of flags is changed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
+import importlib
 import sys
 from dataclasses import replace
 
 from mindspeed_lite import runtime, startup
 from mindspeed_lite.engine import Context, EngineError, Settings, make_plan
 from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.ops import discovery, dispatch
 from mindspeed_lite.platform import megatron
 
 
@@ -37,6 +41,22 @@ def _read() -> None:
         if patch.target.partition(":")[0] in sys.modules:
             hook = megatron.always("hook", "features by flag", patch)
             make_plan([hook], context, host_version=version, fingerprints=Table(), allow_unverified=True)
+    for name in discovery.OPERATORS:
+        if "cpu" in (backends := dispatch.operator(name).backends):
+            importlib.import_module(backends["cpu"])
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core.models.mimo.optimizer")  # by whoever makes an optimizer
+
+
+def _remember_help() -> None:
+    """Cache the help of Megatron's flags, for which it parses the sources of its configurations with every parser."""
+    arguments, utils = (sys.modules.get(f"megatron.training.{name}") for name in ("arguments", "argument_utils"))
+    if arguments is not None and utils is not None:
+        factory, own = utils.ArgumentGroupFactory, utils.ArgumentGroupFactory._get_field_docstrings
+        known = functools.cache(lambda kind: own(factory.__new__(factory), kind))
+        factory._get_field_docstrings = lambda self, kind: known(kind)
+        arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 _read()
+_remember_help()

@@ -48,6 +48,7 @@ PRELOADED = {
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.transformer.moe.moe_utils",
         "megatron.core.optimizer.distrib_optimizer",
+        "tests.harness.core_loop",
         "tests.harness.planned",
     ),
 }
@@ -60,7 +61,9 @@ _CORE = (
     "megatron.core.dist_checkpointing",
     "megatron.core.datasets.gpt_dataset",
     "torch._dynamo",
+    "tests.harness.core_loop",
     "tests.harness.jobs",
+    "tests.harness.simulated",
 )
 _TRAINING = ("megatron.training", "megatron.training.training", "megatron.training.yaml_arguments")
 # For trainings: Megatron's core alone, and with its script's loop.
@@ -144,10 +147,15 @@ class Server:
         arguments: dict[str, Any],
         environment: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT,
+        is_forked: bool = True,
     ) -> tuple[str, Any]:
-        """("passed", what `module.name(**arguments)` returned), ("failed", its traceback) or ("skipped", why)."""
+        """("passed", what `module.name(**arguments)` returned), ("failed", its traceback) or ("skipped", why).
+
+        is_forked: or else it runs in the server, for what changes nothing there and ends in time.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
-        pickle.dump((timeout, (module, name, arguments, {**(environment or {})})), self.process.stdin)
+        request = (module, name, arguments, {**(environment or {})})
+        pickle.dump((timeout if is_forked else None, request), self.process.stdin)
         self.process.stdin.flush()
         answer: tuple[str, Any] = pickle.load(self.process.stdout)
         return answer
@@ -171,18 +179,21 @@ def _fork(body: Callable[[], Any]) -> tuple[int, int]:
     if pid:
         os.close(writing)
         return pid, reading
-    answer: tuple[str, Any] = ("passed", None)
-    try:
-        answer = ("passed", body())
-    except BaseException as error:
-        skipped = type(error).__name__ == "Skipped"
-        answer = ("skipped", str(error)) if skipped else ("failed", traceback.format_exc())
+    answer = _answer(body)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     with os.fdopen(writing, "wb") as pipe:
         pickle.dump(answer, pipe)
     os._exit(0)
+
+
+def _answer(body: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "passed", body()
+    except BaseException as error:
+        skipped = type(error).__name__ == "Skipped"
+        return ("skipped", str(error)) if skipped else ("failed", traceback.format_exc())
 
 
 def _wait(pid: int, reading: int, timeout: float) -> tuple[str, Any]:
@@ -225,7 +236,8 @@ def main() -> None:
             timeout, request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_wait(*_fork(functools.partial(_run, *request)), timeout), answers)
+        body = functools.partial(_run, *request)
+        pickle.dump(_answer(body) if timeout is None else _wait(*_fork(body), timeout), answers)
         answers.flush()
 
 

@@ -19,7 +19,7 @@ from mindspeed_lite import runtime
 from mindspeed_lite.pipeline import trace
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Schedule
-from tests.harness import checkouts, matrix, training
+from tests.harness import checkouts, core_loop, matrix, training
 from tests.harness.checkouts import ROOT
 from tests.harness.training import Result, Trainer, fault
 
@@ -188,7 +188,7 @@ class Rows:
     near: Near | None = None
     # The rank with the losses: the last, or the first in a V.
     rank: int = -1
-    steps: int = 4
+    steps: int = 3
     # By how much the loss must fall.
     learns: float = 0.0
     # Of `tests.harness.simulated`, in the training with the features, and what each rank must have logged then.
@@ -247,7 +247,7 @@ def check(trainer: Trainer, rows: Rows, layout: str, folder: Path) -> None:
         assert rows.unseen not in on.log(rank)
         assert all(text in on.log(rank) for text in rows.seen), f"rank {rank} did not log all of {rows.seen}"
     if rows.order is not None:
-        shape = PipelineShape(options["pp"], options.get("micro_batches", 4), options.get("vpp", 1))
+        shape = PipelineShape(options["pp"], core_loop.micro_batches(options), options.get("vpp", 1))
         assert len(trace.training_steps(trace.read(folder), rows.order(shape))) == rows.steps
     if rows.check is not None:
         rows.check(off, on)

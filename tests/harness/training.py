@@ -19,14 +19,14 @@ MODEL = (
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --bf16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 255 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --log-interval 1 --eval-iters 1 "
-    "--eval-interval 100 --seed 42 --split 90,5,5"
+    "--eval-interval 100 --seed 42 --split 90,5,5 --num-workers 0"
 ).split()
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 # Ranks and flags of the script.
 LAYOUTS: dict[str, tuple[int, str]] = {
     "single": (1, ""),
-    "tp2": (2, "--tensor-model-parallel-size 2"),
-    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --global-batch-size 4"),
+    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 4"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
     "dp2_distributed_optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
@@ -144,11 +144,11 @@ class Trainer:
         }
         self._errors = (scratch / "forker.log").open("w")
         self._server = Server("training" if training else "core", environment, self._errors)
-        self.version: str = self._ask("megatron_version", {}, timeout=600)
+        self.version: str = self._ask("megatron_version", {})
 
-    def _ask(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
+    def _ask(self, name: str, arguments: dict[str, Any]) -> Any:
         try:
-            status, found = self._server.ask("tests.harness.jobs", name, arguments, timeout=timeout)
+            status, found = self._server.ask("tests.harness.jobs", name, arguments, is_forked=False)
         except EOFError:
             raise AssertionError(
                 "the training server ended:\n" + (self.scratch / "forker.log").read_text()[-3000:]
@@ -161,7 +161,7 @@ class Trainer:
         self._count += 1
         out = self.scratch / f"job{self._count}"
         given = {"nproc": 1, "arm": "device", "timeout": 600, **job, "out": str(out)}
-        codes, seconds = self._ask("run", {"job": given}, given["timeout"] + 100)
+        codes, seconds = self._ask("run", {"job": given})
         return Result(codes, seconds, out)
 
     def once(self, **job: Any) -> Result:

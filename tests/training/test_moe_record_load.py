@@ -159,9 +159,8 @@ def faults_of(layout: str, out: Path) -> list[str]:
     dist.all_gather_object(parts, mine)
     if dist.get_rank() == 0:
         ep, replicas = ps.get_expert_model_parallel_world_size(), ps.get_expert_data_parallel_world_size()
-        tokens = (
-            core_loop.MICRO_BATCH * core_loop.SEQUENCE * core_loop.MICRO_BATCHES * ps.get_data_parallel_world_size()
-        )
+        rows = core_loop.MICRO_BATCH * core_loop.micro_batches(options_of(layout)) * ps.get_data_parallel_world_size()
+        tokens = core_loop.SEQUENCE * rows
         found += compare(record.read(file), parts, ep, replicas, tokens, layout)
     return found
 
