@@ -73,6 +73,8 @@ def main(options: argparse.Namespace) -> int:
     for name in ("why", "plot") if options.this else ():
         if getattr(options, name):
             raise CommandError(f"--{name} is about the search, which --this leaves out: drop one of them")
+    if options.why:
+        why.question(options.why)
     number, node = options.devices or (training_command.world_size(options.command, "--devices"), 0)
     file = Path(options.calibration) if options.calibration else default_file()
     measured = links.read(options.links, number) if options.links else None
