@@ -190,6 +190,21 @@ def test_what_a_dry_run_cannot_do_is_one_line(name):
         worker.shorten(argparse.Namespace(**{name: True}), 2)
 
 
+@pytest.mark.parametrize(("ranks", "decreases", "is_refused"), [
+    (2, False, False), (3, False, True), (3, True, False), (8, False, True), (5, False, False),
+])  # fmt: skip
+def test_a_batch_that_megatron_refuses_is_one_line(ranks, decreases, is_refused):
+    # Five ranks are no multiple of two stages, which Megatron says.
+    args = argparse.Namespace(
+        pipeline_model_parallel_size=2 if ranks == 5 else 1, tensor_model_parallel_size=1, context_parallel_size=1,
+        micro_batch_size=2, global_batch_size=8, lr_decay_iters=1, train_iters=1,
+        decrease_batch_size_if_needed=decreases,
+    )  # fmt: skip
+    refused = pytest.raises(OptionError, match=f"8 is no multiple of {2 * ranks}, .* on {ranks} data-par")
+    with refused if is_refused else contextlib.nullcontext():
+        worker.shorten(args, ranks)
+
+
 def test_a_schedule_of_a_feature_that_does_not_apply_is_not_predicted():
     args = argparse.Namespace(schedules_method="dualpipev", pipeline_schedule="zb-h1")
     worker.forget_orders(args, [("schedules_method", "skipped", ""), ("pipeline_schedule", "applied", "")])
