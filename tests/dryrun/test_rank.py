@@ -154,9 +154,9 @@ dist.barrier()
 def test_what_hangs_is_told_from_what_waits(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     launch = TrainingLaunch(sys.executable, False, ("hangs.py",), str(tmp_path), clean_environment(), 2, 8)
-    waits, hangs = rank.run(launch, 8)
-    assert hangs.error.startswith("no step within 8 seconds [hangs.py:")
-    assert waits.error.startswith("waits for rank 1: no step within 8 seconds [hangs.py:7]")
+    waits, hangs = rank.run(launch, 5)
+    assert hangs.error.startswith("no step within 5 seconds [hangs.py:")
+    assert waits.error.startswith("waits for rank 1: no step within 5 seconds [hangs.py:7]")
 
 
 def test_a_deadlock_before_the_step_names_both_calls(tmp_path):
