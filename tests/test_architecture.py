@@ -254,7 +254,7 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
 # Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
 BUDGETS = {
     "mindspeed_lite/bench": 34_100,
-    "mindspeed_lite/cli": 26_700,
+    "mindspeed_lite/cli": 26_800,
     "mindspeed_lite/dryrun": 22_600,
     "mindspeed_lite/engine": 18_000,
     "mindspeed_lite/memory": 20_500,
@@ -263,7 +263,7 @@ BUDGETS = {
     "mindspeed_lite/optim": 4_700,
     "mindspeed_lite/parallel": 34_400,
     "mindspeed_lite/pipeline": 15_700,
-    "mindspeed_lite/planner": 42_900,
+    "mindspeed_lite/planner": 43_800,
     "mindspeed_lite/platform": 14_400,
     "mindspeed_lite/tuning": 6_200,
     "patches": 69_100,

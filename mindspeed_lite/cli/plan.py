@@ -26,7 +26,7 @@ from typing import Any
 
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.planner import arguments, candidates, choose_device, devices, links, step_time, why
+from mindspeed_lite.planner import arguments, candidates, choose_device, devices, links, step_time, traces, why
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
 from mindspeed_lite.planner.step_time import Pricer
@@ -70,6 +70,9 @@ def _devices(text: str) -> tuple[int, int]:
 def main(options: argparse.Namespace) -> int:
     if options.plot and not Path(options.plot).suffix:
         raise CommandError(f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png")
+    for name in ("why", "plot") if options.this else ():
+        if getattr(options, name):
+            raise CommandError(f"--{name} is about the search, which --this leaves out: drop one of them")
     number, node = options.devices or (training_command.world_size(options.command, "--devices"), 0)
     file = Path(options.calibration) if options.calibration else default_file()
     measured = links.read(options.links, number) if options.links else None
@@ -250,6 +253,8 @@ def _row(name: str, each: FoundLayout, search: Search) -> tuple[str, ...]:
 def _show_untimed(words: Sequence[str]) -> None:
     for flag, reason in arguments.untimed(words):
         say(f"\n{flag} is not in the predicted time: {reason}")
+    for others, reason in traces.refused.items():
+        say(f"\n{others}: not in the predicted memory, as Megatron does not build it here: {reason}")
 
 
 def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -> None:

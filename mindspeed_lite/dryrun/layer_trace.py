@@ -11,6 +11,7 @@ import gc
 import inspect
 import json
 import os
+import signal
 import sys
 import traceback
 from collections import defaultdict
@@ -18,6 +19,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+# Of a trace, at most.
+_SECONDS = 300
 # Traced first: what this imports, reads of Megatron's sources and caches, forks have.
 _WARM = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length "
@@ -63,6 +66,8 @@ def main() -> None:
     gpt_model.forget()
     gc.collect()
     gc.freeze()
+    # What lives must not depend on when garbage is collected.
+    gc.disable()
     for line in sys.stdin:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = list(pool.map(lambda each: _in_fork(each, world, gpt_model), json.loads(line)))
@@ -77,13 +82,15 @@ def _in_fork(request: dict[str, Any], world: Any, script: Any) -> dict[str, Any]
         with open(read_end) as answer:
             text = answer.read()
         os.waitpid(child, 0)
-        found: dict[str, Any] = json.loads(text) if text else {"error": "its process ended without an answer"}
+        found: dict[str, Any] = json.loads(text) if text else {"error": f"no answer within {_SECONDS} seconds"}
         return found
+    signal.alarm(_SECONDS)
     try:
         found = _trace(request, world, script)
     except BaseException as error:
         traceback.print_exc()
-        found = {"error": " ".join(str(error).split())[:300] or type(error).__name__}
+        text = "its parser ended" if isinstance(error, SystemExit) else " ".join(str(error).split())[:300]
+        found = {"error": text or type(error).__name__}
     sys.stderr.flush()
     with open(write_end, "w") as answer:
         json.dump(found, answer)
@@ -118,22 +125,28 @@ def _act_as(device: str) -> None:
         functional.rms_norm = lambda x, shape, weight=None, eps=None: _norm(x, weight, None, 1)
 
 
-def _norm(x: Any, weight: Any, bias: Any, count: int) -> Any:
-    """Norm of a device's kernel, which keeps its input and `count` statistics of each row in fp32."""
+@functools.cache
+def _norm_of_device() -> Any:
+    """Norm of a device's kernel, which keeps its input and some statistics of each row in fp32."""
     import torch
 
     class Norm(torch.autograd.Function):
         @staticmethod
-        def forward(context: Any, *given: Any) -> Any:
+        def forward(context: Any, x: Any, weight: Any, bias: Any, count: int) -> Any:
             rows = [x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(count)]
-            context.save_for_backward(*given, *rows)
-            return torch.empty_like(x)
+            context.save_for_backward(x, weight, bias, *rows)
+            # As Transformer Engine's and apex's, also of an fp32 residual stream.
+            return torch.empty_like(x, dtype=None if weight is None else weight.dtype)
 
         @staticmethod
         def backward(context: Any, *grads: Any) -> Any:
-            return tuple(None if each is None else torch.empty_like(each) for each in context.saved_tensors[:3])
+            return *(None if each is None else torch.empty_like(each) for each in context.saved_tensors[:3]), None
 
-    return Norm.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return Norm
+
+
+def _norm(x: Any, weight: Any, bias: Any, count: int) -> Any:
+    return _norm_of_device().apply(x, weight, bias, count)
 
 
 class _Parts:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite.pipeline.costs import Costs
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.simulate import ends_of_step
+from mindspeed_lite.pipeline.steps import Schedule
 from mindspeed_lite.planner import orders
 from mindspeed_lite.planner.devices import Figures
 from mindspeed_lite.planner.links import Links, MeasuredGroup
@@ -203,30 +204,20 @@ def _overlap(parts: _Parts, facts: Mapping[str, Any], overlap: float) -> None:
 
 
 def _ends(stages: Sequence[RankResult], costs: Sequence[_Stage], every: int) -> list[float]:
-    """Seconds at which each stage ends its last micro-batch; many are extrapolated from fewer."""
+    """Seconds at which each stage ends its last micro-batch."""
     count = len(stages)
     if count == 1:
         return [(costs[0].forward + costs[0].backward) * every]
     facts = stages[0].time
-    unit = max(facts["group"], count)
-    name = facts["order"] or ("interleaved" if facts["chunks"] > 1 else "1f1b")
+    unit, chunks = max(facts["group"], count), facts["chunks"]
+    name = facts["order"] or ("interleaved" if chunks > 1 else "1f1b")
 
-    def ends(batches: int) -> list[float]:
-        shape = PipelineShape(count, batches, facts["chunks"], min(unit, batches))
-        schedule = orders.built(name, shape, facts["overlaps_experts"])
-        by_stage = dict(sorted((stage, rank) for rank, row in enumerate(schedule.placement) for stage in row))
-        held = [costs[rank] for rank in by_stage.values()]
-        priced = Costs(
-            [each.forward / facts["chunks"] for each in held],
-            [each.backward / facts["chunks"] for each in held],
-            [0.0] * len(held),
-            message=facts["message"],
-        )
-        return [row[-1].end for row in simulate(schedule, priced).ranks]
+    def schedule(batches: int) -> Schedule:
+        shape = PipelineShape(count, batches, chunks, min(unit, batches))
+        return orders.built(name, shape, facts["overlaps_experts"])
 
-    if every <= 3 * unit:
-        return ends(every)
-    rest = every % unit
-    few, more = ends(2 * unit + rest), ends(3 * unit + rest)
-    steps = (every - 2 * unit - rest) / unit
-    return [low + (high - low) * steps for low, high in zip(few, more, strict=True)]
+    where = schedule(unit).placement
+    held = [costs[rank] for _, rank in sorted((stage, rank) for rank, row in enumerate(where) for stage in row)]
+    forward, backward = [each.forward / chunks for each in held], [each.backward / chunks for each in held]
+    priced = Costs(forward, backward, [0.0] * len(held), message=facts["message"])
+    return ends_of_step(schedule, priced, every, unit)

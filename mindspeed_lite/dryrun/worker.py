@@ -247,8 +247,9 @@ def _run(request: dict[str, Any], world: Any, announce: int | None) -> dict[str,
             if clock is not None:
                 fake_tensors.on_read.append(clock.read_by_host)
                 world.on_message = timing.on_message(clock, recorder, world)
-            counts = repeat.Counts(world, recorder, probe.tracker)
-            repeat.install(model, arguments[0], found["micro_batches"][0], counts)
+            if is_partial:
+                counts = repeat.Counts(world, recorder, probe.tracker)
+                repeat.install(model, arguments[0], found["micro_batches"][0], counts)
             result = probe.around(model, optimizer, run)
             found["error"], found["in_step"] = "", len(world.messages)
             if clock is not None:

@@ -8,7 +8,7 @@ with issue order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,6 +89,23 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     for message in found.messages():
         queues.setdefault(frozenset(message[:2]), deque()).append(message)
     return _simulate(schedule, costs, _Links(costs.message, queues))
+
+
+def ends_of_step(schedule: Callable[[int], Schedule], costs: Costs, count: int, unit: int) -> list[float]:
+    """Seconds at which each rank ends `count` micro-batches, extrapolated by the third `unit` of them.
+
+    schedule: of a number of micro-batches.
+    """
+
+    def ends(batches: int) -> list[float]:
+        return simulate(schedule(batches), costs).ends
+
+    if count <= 3 * unit:
+        return ends(count)
+    rest = count % unit
+    few, more = ends(2 * unit + rest), ends(3 * unit + rest)
+    units = (count - 2 * unit - rest) / unit
+    return [low + (high - low) * units for low, high in zip(few, more, strict=True)]
 
 
 class _Links:

@@ -1,6 +1,6 @@
 """Parses a training command line into a TrainingConfig, without Megatron.
 
-Uses Megatron's defaults. Ignores flags not known to affect memory.
+Uses Megatron's defaults. Flags of layers that have no field are a trace's alone; others are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from . import context, flags, layout, swapped
+from . import context, flags, layer_flags, layout, swapped
 from .training import ArgumentError, TrainingConfig, pattern
 
 _SWITCHES = {**flags.ON, **flags.GATED, **flags.TIMED}
@@ -176,6 +176,16 @@ def check(training: TrainingConfig) -> TrainingConfig:
             raise ArgumentError(f"{flag} {getattr(training, name)}: it is one of {', '.join(choices)}")
     if training.optimizer != "adam":
         raise ArgumentError(f"--optimizer {training.optimizer} is not predicted: adam is")
+    if training.use_precision_aware_optimizer and not training.use_distributed_optimizer:
+        raise ArgumentError("--use-precision-aware-optimizer needs --use-distributed-optimizer, as in Megatron: add it")
+    for name in ("reuse_fp32_param", "quant_states", "virtual_optimizer", "swap_optimizer"):
+        if getattr(training, name) and training.use_precision_aware_optimizer:
+            flag = f"--{name.replace('_', '-')}"
+            raise ArgumentError(f"{flag} does not apply with --use-precision-aware-optimizer: drop one of them")
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(training, name) != "fp32" and not training.use_precision_aware_optimizer:
+            flag = f"--{name.replace('_', '-')}"
+            raise ArgumentError(f"{flag} {getattr(training, name)} needs --use-precision-aware-optimizer: add it")
     if training.quant_states not in ("", "bf16", "fp8"):
         raise ArgumentError(f"--quant-states is bf16 or fp8, not {training.quant_states!r}")
     if training.recompute_granularity == "full" and training.recompute_method not in ("uniform", "block"):
@@ -214,6 +224,7 @@ def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
 
 def _parse(words: Sequence[str]) -> dict[str, object]:
     found: dict[str, object] = {}
+    traced: list[str] = []
     place = 0
     while place < len(words):
         flag, has_value, value = words[place].partition("=")
@@ -242,7 +253,9 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         elif flag in flags.INTEGERS or flag in flags.NUMBERS:
             number = _number(flag, _one(flag, values), int if flag in flags.INTEGERS else float)
             found[(flags.INTEGERS.get(flag) or flags.NUMBERS[flag])] = number
-    return found
+        elif flag not in flags.REFUSED and layer_flags.is_of_layers(flag):
+            traced += [flag, *values]
+    return found | {"traced_words": tuple(traced)}
 
 
 def _one(flag: str, values: Sequence[str]) -> str:

@@ -129,10 +129,15 @@ def without_chosen(words: Sequence[str]) -> list[str]:
     return found
 
 
+def states_of(base: TrainingConfig) -> Sequence[str]:
+    """What can be done with optimizer states: those of Transformer Engine's Adam stay as they are."""
+    return STATES if base.bf16 and not base.use_precision_aware_optimizer else STATES[:1]
+
+
 def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCandidate]:
     """Layout with all memory options, largest memory first."""
     for recompute in RECOMPUTE:
-        for states in STATES if base.bf16 else STATES[:1]:
+        for states in states_of(base):
             yield replace(layout, recompute=recompute, states=states)
 
 

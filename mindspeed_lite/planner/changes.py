@@ -113,6 +113,11 @@ def _is_ring(training: TrainingConfig) -> bool:
     return training.cp > 1 and _algorithms(training) <= {"ring", "hybrid"}
 
 
+def _steps(training: TrainingConfig) -> bool:
+    """Whether our Adam can step."""
+    return not training.use_precision_aware_optimizer
+
+
 def _is_grouped(training: TrainingConfig) -> bool:
     return training.moe_grouped_gemm
 
@@ -163,17 +168,17 @@ _TOGGLES = (
     _recompute_toggle("--recompute-norm"),
     _recompute("--recompute-granularity selective", "selective", modules=("core_attn",)),
     _recompute("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full", "uniform"),
-    _switch("--reuse-fp32-param", lambda training: training.bf16),
-    _choice("--quant-states", "bf16"),
-    _choice("--quant-states", "fp8"),
+    _switch("--reuse-fp32-param", lambda training: training.bf16 and _steps(training)),
+    _choice("--quant-states", "bf16", _steps),
+    _choice("--quant-states", "fp8", _steps),
     _Toggle(
         "--virtual-optimizer all",
         lambda training: bool(training.virtual_optimizer),
         {"virtual_optimizer": ("all",)},
         {"virtual_optimizer": ()},
-        lambda training: not training.swap_optimizer,
+        lambda training: _steps(training) and not training.swap_optimizer,
     ),
-    _switch("--swap-optimizer", lambda training: not training.virtual_optimizer),
+    _switch("--swap-optimizer", lambda training: _steps(training) and not training.virtual_optimizer),
     _switch("--use-distributed-optimizer", lambda training: training.dp > 1),
     # Megatron requires it for experts under TP.
     _switch(

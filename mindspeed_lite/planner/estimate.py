@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from . import optimizer, orders, schedule, swapped, traces
-from .layers import Chunk, kind_of
+from .layers import Chunk, kinds_in
 from .optimizer import States
 from .parameters import Parameters
 from .traces import ModelTrace, Part, Saved
@@ -104,7 +104,7 @@ def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
 
 
 def _parts(training: TrainingConfig, trace: ModelTrace, chunk: Chunk, number: int) -> list[tuple[str, Part]]:
-    names = [trace.layers[kind_of(training, layer, place, number)] for place, layer in enumerate(chunk.layers)]
+    names = [trace.layers[kind] for kind in kinds_in(training, chunk.layers, number)]
     found = [("embedding", trace.parts["embedding"])] if chunk.embeds else []
     found += [("layers", part) for part in names]
     for is_there, name in ((chunk.normalizes, "norm"), (chunk.further, "further"), (chunk.computes_loss, "output")):

@@ -25,7 +25,7 @@ ON = _same_name(
     --reuse-fp32-param --swap-optimizer --recompute-activation-function --recompute-norm --use-cp-send-recv-overlap
     --use-ulysses-allgather-kv --reset-attention-mask --sft --dataloader-inter-document-masking
     --moe-pad-expert-input-to-capacity --overlap-moe-expert-parallel-comm --balanced-moe-experts --moe-fb-overlap
-    --swap-attention
+    --swap-attention --use-precision-aware-optimizer
     """
 ) | {
     "--bias-dropout-fusion": "use_bias_dropout_fusion",
@@ -52,6 +52,7 @@ NOT_TIMED = {
     "--balance-sequence-lengths": "all sequences are taken to be of one length",
     "--recompute-in-bubble": "recomputation is priced before the backward pass that needs it",
     "--recompute-in-advance": "recomputation is priced before the backward pass that needs it",
+    "--mtp-detach-heads": "further tokens are priced with the backward of the layers before them",
 }
 TIMED_OFF = {"--no-gradient-accumulation-fusion": "fuses_accumulation"}
 # Switches that set a name to False.
@@ -88,7 +89,8 @@ TEXTS = _same_name(
     --optimizer --moe-layer-freq --moe-zero-memory --moe-token-dispatcher-type --attention-backend --quant-states
     --grad-reduce-compression --grad-reduce-compression-scope --cuda-graph-impl --window-attn-skip-freq
     --recompute-granularity --recompute-method --transformer-impl --context-parallel-algo
-    --context-parallel-kv-cache-policy --pipeline-schedule --schedules-method --swap-modules
+    --context-parallel-kv-cache-policy --pipeline-schedule --schedules-method --swap-modules --main-grads-dtype
+    --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
     """
 )
 # Integers that may be 0.
@@ -116,6 +118,10 @@ CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "grad_reduce_compression": ("int8", "fp8", "bf16"),
     "grad_reduce_compression_scope": ("auto", "all", "between-nodes"),
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
 # Flags with any number of values.
 LISTS = _same_name(
@@ -126,26 +132,25 @@ LISTS = _same_name(
 )
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
+DRY_RUN = "`mindspeed-lite dryrun` counts their memory"
 # Flags with unsupported effects on memory, and why; 0 or none disables them.
 REFUSED = {
     "--yaml-cfg": "the arguments in a file are not read: give them as flags",
-    "--experimental-attention-variant": "other kinds of attention are not predicted",
+    "--spec": f"a layer specification of your own is not traced: {DRY_RUN}",
+    "--experimental-attention-variant": f"layers of other kinds of attention are not traced: {DRY_RUN}",
+    "--linear-attention-freq": f"layers of other kinds of attention are not traced: {DRY_RUN}",
+    "--hybrid-layer-pattern": f"hybrid models are not traced: {DRY_RUN}",
     "--mla-down-proj-fusion": "it needs Transformer Engine: leave it out",
-    "--mtp-use-repeated-layer": "one layer for all further tokens is not predicted",
-    "--mtp-detach-heads": "it is not predicted",
-    "--hybrid-layer-pattern": "hybrid models are not predicted",
+    "--moe-latent-size": "Megatron builds latent experts with Transformer Engine alone",
     "--fp8-format": "training in fp8 is not predicted",
     "--fp4-format": "training in fp4 is not predicted",
     "--cpu-offloading-num-layers": "offloading of activations is not predicted",
     "--fine-grained-activation-offloading": "offloading of activations is not predicted",
     "--use-megatron-fsdp": "fully sharded data parallelism is not predicted",
     "--use-torch-fsdp2": "fully sharded data parallelism is not predicted",
-    "--use-precision-aware-optimizer": "it needs Transformer Engine; --quant-states does without",
     "--optimizer-cpu-offload": "it is not predicted: --virtual-optimizer is",
-    "--distribute-saved-activations": "it is not predicted",
-    "--moe-latent-size": "latent experts are not predicted",
     "--num-distributed-optimizer-instances": "more than one instance of the distributed optimizer is not predicted",
-    "--heterogeneous-layers-config-path": "heterogeneous models are not predicted",
+    "--heterogeneous-layers-config-path": f"heterogeneous models are not traced: {DRY_RUN}",
     "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }

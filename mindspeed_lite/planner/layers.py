@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import layout
 from .pieces import activation_is_recomputed, norm_is_recomputed, zero_memory_level
-from .training import ArgumentError, TrainingConfig, Window
+from .training import ArgumentError, TrainingConfig, Window, cached_by
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,39 @@ def kind_of(training: TrainingConfig, layer: int, place: int, number: int) -> La
         activation_is_recomputed(training, place, number),
         training.is_moe(layer) and zero_memory_level(training, place, number) == (training.moe_zero_memory or None),
     )
+
+
+@dataclass(frozen=True)
+class KindCount:
+    """Layers of a kind in a chunk. place, layer: of the first, in the chunk and in the model."""
+
+    kind: LayerKind
+    count: int
+    place: int = field(compare=False)
+    layer: int = field(compare=False)
+
+
+# Fields on which the kinds of layers depend.
+_KIND_FIELDS = (
+    "num_experts", "moe_layer_freq", "moe_grouped_gemm", "moe_token_dispatcher_type", "window_size",
+    "window_attn_skip_freq", "cp_comm_type", "context_parallel_cache_interval", "recompute_granularity",
+    "recompute_method", "recompute_num_layers", "recompute_modules", "recompute_norm", "recompute_norm_num_layers",
+    "recompute_activation_function", "recompute_activation_function_num_layers", "moe_zero_memory",
+    "moe_zero_memory_num_layers", "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+
+
+@cached_by(*_KIND_FIELDS)
+def kinds_in(training: TrainingConfig, layers: tuple[int, ...], number: int) -> tuple[LayerKind, ...]:
+    """Of each layer of a chunk, the `number`-th on its rank."""
+    return tuple(kind_of(training, layer, place, number) for place, layer in enumerate(layers))
+
+
+@cached_by(*_KIND_FIELDS)
+def counts_in(training: TrainingConfig, layers: tuple[int, ...], number: int) -> tuple[KindCount, ...]:
+    found = kinds_in(training, layers, number)
+    places = {kind: found.index(kind) for kind in found}
+    return tuple(KindCount(kind, found.count(kind), place, layers[place]) for kind, place in places.items())
 
 
 def kinds(training: TrainingConfig, last: bool = False) -> list[LayerKind]:

@@ -64,7 +64,7 @@ def moves(training: TrainingConfig) -> bool:
 def gradient_width(training: TrainingConfig) -> int:
     """Bytes per gradient element."""
     if training.bf16:  # Megatron's default is fp32
-        return 2 if training.grad_reduce_in_bf16 else 4
+        return 2 if training.grad_reduce_in_bf16 or training.main_grads_dtype == "bf16" else 4
     return 4 if training.accumulate_allreduce_grads_in_fp32 else training.width
 
 
@@ -87,10 +87,19 @@ def _share(training: TrainingConfig, count: int, ranks: int) -> float:
 def _main_width(training: TrainingConfig) -> int:
     if training.width == 4:
         return 0
+    if training.use_precision_aware_optimizer:
+        # Of bf16 weights Transformer Engine's Adam keeps the other 16 bits of fp32.
+        return 2 if training.bf16 else WIDTHS[training.main_params_dtype]
     return 2 if training.reuse_fp32_param and training.bf16 else 4
 
 
+# Bytes of an element of the optimizer's dtypes.
+WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
 def _moment_width(training: TrainingConfig) -> float:
+    if training.use_precision_aware_optimizer:
+        return WIDTHS[training.exp_avg_dtype] + WIDTHS[training.exp_avg_sq_dtype]
     # fp8 adds two exponent bytes per block of 128.
     return {"": 8.0, "bf16": 4.0, "fp8": 2 + 2 / 128}[training.quant_states]
 

@@ -10,7 +10,7 @@ from mindspeed_lite.pipeline.orders import OrderError, PipelineShape
 from mindspeed_lite.pipeline.steps import Placement, Schedule
 
 from .layers import Chunk, stages
-from .training import ArgumentError, TrainingConfig
+from .training import ArgumentError, TrainingConfig, cached_by
 
 # Megatron's own pairs overlap layer by layer; those of orders executed by name run in sequence.
 LAYER_BY_LAYER = "overlapped experts"
@@ -70,9 +70,15 @@ def placement(training: TrainingConfig) -> Placement:
     return steps.interleaved_placement(training.pp, chunks_of(training))
 
 
-def chunks_of_ranks(training: TrainingConfig) -> list[list[Chunk]]:
+@cached_by(
+    "num_layers", "mtp_num_layers", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "schedules_method",
+    "pipeline_schedule",
+)  # fmt: skip
+def chunks_of_ranks(training: TrainingConfig) -> tuple[tuple[Chunk, ...], ...]:
     where = placement(training)
     if chunks_of(training) != training.vpp:
         training = training.replace(num_virtual_stages_per_pipeline_rank=chunks_of(training))
     held = stages(training)
-    return [[held[stage % training.pp][stage // training.pp] for stage in row] for row in where]
+    return tuple(tuple(held[stage % training.pp][stage // training.pp] for stage in row) for row in where)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time, traces
-from .candidates import STATES, LayoutCandidate
+from .candidates import LayoutCandidate
 from .layers import Chunk
 from .parameters import Parameters
 from .step_time import Pricer, StepTime
@@ -21,7 +21,7 @@ from .training import ArgumentError, TrainingConfig
 # Bound, order among equals, candidate, and its training if it is a variant.
 _Queued = tuple[float, int, LayoutCandidate, TrainingConfig | None]
 # Candidates whose layers are traced with those of the next one, on all cores.
-_AHEAD = 32
+_AHEAD = 1000
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Search:
         self._bases: dict[int, TrainingConfig] = {}
         self._layouts: dict[object, str] = {}
         self._traced: set[LayoutCandidate] = set()
+        self._held: dict[LayoutCandidate, list[Parameters]] = {}
         self._fit: dict[LayoutCandidate, bool] = {}
         self._whole: dict[LayoutCandidate, tuple[TrainingConfig, float, Parameters]] = {}
 
@@ -125,17 +126,24 @@ class Search:
             raise ArgumentError(f"the layers cannot be divided over {candidate.pp * candidate.vpp} pipeline stages")
         return self._layouts[key]
 
-    def bound(self, training: TrainingConfig) -> float:
+    def bound(self, candidate: LayoutCandidate, training: TrainingConfig) -> float:
         """Lower bound on seconds."""
-        return step_time.lower_bound(training, self.pricer)
+        return step_time.lower_bound(training, self.pricer, self._parameters(candidate, training))
 
-    def least_bytes(self, training: TrainingConfig) -> float:
+    def least_bytes(self, candidate: LayoutCandidate, training: TrainingConfig) -> float:
         """State bytes of the peak rank."""
         return max(
             states.weights + states.gradients + states.optimizer
-            for stage, row in enumerate(orders.chunks_of_ranks(training))
-            for states in [optimizer.states(training, parameters.of_stage(training, row), stage)]
+            for stage, held in enumerate(self._parameters(candidate, training))
+            for states in [optimizer.states(training, held, stage)]
         )
+
+    def _parameters(self, candidate: LayoutCandidate, training: TrainingConfig) -> list[Parameters]:
+        """Of each stage."""
+        key = replace(candidate, recompute="none", states="kept", micro_batch=1)
+        if key not in self._held:
+            self._held[key] = [parameters.of_stage(training, row) for row in orders.chunks_of_ranks(training)]
+        return self._held[key]
 
     def bytes(self, training: TrainingConfig, most: float = float("inf")) -> tuple[int, int]:
         """Bytes and stage of the peak rank; stops early above `most`."""
@@ -203,7 +211,7 @@ class Search:
         dp = self.world_size // (layout.tp * layout.pp * layout.cp)
         microbatches = self.base(layout.tp).global_batch_size // (layout.micro_batch * dp)
         share = Parameters(held.dense // layout.pp, held.experts // layout.pp)
-        frugal = replace(layout, recompute="none", states=STATES[-1] if self.base(layout.tp).bf16 else STATES[0])
+        frugal = replace(layout, recompute="none", states=candidates.states_of(self.base(layout.tp))[-1])
         states = optimizer.states(frugal.applied(self.base(layout.tp)), share, 0)
         size = states.weights + states.gradients + states.optimizer + self.reserve
         return busy / layout.pp * microbatches + ends, size
@@ -255,11 +263,11 @@ class Search:
                 for variant in filter(chosen, candidates.variants(base, candidate)):
                     try:
                         full, training = self.training(variant)
-                        if self.least_bytes(training) + self.reserve > self.budget:
+                        if self.least_bytes(full, training) + self.reserve > self.budget:
                             too_large += 1
                             continue
                         number += 1
-                        heapq.heappush(queue, (self.bound(training), number, full, training))
+                        heapq.heappush(queue, (self.bound(full, training), number, full, training))
                     except ArgumentError as error:
                         impossible[str(error).partition(":")[0]] += 1
                 continue

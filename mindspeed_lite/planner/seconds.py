@@ -40,6 +40,10 @@ class PassSeconds:
             add(self.recompute, other.recompute),
         )
 
+    def __mul__(self, count: int) -> PassSeconds:
+        passes = (self.forward, self.input_grad, self.weight_grad, self.recompute)
+        return PassSeconds(*(scaled(each, count) for each in passes))
+
     @property
     def all(self) -> dict[str, float]:
         """Forward and backward; recomputation is its own category."""

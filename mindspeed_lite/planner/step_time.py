@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mindspeed_lite.pipeline.costs import Costs
-from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.simulate import ends_of_step
 
 from . import layer_work, layers, optimizer, orders, parameters, seconds
 from .gradients import compressed_reduction, exact_reduction
@@ -50,16 +51,8 @@ class Pricer:
         """One micro-batch in a chunk; `number`: index on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
-        kinds: dict[layers.LayerKind, tuple[int, int, int]] = {}
-        for place, layer in enumerate(chunk.layers):
-            key = layers.kind_of(training, layer, place, number)
-            count, *_ = kinds.get(key, (0, 0, 0))
-            kinds[key] = (count + 1, place, layer)
-        for key, (count, place, layer) in kinds.items():
-            one = self._layer(training, key, layer, place, number)
-            found += PassSeconds(
-                *(seconds.scaled(each, count) for each in (one.forward, one.input_grad, one.weight_grad, one.recompute))
-            )
+        for each in layers.counts_in(training, chunk.layers, number):
+            found += self._layer(training, each, number) * each.count
         if chunk.embeds:
             found += self._part(training, "embedding")
         if chunk.further:
@@ -72,18 +65,17 @@ class Pricer:
 
     def busy(self, training: TrainingConfig, chunk: Chunk, number: int) -> float:
         """Seconds of a micro-batch in a chunk."""
-        inside = tuple(layers.kind_of(training, layer, place, number) for place, layer in enumerate(chunk.layers))
+        inside = layers.counts_in(training, chunk.layers, number)
         full = (self._key(training), inside, chunk.embeds, chunk.further, chunk.computes_loss)
         if full not in self._busy:
             self._busy[full] = sum(self.chunk(training, chunk, number).all.values())
         return self._busy[full]
 
-    def _layer(self, training: TrainingConfig, key: object, layer: int, place: int, number: int) -> PassSeconds:
-        full = (self._key(training), "layer", key)
+    def _layer(self, training: TrainingConfig, held: layers.KindCount, number: int) -> PassSeconds:
+        full = (self._key(training), "layer", held.kind)
         if full not in self._priced:
-            is_moe = training.is_moe(layer)
-            again = layer_work.recomputed(training, is_moe, layer, place, number)
-            work = layer_work.layer(training, is_moe, layer)
+            again = layer_work.recomputed(training, held.kind.has_experts, held.layer, held.place, number)
+            work = layer_work.layer(training, held.kind.has_experts, held.layer)
             self._priced[full] = seconds.price(work, again, self.device, training.width, self.overlap)
         return self._priced[full]
 
@@ -149,15 +141,18 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     return StepTime({name: value for name, value in parts.items() if value > 0})
 
 
-def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
-    """Without waits of the busiest rank; or of the last, between others' first forward and last backward."""
+def lower_bound(training: TrainingConfig, pricer: Pricer, held: Sequence[Parameters]) -> float:
+    """Without waits of the busiest rank; or of the last, between others' first forward and last backward.
+
+    held: parameters of each stage.
+    """
     ranks = orders.chunks_of_ranks(training)
     busy = [sum(pricer.busy(training, chunk, number) for number, chunk in enumerate(row)) for row in ranks]
     most = max(busy) * training.microbatches
     if orders.fills_and_drains(training):
         ends = sum(pricer.busy(training, row[0], 0) for row in ranks[:-1])
         most = max(most, busy[-1] * training.microbatches + ends)
-    tail = max(_optimizer(training, parameters.of_stage(training, row), pricer.device) for row in ranks)
+    tail = max(_optimizer(training, each, pricer.device) for each in held)
     return most + tail + pricer.device.step_overhead()
 
 
@@ -173,20 +168,9 @@ def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]]
     busy = [sum(sum(each.all.values()) for each in row) for row in priced]
     if pp == 1:
         return _Run([busy[0] * count], [0.0])
-    costs = _costs(training, priced, pricer)
     unit = max(training.microbatch_group_size_per_vp_stage or pp, pp)
-    few, more = 2 * unit, 3 * unit
-
-    def simulated(batches: int) -> list[float]:
-        return simulate(orders.schedule(training, batches), costs).ends
-
-    if count <= more:
-        ends = simulated(count)
-    else:
-        rest = count % unit
-        low, high = simulated(few + rest), simulated(more + rest)
-        steps = (count - few - rest) / unit
-        ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low, high, busy, strict=True)]
+    found = ends_of_step(partial(orders.schedule, training), _costs(training, priced, pricer), count, unit)
+    ends = [max(end, each * count) for end, each in zip(found, busy, strict=True)]
     return _Run(ends, [max(ends) - each * count for each in busy])
 
 

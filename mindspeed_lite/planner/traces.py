@@ -24,7 +24,7 @@ from typing import Any
 
 from mindspeed_lite.platform import cache
 
-from . import flags
+from . import flags, layer_flags
 from .layers import LayerKind, kinds
 from .optimizer import gradient_width
 from .training import ArgumentError, TrainingConfig
@@ -75,7 +75,8 @@ _LEFT_OUT = {
     "recompute_activations", "fp16", "bf16", "max_position_embeddings", "tokenizer_type", "position_embedding_type",
     "moe_shared_expert_gate", "rope_type", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
     "create_attention_mask_in_dataloader", "micro_batch_size", "balanced_moe_experts", "balanced_moe_hot_expert_num",
-    "num_query_groups", "use_bias_dropout_fusion", "use_masked_softmax_fusion",
+    "num_query_groups", "use_bias_dropout_fusion", "use_masked_softmax_fusion", "use_precision_aware_optimizer",
+    "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
 }  # fmt: skip
 
 
@@ -134,6 +135,7 @@ def request(training: TrainingConfig) -> tuple[dict[str, Any], list[LayerKind]]:
     world = math.lcm(dense, training.ep * training.etp)
     words += ["--global-batch-size", str(batch * world // dense)]
     divisor = str(training.padded_vocab_size // training.tp)
+    words += training.traced_words
     words += [*_FIXED, "--vocab-size", str(training.padded_vocab_size - 1), "--make-vocab-size-divisible-by", divisor]
     return {"words": words, "world_size": world, "device": training.device}, rows
 
@@ -150,6 +152,10 @@ def of(training: TrainingConfig) -> ModelTrace:
     """Raises ArgumentError for what Megatron does not build."""
     asked, rows = request(training)
     answer = answers([asked])[0]
+    if "error" in answer and training.traced_words:
+        # On a GPU they may run.
+        refused[" ".join(training.traced_words)] = answer["error"]
+        return of(training.replace(traced_words=()))
     if "error" in answer:
         raise ArgumentError(f"Megatron does not train this: {answer['error']}")
     batch = 1 if training.use_fused_linear_cross_entropy else training.micro_batch_size
@@ -231,6 +237,8 @@ def prepare(trainings: Sequence[TrainingConfig]) -> None:
 
 # Answers by request, of whichever sources.
 known: dict[str, Any] = {}
+# Words of `TrainingConfig.traced_words` that no trace has, and what Megatron says.
+refused: dict[str, str] = {}
 
 
 def answers(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -270,10 +278,7 @@ def _file(text: str) -> Path:
 @lru_cache(maxsize=1)
 def _stamp() -> str:
     """Of what a trace runs: sources of this package and of Megatron, and torch's release."""
-    spec = importlib.util.find_spec("megatron")
-    places = spec.submodule_search_locations if spec else None
-    # A checkout in the current folder comes first.
-    folders = [Path(__file__).resolve().parents[1], Path("megatron").resolve(), *map(Path, places or ())]
+    folders = [Path(__file__).resolve().parents[1], *layer_flags.sources()]
     files = [(str(each), each.stat().st_mtime_ns) for folder in folders for each in sorted(folder.rglob("*.py"))]
     release = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
     return hashlib.sha256(repr((files, release)).encode()).hexdigest()

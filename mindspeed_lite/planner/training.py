@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 # Keys visible before and after a query; -1 is no limit.
 Window = tuple[int, int]
@@ -23,6 +26,7 @@ class TrainingConfig:
         device: cpu, cuda or npu, which affects what torch saves.
         padded_vocab_size: rows of the embedding.
         expert_load: tokens of the fullest rank's experts over the mean.
+        traced_words: further flags of Megatron's layers, which only a trace reads.
     """
 
     num_layers: int
@@ -133,6 +137,11 @@ class TrainingConfig:
     use_fused_adamw: bool = False
     reuse_fp32_param: bool = False
     optimizer: str = "adam"
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
     quant_states: str = ""
     virtual_optimizer: tuple[str, ...] = ()
     swap_optimizer: bool = False
@@ -170,6 +179,7 @@ class TrainingConfig:
     moe_alltoall_mc2: bool = False
     use_ascend_coc: bool = False
     use_ascend_mc2: bool = False
+    traced_words: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -316,6 +326,26 @@ class TrainingConfig:
 
     def replace(self, **changed: object) -> TrainingConfig:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
+
+
+def cached_by(*names: str) -> Callable[[Any], Any]:
+    """Caches a function of a training, of which it reads these fields only, and of other arguments."""
+    fields = operator.attrgetter(*names)
+
+    def decorate(function: Any) -> Any:
+        known: dict[object, Any] = {}
+
+        @functools.wraps(function)
+        def call(training: TrainingConfig, *others: Any) -> Any:
+            key = fields(training), others
+            if key not in known:
+                known[key] = function(training, *others)
+            return known[key]
+
+        call.names = names  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 # Limit on entries of a list expression.

@@ -92,7 +92,7 @@ def ask(search: Search, text: str) -> Answer:
             try:
                 if each.micro_batch == least:
                     full, training = search.training(each)
-                    sizes.append((search.least_bytes(training), len(sizes), full))
+                    sizes.append((search.least_bytes(full, training), len(sizes), full))
             except ArgumentError:
                 continue
         if sizes:

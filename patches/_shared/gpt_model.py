@@ -23,14 +23,14 @@ from megatron.training.training import destroy_global_state, get_model
 
 
 def build(words: Sequence[str]) -> tuple[Any, Any]:
-    """The model of a command's words, without DDP, and Megatron's arguments."""
+    """The model of a command's words, without DDP, and Megatron's arguments. Ignores flags that Megatron has not."""
     sys.argv[:] = ["trace", *words]
     try:
         from megatron.training.arguments import parse_and_validate_args
     except ImportError:
-        initialize_megatron(args_defaults={})
+        initialize_megatron(ignore_unknown_args=True)
     else:
-        parse_and_validate_args()
+        parse_and_validate_args(ignore_unknown_args=True)
         initialize_megatron()
     (model,) = get_model(_provide, wrap_with_ddp=False)
     return model, get_args()

@@ -87,6 +87,8 @@ def test_a_full_disk_is_one_line_and_too_little_memory_says_the_least(capsys: py
     assert capsys.readouterr().err == (
         "mindspeed-lite plan: error: --json /dev/full: cannot be written: No space left on device\n"
     )
+    assert run("--this", "--why", "PP2") == 2
+    assert capsys.readouterr().err.endswith("--why is about the search, which --this leaves out: drop one of them\n")
     assert run("--memory", "0.1") == 1
     assert "nothing fits: the least that" in capsys.readouterr().out
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from mindspeed_lite.planner import changes, ranks, read, traces
+from mindspeed_lite.planner import ArgumentError, changes, ranks, read, traces
 from mindspeed_lite.planner.changes import _TOGGLES
 from mindspeed_lite.planner.training import TrainingConfig
 
@@ -61,6 +63,14 @@ def test_sequence_parallelism_divides_all_of_it() -> None:
         ("--use-distributed-optimizer --reuse-fp32-param", 4, 6 + 10 / 4),
         ("--use-distributed-optimizer --quant-states bf16", 4, 6 + 8 / 4),
         ("--use-distributed-optimizer --quant-states fp8 --reuse-fp32-param", 4, 6 + (4 + 1 / 64) / 4),
+        # Of a bf16 weight's main parameter the other 16 bits, as Megatron's store_param_remainders.
+        ("--use-distributed-optimizer --use-precision-aware-optimizer", 4, 6 + (2 + 8) / 4),
+        (
+            "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+            "--exp-avg-sq-dtype fp8",
+            4,
+            4 + (2 + 2 + 1) / 4,
+        ),
     ],
 )
 def test_bytes_of_a_parameter_are_those_of_the_features_pages(words: str, dp: int, width: float) -> None:
@@ -68,6 +78,33 @@ def test_bytes_of_a_parameter_are_those_of_the_features_pages(words: str, dp: in
     states = rank.states
     found = states.weights + states.gradients + states.optimizer
     assert abs(found - width * rank.parameters.total) < 3  # of rounding
+
+
+def test_flags_of_layers_without_a_field_are_traced() -> None:
+    """A residual stream in fp32 has twice the bytes where it is kept: the inputs of both norms."""
+    plain, wide = (training(*words) for words in ((), ("--fp32-residual-connection",)))
+    assert wide.traced_words == ("--fp32-residual-connection",)
+    rows = 32 * 2 * 64
+    assert layer_bytes(wide) - layer_bytes(plain) == 2 * 2 * rows
+
+
+def test_states_of_transformer_engines_adam_stay_as_they_are() -> None:
+    words = ("--use-distributed-optimizer", "--use-precision-aware-optimizer")
+    flags = {each.flag.split()[0] for each in changes(training(*words, world_size=4))}
+    assert "--use-distributed-optimizer" in flags and not flags & {
+        "--reuse-fp32-param", "--quant-states", "--virtual-optimizer", "--swap-optimizer"
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match="--swap-optimizer does not apply with --use-precision-aware-optimizer"):
+        training(*words, "--swap-optimizer", world_size=4)
+
+
+def test_without_what_megatron_does_not_build_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "refused", {})
+    asked = training("--softmax-type", "learnable", "--init-method-std", "0.02", s=16)
+    request = json.dumps(traces.request(asked)[0], sort_keys=True)
+    monkeypatch.setitem(traces.known, request, {"error": "needs a GPU"})
+    assert layer_bytes(asked) == layer_bytes(training(s=16)) > 0
+    assert traces.refused == {"--softmax-type learnable": "needs a GPU"}
 
 
 def test_experts_are_divided_over_fewer_ranks() -> None:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from itertools import pairwise
 
 import pytest
 
-from mindspeed_lite.planner import ArgumentError, arguments, candidates, devices, estimate, search, step_time, why
+from mindspeed_lite.planner import (
+    ArgumentError,
+    arguments,
+    candidates,
+    devices,
+    estimate,
+    layers,
+    orders,
+    search,
+    step_time,
+    why,
+)
 from mindspeed_lite.planner.candidates import LayoutCandidate
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import Search
 from mindspeed_lite.planner.step_time import Pricer
+from mindspeed_lite.planner.training import TrainingConfig
 from tests.harness.processes import forked
 
 DENSE = (
@@ -51,10 +64,10 @@ def test_the_best_is_that_of_looking_at_everything(words: str) -> None:
             each = fewer.evaluate(candidate)
         except ArgumentError:
             continue
-        assert fewer.bound(each.training) <= each.seconds * (1 + 1e-9), candidate
+        assert fewer.bound(each.candidate, each.training) <= each.seconds * (1 + 1e-9), candidate
         quick, size = fewer.quick(candidate)
         assert quick <= each.seconds * (1 + 1e-9), candidate
-        assert fewer.least_bytes(each.training) <= each.bytes, candidate
+        assert fewer.least_bytes(each.candidate, each.training) <= each.bytes, candidate
         if candidate.states == "swapped":
             assert size <= each.bytes * (1 + 1e-6), candidate
         if each.bytes <= found.budget:
@@ -197,3 +210,30 @@ def test_the_command_keeps_what_is_not_chosen() -> None:
 
 def test_front_of_nothing_is_nothing() -> None:
     assert search.front([]) == []
+
+
+@pytest.mark.parametrize("words", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_what_is_kept_by_fields_depends_on_no_others(words: str) -> None:
+    """Each reads no field of a training but those that it names."""
+    read = set[str]()
+
+    class Recorded(TrainingConfig):
+        def __getattribute__(self, name: str) -> object:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    fields = {each.name for each in dataclasses.fields(TrainingConfig)}
+    found, kept = made(words, 4), (orders.chunks_of_ranks, layers.kinds_in, layers.counts_in)
+    for number, candidate in enumerate(found.space()):
+        if number % 41:
+            continue
+        try:
+            training = found.training(candidate)[1]
+        except ArgumentError:
+            continue
+        own = Recorded(**{name: getattr(training, name) for name in fields})
+        chunks = orders.chunks_of_ranks(training)
+        for each in kept:
+            read.clear()
+            each.__wrapped__(own, *((chunks[0][0].layers, 0) if each is not orders.chunks_of_ranks else ()))
+            assert read & fields <= set(each.names), each.__name__

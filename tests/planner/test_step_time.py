@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite.pipeline.simulate import simulate
-from mindspeed_lite.planner import ArgumentError, calibrated, devices, layouts, orders, read, step_time
+from mindspeed_lite.planner import ArgumentError, calibrated, devices, layouts, orders, parameters, read, step_time
 from mindspeed_lite.planner.pipeline_costs import flops, model_stages
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.step_time import Pricer
@@ -50,7 +50,8 @@ def test_parts_add_up_and_the_bound_is_below(more: str) -> None:
     training = read(f"{BASE} {more}".split(), 8)
     step = step_time.step(training, pricer)
     assert step.seconds == pytest.approx(sum(step.parts.values())) and min(step.parts.values()) > 0
-    assert 0 < step_time.lower_bound(training, pricer) <= step.seconds
+    held = [parameters.of_stage(training, row) for row in orders.chunks_of_ranks(training)]
+    assert 0 < step_time.lower_bound(training, pricer, held) <= step.seconds
     # No step is faster than its flops at the peak.
     work = sum(sum(flops(training, chunk)) for chunk in model_stages(training, training.vpp)) * training.microbatches
     assert step.seconds * training.pp * device().figures.flops > work
