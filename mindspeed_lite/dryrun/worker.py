@@ -382,9 +382,15 @@ def shorten(args: Any, world_size: int) -> tuple[int, int]:
     args.train_iters, args.eval_iters, args.lr_warmup_samples = 1, 0, 0
     args.log_interval = 2
     stages = args.pipeline_model_parallel_size
-    data = world_size // (stages * args.tensor_model_parallel_size * args.context_parallel_size)
+    data, left = divmod(world_size, stages * args.tensor_model_parallel_size * args.context_parallel_size)
     at_once = args.micro_batch_size * max(1, data)
-    every = max(1, (args.global_batch_size or at_once) // at_once)
+    batch = args.global_batch_size or at_once
+    if not left and batch % at_once and not getattr(args, "decrease_batch_size_if_needed", False):
+        raise OptionError(
+            f"--global-batch-size {batch} is no multiple of {at_once}, --micro-batch-size {args.micro_batch_size} on "
+            f"{data} data-parallel ranks: change one of them"
+        )
+    every = max(1, batch // at_once)
     is_interleaved = any(getattr(args, name, None) for name in _INTERLEAVED)
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
     has_own_order = any(getattr(args, name, None) for name in _ORDERS)

@@ -154,9 +154,9 @@ dist.barrier()
 def test_what_hangs_is_told_from_what_waits(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     launch = TrainingLaunch(sys.executable, False, ("hangs.py",), str(tmp_path), clean_environment(), 2, 8)
-    waits, hangs = rank.run(launch, 8)
-    assert hangs.error.startswith("no step within 8 seconds [hangs.py:")
-    assert waits.error.startswith("waits for rank 1: no step within 8 seconds [hangs.py:7]")
+    waits, hangs = rank.run(launch, 5)
+    assert hangs.error.startswith("no step within 5 seconds [hangs.py:")
+    assert waits.error.startswith("waits for rank 1: no step within 5 seconds [hangs.py:7]")
 
 
 def test_a_deadlock_before_the_step_names_both_calls(tmp_path):
@@ -188,6 +188,21 @@ def test_layers_of_a_missing_transformer_engine_are_replaced(monkeypatch):
 def test_what_a_dry_run_cannot_do_is_one_line(name):
     with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}: a dry run (reads|has) no [^\n]*$"):
         worker.shorten(argparse.Namespace(**{name: True}), 2)
+
+
+@pytest.mark.parametrize(("ranks", "decreases", "is_refused"), [
+    (2, False, False), (3, False, True), (3, True, False), (8, False, True), (5, False, False),
+])  # fmt: skip
+def test_a_batch_that_megatron_refuses_is_one_line(ranks, decreases, is_refused):
+    # Five ranks are no multiple of two stages, which Megatron says.
+    args = argparse.Namespace(
+        pipeline_model_parallel_size=2 if ranks == 5 else 1, tensor_model_parallel_size=1, context_parallel_size=1,
+        micro_batch_size=2, global_batch_size=8, lr_decay_iters=1, train_iters=1,
+        decrease_batch_size_if_needed=decreases,
+    )  # fmt: skip
+    refused = pytest.raises(OptionError, match=f"8 is no multiple of {2 * ranks}, .* on {ranks} data-par")
+    with refused if is_refused else contextlib.nullcontext():
+        worker.shorten(args, ranks)
 
 
 def test_a_schedule_of_a_feature_that_does_not_apply_is_not_predicted():
