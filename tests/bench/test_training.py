@@ -29,13 +29,12 @@ def job(folder: Path, *, script: str = FAULTY_SCRIPT, timeout: float = 400.0, st
     if nproc > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     arguments = [*MODEL, *NO_DROPOUT, "--train-iters", "100", *extra]
-    environment = {
+    os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
     }
-    os.environ["PYTHONPATH"] = environment.pop("PYTHONPATH")
-    return Job((*start, script, *arguments), folder, 2, steps, timeout, environment=environment)
+    return Job((*start, script, *arguments), folder, 2, steps, timeout)
 
 
 def report(outcomes: list[Outcome], complete: bool = True) -> dict:
