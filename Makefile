@@ -67,8 +67,7 @@ lint: .releases/.prepared
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES) --check
-	$(BIN)/python -m tools.fingerprints $(PLATFORM) $(RELEASES) --check
+	$(BIN)/python -m tools.fingerprints --check
 
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
 # No registry has Megatron's main branch: test-whole trains it, with Transformer Engine, where MAIN=DIR names a checkout.
@@ -93,15 +92,8 @@ pairs: SECONDS = 3600
 pairs: install
 	$(BIN)/python -W ignore -m tools.pairs --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
-PLATFORM = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json
-OLDER = 0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2
-RELEASES = $(foreach each,$(OLDER),--root $(each)=.releases/$(each)) \
-  --root 0.19.2=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' 2>/dev/null)
-
 fingerprints: .releases/.prepared
-	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES)
-	$(BIN)/python -m tools.fingerprints $(PLATFORM) $(RELEASES)
+	$(BIN)/python -m tools.fingerprints
 
 matrix: .releases/.prepared
 	$(BIN)/python -m tools.matrix

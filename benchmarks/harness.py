@@ -128,15 +128,12 @@ def over_shares(
     return rows
 
 
-def train(
-    command: Sequence[str], folder: Path, steps: int, warmup: int = 2, memory: bool = False, threads: int = 0
-) -> bench.Outcome:
+def train(command: Sequence[str], folder: Path, steps: int, warmup: int = 2, memory: bool = False) -> bench.Outcome:
     """One training in processes of its own; `memory` counts bytes in each step, which takes time.
 
     Raises SystemExit if it fails.
     """
-    environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    job = bench.Job(tuple(command), folder, warmup, steps, 600.0, "keep", environment, memory)
+    job = bench.Job(tuple(command), folder, warmup, steps, 600.0, "keep", memory=memory)
     outcome = bench.run(job, Arm("as given", "given"), 1)
     if outcome.status != "ok":
         raise SystemExit(f"{shlex.join(command)}: {outcome.reason}: {' | '.join(outcome.log_tail[-3:])}")

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -17,16 +14,9 @@ import mindspeed_lite
 from benchmarks.harness import Benchmark, Options, Row
 from mindspeed_lite.bench.wording import seconds, size
 from mindspeed_lite.platform import allocator
+from mindspeed_lite.platform.timer import seconds_of
 
-_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    if _DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _trained(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -39,7 +29,7 @@ def _trained(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Opti
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_DEVICE == "cuda")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_DEVICE.type == "cuda")
 
 
 def _ratio(found: dict[str, list[float]], plain: str, ours: str) -> float:
@@ -68,10 +58,10 @@ def _measure(options: Options) -> list[Row]:
         copies.extend(torch.empty_like(host, device=_DEVICE).copy_(host, non_blocking=True) for host in hosts)
 
     for _ in range(options.cycles + 1):
-        found["copy out"].append(_timed(copy_out))
-        found["copy back"].append(_timed(copy_back))
-        found["sleep"].append(_timed(lambda: mindspeed_lite.sleep(model, optimizer)))
-        found["wake"].append(_timed(mindspeed_lite.wake))
+        found["copy out"].append(seconds_of(copy_out, _DEVICE))
+        found["copy back"].append(seconds_of(copy_back, _DEVICE))
+        found["sleep"].append(seconds_of(lambda: mindspeed_lite.sleep(model, optimizer), _DEVICE))
+        found["wake"].append(seconds_of(mindspeed_lite.wake, _DEVICE))
     # The first cycle allocates host memory.
     times = {name: statistics.median(each[1:]) for name, each in found.items()}
     return [

@@ -31,7 +31,7 @@ class HostReport:
         self._step = 0
         self._counting = contextlib.ExitStack()
         steps = Around("megatron.training.training:train_step", self._around)
-        self._hook = megatron.Placed(megatron.always("host_report", "steps are watched", steps))
+        self._hook = megatron.ImportHook(megatron.without_flag("host_report", "steps are watched", steps))
         atexit.register(self._show)
 
     def end(self) -> None:

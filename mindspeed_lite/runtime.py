@@ -289,7 +289,7 @@ def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> A
     new: dict[str, list[Swap]] = {}
     for outcome in plan.applied:
         name = outcome.feature.name
-        if before is not None and _goes_on(outcome, before, plan.settings):
+        if before is not None and _is_unchanged(outcome, before, plan.settings):
             new[name] = old[name]
         else:
             view = session.of(name) if outcome.steps else session
@@ -314,7 +314,7 @@ def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> A
     return after
 
 
-def _goes_on(outcome: FeatureOutcome, before: ActiveFeatures, settings: Settings) -> bool:
+def _is_unchanged(outcome: FeatureOutcome, before: ActiveFeatures, settings: Settings) -> bool:
     feature = outcome.feature
     dests = [VERIFY.dest, *(option.dest for option in feature.options)]
     return (

@@ -180,7 +180,7 @@ def _validate(args: Any, defaults: Mapping[str, Any], validate: Callable[..., An
         final = args if validated is None else validated
         asked = replace(asked, host_args=final)
         planned = runtime.plan_requests([*earlier, asked])
-        lost = _lost(planned[0], asked)
+        lost = _inapplicable(planned[0], asked)
         if not lost:
             break
         request = replace(request, without={**request.without, **lost})
@@ -189,8 +189,8 @@ def _validate(args: Any, defaults: Mapping[str, Any], validate: Callable[..., An
             vars(holder).update(values)
     active = runtime.apply_requests([*earlier, asked], planned)
     for dest in megatron_arguments.REFUSED:
-        # True if the feature of that name enables it. An order that delays weight gradients itself must leave it off:
-        # Megatron's configuration refuses it.
+        # `hide` has cleared it for the validation. It is on again if the feature of its name is, but not with an order
+        # of the pipeline that delays weight gradients itself: Megatron's configuration refuses both.
         applied = active.plan.outcome(dest).status == "applied"
         applied = applied and not pipeline_orders.delays_weight_gradients(asked.flags)
         if applied or dest in hidden:
@@ -199,7 +199,7 @@ def _validate(args: Any, defaults: Mapping[str, Any], validate: Callable[..., An
     return validated
 
 
-def _lost(plan: Plan, asked: runtime.FeatureRequest) -> dict[str, str]:
+def _inapplicable(plan: Plan, asked: runtime.FeatureRequest) -> dict[str, str]:
     outcomes = [plan.outcome(name) for name in asked.arguments or ()]
     return {each.feature.name: "; ".join(each.reasons) or "it is off" for each in outcomes if each.status != "applied"}
 
@@ -243,18 +243,18 @@ def _features(line: _CommandLine) -> tuple[Feature, ...]:
 
     summary = "features by flag"
     return (
-        megatron.always(
+        megatron.without_flag(
             "arguments",
             summary,
             Override(megatron.ADD_ARGUMENTS, around_add),
             Around(megatron.PARSE_ARGS, around_parse),
             Around(megatron.VALIDATE_ARGS, around_validate),
         ),
-        megatron.always("yaml_arguments", summary, Around(megatron.VALIDATE_YAML, around_validate)),
+        megatron.without_flag("yaml_arguments", summary, Around(megatron.VALIDATE_YAML, around_validate)),
     )
 
 
-_placed: list[megatron.Placed] = []
+_hooks: list[megatron.ImportHook] = []
 _changes: list[Callable[[Any], None]] = []
 _undo: list[Callable[[], None]] = []
 
@@ -265,14 +265,14 @@ def before_validation(change: Callable[[Any], None]) -> None:
 
 def install() -> None:
     """Hook Megatron's argument modules now or on import; idempotent."""
-    if not _placed:
-        _placed.extend(map(megatron.Placed, _features(_CommandLine())))
+    if not _hooks:
+        _hooks.extend(map(megatron.ImportHook, _features(_CommandLine())))
 
 
 def remove() -> None:
     _changes.clear()
-    while _placed:
-        _placed.pop().remove()
+    while _hooks:
+        _hooks.pop().remove()
     while _undo:
         _undo.pop()()
 

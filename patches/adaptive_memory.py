@@ -25,6 +25,7 @@ from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, StageRecord, choose, gib, leanest, merged
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.platform.megatron import CONFIG
+from mindspeed_lite.platform.timer import synchronize
 
 from . import recompute_activation_function, swap_attention
 from ._shared import linear_layers, recompute
@@ -55,7 +56,7 @@ class _MemoryChoice:
         self._steps, self._checks, self._is_done = 0, 0, False
         self._records: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
-        self._synchronize = functools.partial(_synchronize, session.context.device)
+        self._synchronize = functools.partial(synchronize, torch.device(session.context.device))
         self._engine: CopyEngine | None = None
         self._offload: Offload | None = None
         self._why_kept = "; ".join(swap_attention._why_not_here(session.context.device))
@@ -131,7 +132,7 @@ class _MemoryChoice:
         if moved:
             device = torch.device(self._session.context.device)
             try:
-                found.rates = bandwidths(self._engine, device, min(moved, TIMED_BYTES), self._synchronize)
+                found.rates = bandwidths(self._engine, device, min(moved, TIMED_BYTES))
             except (MemoryError, RuntimeError) as error:
                 self._session.notice(f"{self._session.feature}: no copy to the host was made: {error}")
         return found
@@ -188,11 +189,6 @@ def _models(given: dict[str, Any]) -> list[Any]:
 def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
     parameters = [each for model in _models(given) for each in model.parameters()]
     return {each.untyped_storage()._cdata for each in parameters}.__contains__
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        getattr(torch, device).synchronize()
 
 
 def _stage() -> int:

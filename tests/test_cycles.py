@@ -164,7 +164,7 @@ class Cycles:
         ):
             self.faults.watch(owner, name)
         # What these return is all by which it can be undone.
-        for owner, name in ((megatron.Placed, "apply"), (Session, "renew")):
+        for owner, name in ((megatron.ImportHook, "apply"), (Session, "renew")):
             self.faults.watch(owner, name, after=False)
 
     def call(self):

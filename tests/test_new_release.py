@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_lite.platform import megatron
 from tests.harness import checkouts
-from tools import matrix, new_release
+from tools import fingerprints, matrix, new_release
 
 OLDER, NEWER = "0.18.2", "0.19.2"
 
@@ -33,6 +33,12 @@ def test_each_changed_target_comes_with_its_difference_and_the_features_it_hits(
     assert "use_fused_cross_entropy (override)" in str(loss)
     assert new_release.main([NEWER, "--against", NEWER]) == 0
     assert "0 of" in capsys.readouterr().out
+
+
+def test_a_table_of_another_release_is_out_of_date(capsys: pytest.CaptureFixture[str]) -> None:
+    for version, code, words in ((NEWER, 0, ""), (OLDER, 1, f"at {OLDER}: the table is out of date")):
+        assert fingerprints.main(["--check", "--root", f"{version}={megatron.root()}"]) == code
+        assert words in capsys.readouterr().err
 
 
 def test_a_place_without_megatron_is_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,10 @@
-"""Times operators on shapes of models of 7 to 70 billion parameters: ours, PyTorch's and Liger-Kernel's.
-
-    python -m benchmarks.gpu.kernels --device cuda [--tiny] OPERATOR ...
-
-Prints lines of JSON: the machine, then for each operator when it begins and its rows, which are those of `bench-ops`.
-"""
+"""Times operators on shapes of models of 7 to 70 billion parameters: ours, PyTorch's and Liger-Kernel's."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # Beyond a GPU's cache, and no larger than that.
@@ -35,45 +28,34 @@ SHAPES: Mapping[str, str] = {
 WITHOUT_KERNEL = ("bias_dropout_add", "masked_softmax")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels")
-    parser.add_argument("names", nargs="+", choices=[*SHAPES], metavar="OPERATOR")
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args(arguments)
-
+def measured(names: Sequence[str], device: str, tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the machine under "", then each operator: nothing before it is timed, then rows as `bench-ops` has them."""
     import torch
 
     from benchmarks.gpu import liger
     from mindspeed_lite import platform
-    from mindspeed_lite.bench import ceiling, environment, output, timing
+    from mindspeed_lite.bench import ceiling, environment, timing
     from mindspeed_lite.bench.operators.run import Findings, measure
     from mindspeed_lite.ops import discovery, dispatch
     from mindspeed_lite.ops.case import COMPILED
 
-    def tell(**what: Any) -> None:
-        print(json.dumps(output.finite(what), allow_nan=False), flush=True)
-
-    platform.activate(options.device)
-    reached = dataclasses.asdict(ceiling.measure(options.device, torch.bfloat16))
-    tell(machine=environment.describe(platform.choose(options.device)), ceilings=reached)
-    has_liger = options.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+    platform.activate(device)
+    reached = dataclasses.asdict(ceiling.measure(device, torch.bfloat16))
+    yield "", {"machine": environment.describe(platform.choose(device)), "ceilings": reached}
+    has_liger = device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
     effort = timing.Effort(sample_seconds=0.02, rounds=(5, 5), warmup=2)
-    for name in options.names:
-        tell(begins=name)
+    for name in names:
+        yield name, {}
         declared, text = discovery.cases(name), SHAPES[name]
-        shape = declared.correctness[1 if "main" in text else 0] if options.tiny else text
-        problem = declared.problem(shape, options.device, torch.bfloat16)
+        shape = declared.correctness[1 if "main" in text else 0] if tiny else text
+        problem = declared.problem(shape, device, torch.bfloat16)
         contenders = [each for each in problem.contenders if each.name != COMPILED]
         contenders += liger.contenders(name, declared.parse(shape)) if has_liger else []
-        fallbacks: list[str] = []
-        unsubscribe = dispatch.on_fallback(lambda *reason: fallbacks.append(f"fallback: {reason}"))  # noqa: B023
+        notes: list[str] = []
+        unsubscribe = dispatch.on_fallback(lambda *reason: notes.append(f"fallback: {reason}"))  # noqa: B023
         findings = Findings()
         rows = measure(dataclasses.replace(problem, contenders=tuple(contenders)), effort, reached, findings)
         unsubscribe()
         ours = rows[0]["contenders"][0]["error"]
-        tell(rows=rows, notes=[*fallbacks, *(each["text"] for each in findings)], **({"failed": ours} if ours else {}))
-
-
-if __name__ == "__main__":
-    main()
+        notes += [each["text"] for each in findings]
+        yield name, {"rows": rows, "notes": notes, **({"failed": ours} if ours else {})}

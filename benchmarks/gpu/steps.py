@@ -9,23 +9,25 @@ import importlib.util
 import json
 import os
 import re
-import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.configurations import CONFIGURATIONS
-from benchmarks.gpu.kernels import SHAPES
+from benchmarks.gpu.kernels import SHAPES, measured
 from lab import stamps
+from mindspeed_lite.bench import isolated
 from mindspeed_lite.child_process import child_process, terminate
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
 STOPPED = "its time was up"
+# Longest time of one operator, in seconds.
+_SILENT = 40.0
 # By step of a training: its configuration, the script in place of the common one, and options of `bench`.
 TRAININGS = {
     "dense": ("dense", "", "--all --repeats 2"),
@@ -42,31 +44,19 @@ class Run(NamedTuple):
     scratch: Path
     environment: Mapping[str, str]
 
-    def lines(self, words: Sequence[str], log: Path, limit: float, silent: float) -> Iterator[str]:
-        """Lines that the command prints; the last one says how it ended: `exit code 0`, or why it was ended."""
+    def ending(self, words: Sequence[str], log: Path, limit: float) -> str:
+        """Run a command of this Python; how it ended."""
         with (
             log.open("w") as file,
             child_process(
                 [sys.executable, *words], terminate, cwd=ROOT, env=self.environment,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             ) as child,
-            selectors.DefaultSelector() as selector,
         ):  # fmt: skip
-            assert child.stdout is not None
-            selector.register(child.stdout, selectors.EVENT_READ)
-            end, text = time.monotonic() + limit, b""
-            while (left := end - time.monotonic()) > 0:
-                if not selector.select(min(left, silent)):
-                    yield f"silent for {silent:.0f} s" if left > silent else STOPPED
-                    return
-                more = os.read(child.stdout.fileno(), 1 << 16)
-                text += more
-                if not more:
-                    yield f"exit code {child.wait()}"
-                    return
-                *whole, text = text.split(b"\n")
-                yield from (each.decode(errors="replace") for each in whole)
-            yield STOPPED
+            try:
+                return f"exit code {child.wait(limit)}"
+            except subprocess.TimeoutExpired:
+                return STOPPED
 
 
 def _tests(run: Run, record: Record, limit: float) -> None:
@@ -74,42 +64,42 @@ def _tests(run: Run, record: Record, limit: float) -> None:
     words = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line", "-m", "cuda", "-n", "8", "tests/ops"]
     if run.tiny:
         words[-3:] = ["-n", "1", "tests/ops/test_grouped_matmul_cuda.py"]
-    found: dict[str, str] = {}
-    record |= {"tests": found, "stamp": stamps.of_all()}
     log = run.scratch / "tests.log"
-    for line in run.lines(words, log, limit, 120.0):
-        ended = re.search(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/.+?)\s*$", line)
-        if ended:
-            found[ended[2]] = ended[1].lower()
+    how = run.ending(words, log, limit)
+    ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/.+?)\s*$", log.read_text(errors="replace"), re.MULTILINE)
+    found = {test: state.lower() for state, test in ended}
+    record |= {"tests": found, "stamp": stamps.of_all()}
     bad = [name for name, state in found.items() if state in ("failed", "error")]
-    how = "" if line in ("exit code 0", "exit code 5") else f"{line}: {_last_line(log)}"  # 5: no test was chosen
+    how = "" if how in ("exit code 0", "exit code 5") else f"{how}: {_last_line(log)}"  # 5: no test was chosen
     record["reason"] = f"{len(bad)} tests, the first {bad[0]}" if bad else how
     record["state"] = "failed" if bad or how.startswith("exit") else "stopped" if how else "complete"
 
 
 def _kernels(run: Run, record: Record, limit: float) -> None:
-    """A process times one operator after the other; another one goes on where it crashes or hangs."""
+    """Times what is left; an operator that crashes or hangs costs no other."""
     end = time.monotonic() + limit
     record["stamp"] = stamps.of_all()
     found: dict[str, Record] = record.setdefault("operators", {})
     left = [name for name in SHAPES if found.get(name, {}).get("stamp") != stamps.of_operator(name)]
-    how = "exit code 0"
-    while left and (seconds := end - time.monotonic()) > 0:
-        words = ["-m", "benchmarks.gpu.kernels", "--device", run.device, *(["--tiny"] if run.tiny else []), *left]
-        begun = ""
-        for how in run.lines(words, run.scratch / "kernels.log", seconds, 40.0):
-            told = json.loads(how) if how.startswith("{") else {}
-            begun = told.get("begins", begun)
-            if "machine" in told:
-                record |= told
-            elif "rows" in told:
-                found[begun] = told if "failed" in told else told | {"stamp": stamps.of_operator(begun)}
-                left.remove(begun)
-                print(f"   {begun}: {told.get('failed', 'measured')}", flush=True)
-        if begun not in left or how == STOPPED:  # all are done, none is begun, or it is no fault of the operator
-            break
-        found[begun] = {"failed": f"{how}: {_last_line(run.scratch / 'kernels.log')}"}
-        left.remove(begun)
+    name = how = ""
+    while left and not how:
+        try:
+            for name, told in isolated.messages(partial(measured, left[:], run.device, run.tiny), _SILENT):
+                if not name:
+                    record |= told
+                elif told:
+                    found[name] = told if "failed" in told else told | {"stamp": stamps.of_operator(name)}
+                    left.remove(name)
+                    print(f"   {name}: {told.get('failed', 'measured')}", flush=True)
+                if time.monotonic() >= end:
+                    how = STOPPED
+                    break
+        except isolated.ProcessEnded as error:
+            if name in left:
+                found[name] = {"failed": str(error)}
+                left.remove(name)
+            else:  # it is no fault of an operator
+                how = str(error)
     failed = [name for name, each in found.items() if "failed" in each]
     record["reason"] = how if left else ", ".join(failed)
     record["state"] = "failed" if failed or (left and how != STOPPED) else "stopped" if left else "complete"
@@ -128,9 +118,10 @@ def _training(name: str, run: Run, record: Record, limit: float) -> None:
     words = ["-m", "mindspeed_lite", "bench", *options.split(), *f"--warmup {steps} --no-profile".split()]
     words += ["--rounding-baseline", "none", "--timeout", "90", "--title", name, "--out", os.path.relpath(folder, ROOT)]
     (folder / "report.json").unlink(missing_ok=True)
-    *_, how = run.lines([*words, "--", *command], run.scratch / f"{folder.name}.log", limit, limit)
+    log = run.scratch / f"{folder.name}.log"
+    how = run.ending([*words, "--", *command], log, limit)
     if not (folder / "report.json").is_file():
-        record |= {"state": "failed", "reason": f"{how}: {_last_line(run.scratch / f'{folder.name}.log')}"}
+        record |= {"state": "failed", "reason": f"{how}: {_last_line(log)}"}
         return
     report = json.loads((folder / "report.json").read_text())
     wrong = [each["text"] for each in report["findings"] if each["severity"] == "failure"]

@@ -11,7 +11,6 @@ import argparse
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,36 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command += [f"--platform={each}" for each in _PLATFORMS]
     if subprocess.run([*command, *WHEELS]).returncode:
         parser.error("pip could not download them; its message is above")
-    found = check(folder)
+    found = [_wheel(folder, wanted) for wanted in WHEELS]
     print(f"{folder}: {len(found)} wheels, {sum(wheel.stat().st_size for wheel in found) / 2**20:.1f} MiB")
 
 
-def check(folder: Path) -> list[Path]:
-    """The wheels of the folder; raises WheelError if one is missing."""
-    found = []
-    for wanted in WHEELS:
-        name, version = wanted.split("==")
-        files = [*folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")]
-        if len(files) != 1:
-            raise WheelError(
-                f"{len(files)} wheels of {wanted} in {folder}: fetch them by benchmarks.gpu.wheels {folder}"
-            )
-        found += files
-    return found
+def _wheel(folder: Path, wanted: str) -> Path:
+    name, version = wanted.split("==")
+    files = [*folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")]
+    if len(files) != 1:
+        raise WheelError(f"{len(files)} wheels of {wanted} in {folder}: fetch them by benchmarks.gpu.wheels {folder}")
+    return files[0]
 
 
 def unpack(folder: Path, target: Path) -> list[Path]:
     """Unpack the wheels once; returns the folders to import from. Raises WheelError."""
     found = []
-    for wheel in check(folder):
+    for wheel in [_wheel(folder, wanted) for wanted in WHEELS]:
         place = target / f"{wheel.stem}-{wheel.stat().st_size}"
         if not place.is_dir():
             part = place.with_name(f"{place.name}.part")
             shutil.rmtree(part, ignore_errors=True)
             try:
-                with zipfile.ZipFile(wheel) as archive:
-                    archive.extractall(part)
-            except (OSError, zipfile.BadZipFile) as error:
+                shutil.unpack_archive(wheel, part, "zip")
+            except (OSError, shutil.ReadError) as error:
                 raise WheelError(f"cannot read {wheel.name}: {error}; fetch it again") from error
             part.replace(place)
         found += [place, *sorted(place.glob("*.data/*lib"))]

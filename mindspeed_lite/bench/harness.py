@@ -201,7 +201,7 @@ def read(folder: Path) -> list[Process]:
 
 
 def _environment(job: Job, plan: Path) -> dict[str, str]:
-    changed = {**os.environ, **job.environment, VARIABLE: str(plan)}
+    changed = {**os.environ, VARIABLE: str(plan)}
     changed["PYTHONPATH"] = os.pathsep.join([str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Buffered output would follow the error that ended a run.
     changed.setdefault("PYTHONUNBUFFERED", "1")

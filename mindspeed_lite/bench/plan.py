@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -42,7 +41,6 @@ class Job:
         warmup: unmeasured first steps.
         timeout: seconds without a step after which a run is hung.
         allocator: `keep`, `system`, or empty for the command's.
-        environment: added to this process's.
         memory: count bytes by category.
         beside: features that are on in every arm.
     """
@@ -53,7 +51,6 @@ class Job:
     steps: int
     timeout: float
     allocator: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
     memory: bool = False
     beside: tuple[str, ...] = ()
 

@@ -187,7 +187,7 @@ class Context:
     """Input of conditions.
 
     host_args: mapping or object, all of the host's arguments unless PartialArguments. explicit: those given by flag.
-    replaced: by feature, values before it set them.
+    replaced: by feature, arguments as they were before the feature set them; its own condition sees these (`of`).
     """
 
     settings: Settings
@@ -279,7 +279,7 @@ def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[st
 
 @dataclass(frozen=True)
 class Relation:
-    """Another feature, and why. unless: where a skipped one is not required."""
+    """Another feature, and why. unless: where a required one may have been skipped."""
 
     feature: str
     reason: str

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from mindspeed_lite.platform.side_stream import DeviceStream, Event
+from mindspeed_lite.platform.timer import seconds_of
 
 # Bytes of the smallest piece.
 _SMALLEST = 4096
@@ -141,22 +141,15 @@ def _sizes(nbytes: int) -> list[int]:
 _TIMED_COPIES = 3
 
 
-def bandwidths(
-    engine: CopyEngine, device: torch.device, nbytes: int, synchronize: Callable[[], None]
-) -> tuple[float, float]:
+def bandwidths(engine: CopyEngine, device: torch.device, nbytes: int) -> tuple[float, float]:
     """Fastest bytes per second to the host and back. Raises MemoryError or RuntimeError."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     buffer = Buffer([PinnedPiece(engine.allocate(nbytes))])
 
     def seconds(copy: Callable[[], Event]) -> float:
-        synchronize()
-        begin = time.perf_counter()
-        engine.wait(copy())
-        synchronize()
-        return time.perf_counter() - begin
+        return min(seconds_of(lambda: engine.wait(copy()), device) for _ in range(_TIMED_COPIES))
 
-    out = min(seconds(lambda: engine.d2h(source, buffer)) for _ in range(_TIMED_COPIES))
-    back = min(seconds(lambda: engine.h2d(buffer, source)) for _ in range(_TIMED_COPIES))
+    out, back = seconds(lambda: engine.d2h(source, buffer)), seconds(lambda: engine.h2d(buffer, source))
     return nbytes / out, nbytes / back
 
 

@@ -19,6 +19,7 @@ from mindspeed_lite.memory import host
 from mindspeed_lite.memory.copy_engine import Buffer, CopyEngine, PinnedPiece, as_bytes
 from mindspeed_lite.memory.sleep_guard import SleepGuard, unreadable
 from mindspeed_lite.memory.storages import GRADIENTS, OPTIMIZER, PARTS, WEIGHTS, drop_gradients, storages_by_part
+from mindspeed_lite.platform.timer import synchronize
 from mindspeed_lite.text_layout import table
 
 # Bytes; a pinned allocator rounds a block up to a power of two.
@@ -164,7 +165,7 @@ class Sleeper:
             # A running gather would write after the weights are copied; some receive in the gradients' buffer.
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 chunk.start_param_sync(force_sync=True)
-        self._synchronize()
+        synchronize(self._device)
         found = storages_by_part(chunks, optimizer, self._device)
         memory = {name: None if name == GRADIENTS else self._memory_of(name, to) for name in wanted}
         try:
@@ -175,7 +176,7 @@ class Sleeper:
             raise
         for source, buffer in (pair for part in parts.values() for pair in part.copies()):
             self._engine.wait(self._engine.d2h(source, buffer))
-        self._synchronize()
+        synchronize(self._device)
         if GRADIENTS in parts:
             drop_gradients(chunks, optimizer)
             parts[GRADIENTS].keep_only(storages_by_part(chunks, optimizer, self._device)[GRADIENTS])
@@ -239,10 +240,6 @@ class Sleeper:
             self._memory.pop(part, None)
             self._memory[part] = to, _HostMemory(self._engine.allocate if to is None else functools.partial(_file, to))
         return self._memory[part][1]
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
 
 
 #: First model chunk -> its sleeper.

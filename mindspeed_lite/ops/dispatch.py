@@ -87,7 +87,7 @@ class Operator:
         self.name = name
         self.reference = reference
         self.batch_dependence = batch_dependence
-        self.backends = _found_beside(reference) if backends is None else dict(backends)
+        self.backends = _adjacent_backends(reference) if backends is None else dict(backends)
         self._chosen: dict[Case, ModuleType | None] = {}
         self._forced: str | None = None
 
@@ -169,7 +169,7 @@ class Operator:
             return f"{self.backends[backend]} failed to import: {type(error).__name__}: {error}"
 
 
-def _found_beside(reference: Implementation) -> dict[str, str]:
+def _adjacent_backends(reference: Implementation) -> dict[str, str]:
     module = sys.modules[reference.__module__]
     package, folder = module.__name__.rpartition(".")[0], Path(str(module.__file__)).parent
     return {device: f"{package}.{device}" for device in ("cpu", "cuda", "npu") if (folder / f"{device}.py").exists()}

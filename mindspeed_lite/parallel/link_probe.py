@@ -7,7 +7,6 @@ shared by equally many pairs.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_lite.platform.timer import seconds_of
 
 from .groups import new_groups
 
@@ -130,7 +131,7 @@ class LinkProbe:
         times = []
         for _ in range(_REPEATS):
             dist.barrier()
-            times.append(self._timed(run))
+            times.append(seconds_of(run, self.device))
         seconds: list[float] = self._gathered(_fast(times))
         dist.destroy_process_group(group)
         return sent * whole.numel() * whole.itemsize / max(seconds)
@@ -143,7 +144,7 @@ class LinkProbe:
         times = []
         for _ in range(_PRODUCTS):
             dist.barrier()
-            times.append(self._timed(lambda: x @ x))
+            times.append(seconds_of(lambda: x @ x, self.device))
         return self._gathered(median(times))  # also slow now and then is slow
 
     def _latency(self, peer: int, sender: int) -> float:
@@ -171,7 +172,7 @@ class LinkProbe:
             first(message, peer)
             answer(self._ack, peer)
 
-        return [self._timed(trip) for _ in range(repeats)]
+        return [seconds_of(trip, self.device) for _ in range(repeats)]
 
     def _filled(self, matrix: list[list[float]]) -> list[list[float]]:
         """A pair that did not meet is like the others of its hosts."""
@@ -183,17 +184,6 @@ class LinkProbe:
         for i, j in itertools.permutations(range(self.ranks), 2):
             matrix[i][j] = matrix[i][j] or usual[self.hosts[i], self.hosts[j]]
         return matrix
-
-    def _timed(self, run: Callable[[], Any]) -> float:
-        self._synchronize()
-        began = time.perf_counter()
-        run()
-        self._synchronize()
-        return time.perf_counter() - began
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize()
 
     def _gathered(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.ranks

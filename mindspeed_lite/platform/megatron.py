@@ -100,8 +100,8 @@ def arguments_of(given: Any) -> Any:
     )
 
 
-def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> Feature:
-    """Declare a feature without a flag, which is always on."""
+def without_flag(name: str, summary: str, *patches: Patch, condition: Any = None) -> Feature:
+    """Declare a feature that is always on."""
     return Feature(
         name=name,
         summary=summary,
@@ -112,8 +112,8 @@ def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> F
     )
 
 
-class Placed:
-    """A feature without a flag, applied when the module of its first patch is imported, or now.
+class ImportHook:
+    """Applies a feature when the module of its first patch is imported, or now.
 
     Applied on unverified releases too. Default device: the active one.
     """
@@ -167,7 +167,7 @@ class Placed:
 
 
 # wrapt cannot remove a hook: each module gets one, for all features of this list.
-_waiting: dict[str, list[Placed]] = {}
+_waiting: dict[str, list[ImportHook]] = {}
 
 
 def _imported(name: str, module: Any) -> None:
@@ -355,7 +355,7 @@ def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch
     def condition(context: Context) -> Sequence[str]:
         return [] if context.device in devices else [f"about {', '.join(devices)}, not {context.device}"]
 
-    return always(name, summary, *patches, condition=condition)
+    return without_flag(name, summary, *patches, condition=condition)
 
 
 ASSUMPTIONS: tuple[Feature, ...] = (
@@ -376,7 +376,7 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ("cpu",),
         Override("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),
     ),
-    always(
+    without_flag(
         "device_adam_state",
         "the distributed optimizer loads checkpoints with torch's Adam",
         Around(f"{_DISTRIBUTED}.state_dict", _adam_state_before_first_step, reads=["optimizer"]),
@@ -393,7 +393,7 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ("cpu", "npu"),
         Override("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),
     ),
-    always(
+    without_flag(
         "device_recomputed_output",
         "outputs that are released and computed again need no Transformer Engine",
         Override(f"{_RANDOM}:CheckpointWithoutOutput.__init__", _without_transformer_engine, versions=">=0.13"),
@@ -434,7 +434,7 @@ def _known() -> Table:
     return Table.load(Path(__file__).with_name("fingerprints.json"))
 
 
-_applied: list[Placed] = []
+_applied: list[ImportHook] = []
 
 
 def attach(device: str) -> None:
@@ -442,7 +442,7 @@ def attach(device: str) -> None:
     context = Context(Settings({}), device, {})
     for feature in ASSUMPTIONS:
         if feature.condition is None or not feature.condition(context):
-            _applied.append(Placed(feature, device))
+            _applied.append(ImportHook(feature, device))
 
 
 def entries() -> list[Entry]:

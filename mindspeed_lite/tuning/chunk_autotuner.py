@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_lite.platform.timer import seconds_of
 
 CANDIDATES = (1, 2, 4, 8)
 ROUNDS = 7
@@ -82,25 +83,13 @@ class ChunkAutotuner:
                 run(number)
             for _ in range(ROUNDS):
                 for number in counts:
-                    self._together(x)
-                    start = time.perf_counter()
-                    run(number)
-                    _synchronize(x)
-                    seconds[number].append(time.perf_counter() - start)
+                    # Ranks begin together; some backends bind a barrier to a device that they choose.
+                    dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
+                    seconds[number].append(seconds_of(functools.partial(run, number), x.device))
         slowest = torch.tensor([*seconds.values()], device=x.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return dict(zip(counts, slowest.tolist(), strict=True))
 
-    def _together(self, x: torch.Tensor) -> None:
-        """Synchronizes ranks; some backends bind a barrier to a device of their own choice."""
-        dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
-        _synchronize(x)
-
 
 def _key(phase: str, x: torch.Tensor, w: torch.Tensor) -> tuple[object, ...]:
     return (phase, *x.shape, w.shape[1], x.dtype)
-
-
-def _synchronize(x: torch.Tensor) -> None:
-    if x.device.type != "cpu":
-        getattr(torch, x.device.type).synchronize(x.device)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import predicted_time
 from benchmarks.__main__ import keep, page_of
 from benchmarks.agreement import worst
 from benchmarks.configurations import CONFIGURATIONS
@@ -67,18 +66,3 @@ def test_a_run_that_ended_early_replaces_no_report(tmp_path, complete):
         (scratch / "report.json").write_text(json.dumps({"complete": complete}))
     keep(scratch, kept)
     assert (kept / "report.md").read_text() == ("new" if complete else "old")
-
-
-def test_trainings_whose_ranks_share_cores_are_judged_separately():
-    found = (
-        ("a", "two processes", 2, 1.0, 1.1),
-        ("b", "two processes", 2, 2.0, 1.0),
-        ("c", "two processes", 2, 3.0, 0.9),
-        ("d", "four processes", 4, 1.0, 4.0),
-    )
-    rows = [dict(zip(("name", "group", "processes", "predicted", "measured"), row, strict=True)) for row in found]
-    text = "\n".join(predicted_time.summary(rows, 2))
-    assert "Mean error where every rank has a core: 114.1% over 3 trainings" in text and "+233.3% (c)" in text
-    assert "Mean error where ranks share cores: 75.0% over 1 trainings" in text
-    assert "Of 3 layouts on two processes, the one predicted fastest is number 3 as measured." in text
-    assert "four processes" not in text, "one layout alone is no choice"

@@ -11,6 +11,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import kernels, page, steps, wheels
 from benchmarks.gpu.steps import STEPS, STOPPED, Run, Step
 from lab import stamps
+from mindspeed_lite.bench import isolated
 from mindspeed_lite.ops.discovery import OPERATORS
 from tests.harness.commands import python
 
@@ -25,59 +26,57 @@ def run(tmp_path):
 
 @pytest.fixture
 def told(monkeypatch):
-    """`told(*answers)`: what each process of the campaign prints, its end last; returns the operators asked of each."""
+    """`told(*answers)`: what each process yields, an error at its end; returns the operators asked of each."""
 
     def set_up(*answers):
         asked, left = [], [*answers]
 
-        def lines(self, words, log, limit, silent):
-            asked.append([word for word in words if word in kernels.SHAPES])
-            yield from left.pop(0)
+        def messages(work, seconds):
+            asked.append(work.args[0])
+            *found, ending = left.pop(0)
+            yield from found
+            if isinstance(ending, Exception):
+                raise ending
 
-        monkeypatch.setattr(Run, "lines", lines)
+        monkeypatch.setattr(isolated, "messages", messages)
         monkeypatch.setattr(steps, "SHAPES", dict.fromkeys(["rope", "adamw", "permute"]))
         return asked
 
     return set_up
 
 
-def begins(name):
-    return json.dumps({"begins": name})
-
-
-ROWS = json.dumps({"rows": [], "notes": []})
+ROWS = {"rows": [], "notes": []}
+CRASH = isolated.ProcessEnded(-11, [], 1.0)
 
 
 def test_an_operator_that_crashes_costs_no_other_and_is_measured_again(run, told):
     asked = told(
-        [begins("rope"), ROWS, begins("adamw"), "exit code -11"],
-        [begins("permute"), json.dumps({"rows": [], "notes": [], "failed": "wrong"}), "exit code 0"],
-        [begins("adamw"), ROWS, begins("permute"), ROWS, "exit code 0"],
+        [("", {}), ("rope", {}), ("rope", ROWS), ("adamw", {}), CRASH],
+        [("permute", {}), ("permute", {**ROWS, "failed": "wrong"}), None],
+        [("adamw", {}), ("adamw", ROWS), ("permute", {}), ("permute", ROWS), None],
     )
     record = {}
     steps._kernels(run, record, 60.0)
     assert record["state"] == "failed" and record["reason"] == "adamw, permute"
-    assert record["operators"]["adamw"]["failed"].startswith("exit code -11")
+    assert record["operators"]["adamw"]["failed"] == str(CRASH)
     steps._kernels(run, record, 60.0)
     assert record["state"] == "complete" and record["operators"].keys() == {"rope", "adamw", "permute"}
     assert asked == [["rope", "adamw", "permute"], ["permute"], ["adamw", "permute"]]
 
 
 def test_time_that_is_up_is_no_failure_and_a_process_that_does_not_start_is(run, told):
-    told([begins("rope"), ROWS, begins("adamw"), STOPPED], ["exit code 1"])
+    told([("", {"machine": {}}), ("rope", {}), ("rope", ROWS), None], [CRASH])
     record = {}
+    steps._kernels(run, record, 0.0)
+    assert record["state"] == "stopped" and not record["operators"] and record["machine"] == {}
     steps._kernels(run, record, 60.0)
-    assert record["state"] == "stopped" and record["operators"].keys() == {"rope"}
-    steps._kernels(run, record, 60.0)
-    assert record["state"] == "failed" and record["reason"] == "exit code 1"
+    assert record["state"] == "failed" and record["reason"] == str(CRASH)
 
 
-def test_a_process_ends_at_its_limit_or_when_it_is_silent(run, tmp_path):
-    code = "import time; print('here', flush=True); time.sleep(60)"
-    for limit, silent, how in ((0.7, 30.0, STOPPED), (30.0, 0.7, "silent for 1 s")):
-        *_, last = run.lines(["-c", code], tmp_path / "log", limit, silent)
-        assert last == how
-    assert [*run.lines(["-c", "print('x'); raise SystemExit(3)"], tmp_path / "log", 30.0, 30.0)] == ["x", "exit code 3"]
+def test_a_command_ends_at_its_limit(run, tmp_path):
+    assert run.ending(["-c", "import time; time.sleep(60)"], tmp_path / "log", 0.7) == STOPPED
+    assert run.ending(["-c", "print('x'); raise SystemExit(3)"], tmp_path / "log", 30.0) == "exit code 3"
+    assert (tmp_path / "log").read_text() == "x\n"
 
 
 def test_a_step_is_measured_again_once_its_sources_changed(run, monkeypatch):
@@ -147,7 +146,7 @@ def test_the_page_is_named_after_the_device():
 
 def test_wheels_are_checked_and_unpacked_once(tmp_path):
     with pytest.raises(wheels.WheelError, match="0 wheels of megatron-core"):
-        wheels.check(tmp_path)
+        wheels.unpack(tmp_path, tmp_path / "unpacked")
     for each in wheels.WHEELS:
         name, version = each.split("==")
         with zipfile.ZipFile(tmp_path / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", "w") as archive:

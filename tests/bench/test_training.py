@@ -6,6 +6,7 @@ import os
 import re
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,19 +24,23 @@ FAULTY_SCRIPT = str(ROOT / "tests" / "bench" / "faulty_script.py")
 FEATURE = ("use_fused_rmsnorm",)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Of the trainings, which find the project and share the cores with others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        patch.setenv("PYTHONWARNINGS", "ignore")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 def job(folder: Path, *, script: str = FAULTY_SCRIPT, timeout: float = 400.0, steps: int = 6,
         nproc: int = 1, extra: tuple[str, ...] = ()) -> Job:  # fmt: skip
     start = [sys.executable]
     if nproc > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     arguments = [*MODEL, *NO_DROPOUT, "--train-iters", "100", *extra]
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-    }
-    os.environ["PYTHONPATH"] = environment.pop("PYTHONPATH")
-    return Job((*start, script, *arguments), folder, 2, steps, timeout, environment=environment)
+    return Job((*start, script, *arguments), folder, 2, steps, timeout)
 
 
 def report(outcomes: list[Outcome], complete: bool = True) -> dict:

@@ -39,7 +39,7 @@ def _read() -> None:
                 make_plan([alone], context, host_version=version, fingerprints=table)
     for patch in (each for feature in startup._features(startup._CommandLine()) for each in feature.patches):
         if patch.target.partition(":")[0] in sys.modules:
-            hook = megatron.always("hook", "features by flag", patch)
+            hook = megatron.without_flag("hook", "features by flag", patch)
             make_plan([hook], context, host_version=version, fingerprints=Table(), allow_unverified=True)
     for name in discovery.OPERATORS:
         if "cpu" in (backends := dispatch.operator(name).backends):

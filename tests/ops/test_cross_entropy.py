@@ -152,7 +152,7 @@ def gradient_of(keep: bool, view: bool = False, hold_storage: bool = False) -> t
 
 
 def test_the_gradient_takes_the_logits_memory_only_if_nobody_else_has_them() -> None:
-    loss.of_nobody_else.cache_clear()  # counted anew: tests before this one run kernels in every context
+    loss.unshared_references.cache_clear()  # counted anew: tests before this one run kernels in every context
     alone, gradient, leaf = gradient_of(keep=False)
     kept, same, _ = gradient_of(keep=True)
     viewed, same_again, _ = gradient_of(keep=False, view=True)
@@ -164,7 +164,7 @@ def test_the_gradient_takes_the_logits_memory_only_if_nobody_else_has_them() -> 
 
 
 def test_what_the_first_call_stands_in_does_not_decide_for_the_later_ones() -> None:
-    counted = loss.of_nobody_else
+    counted = loss.unshared_references
     counted.cache_clear()
     leaf = torch.randn(4, 10, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):

@@ -1,13 +1,17 @@
-"""Runs a call and says what is wrong with it, in one line."""
+"""Draws and runs calls, and says what is wrong with each, in one line."""
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib
 import math
 import os
+import random
 import signal
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +20,35 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mindspeed_lite.bench.operators.equivalence import outcome, output_gradient, own
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Function, Problem
-from tools.fuzz.calls import Call, NoCall, inputs_of, problem
+from mindspeed_lite.ops.discovery import OPERATORS
+from tools.fuzz.calls import Call, NoCall, draw, inputs_of, problem
 
 _FORK_SECONDS = 300
 # Multiples of the dtype's eps, of a result and of the numbers it is made of; and of the reference's own error in that
 # dtype. What is missing, of another sign or of another place is beyond.
 _EPS, _REFERENCE = 4.0, 3.0
 
+NO_MKLDNN = "no mkldnn"
+
 Results = dict[str, torch.Tensor]
+
+
+def tried(given: argparse.Namespace, environment: str, seconds: float, seed: int) -> Iterator[tuple[Call, str]]:
+    """Yield each call before it is made, and again with a finding about it."""
+    if environment == NO_MKLDNN:
+        torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+    if given.plant:
+        module, _, name = given.plant.partition(":")
+        getattr(importlib.import_module(module), name)()
+    chance, operators = random.Random(seed), given.only.split(",") if given.only else [*OPERATORS]
+    end = time.monotonic() + seconds
+    for _ in range(given.calls):
+        call = draw(chance, max(2, os.cpu_count() or 1), operators) if given.call is None else Call.of(given.call)
+        yield call, ""
+        if text := finding(call):
+            yield call, text
+        if given.call is not None or time.monotonic() >= end:
+            return
 
 
 def finding(call: Call) -> str:

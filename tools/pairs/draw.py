@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from mindspeed_lite import runtime
-from mindspeed_lite.engine import Context, EngineError, Settings
+from mindspeed_lite.engine import Context, EngineError, Settings, make_plan
 from mindspeed_lite.platform.megatron import HOST
 from tests.harness.feature_layouts import emulated_devices
 from tools.pairs.rows import (
@@ -44,27 +44,18 @@ def _devices() -> Iterator[None]:
         yield
 
 
-def why_not(row: Row, arguments: dict[str, Any], release: str) -> list[str]:
-    """Why features do not stand together in a training with these arguments of Megatron's; [] if they do."""
+def why_not(row: Row, arguments: dict[str, Any], release: str) -> str:
+    """Why features do not apply together in a training with these arguments of Megatron's; "" if they do."""
     flags = {**{dest: arguments[dest] for dest in DESTS if dest in arguments}, **flags_of(row.features)}
     explicit = {word[2:].replace("-", "_") for word in row.base.arguments if word.startswith("--")}
     try:
         settings = Settings.of(DESTS.values(), flags)
-        features = [each for each in runtime.catalogue() if each.is_enabled(settings)]
         context = Context(settings, "cpu", {HOST: release}, SimpleNamespace(**{**arguments, **flags}), explicit)
-        reasons: list[str] = []
-        for each in features:
-            reasons += each.patches_for(release)[1] + each.conflict_reasons(context.arg)
-            with _devices():
-                reasons += each.condition(context) if each.condition is not None else []
-            if each.arguments is not None:
-                each.arguments(context)  # raises where it sets none
-            on = [feature.name for feature in features]
-            reasons += [other.reason for other in each.conflicts if other.feature in on]
-            reasons += [other.reason for other in each.requires if other.feature not in on]
-        return reasons
+        with _devices():
+            make_plan(runtime.catalogue(), context, host_version=release, fingerprints=None, strict=True)
     except EngineError as error:
-        return [str(error)]
+        return str(error)
+    return ""
 
 
 class Drawn:

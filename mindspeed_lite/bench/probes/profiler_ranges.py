@@ -106,8 +106,8 @@ def install() -> Callable[[], None]:
     try:
         if targets:
             patches = (Around(target, _around(category)) for category, target in targets)
-            feature = megatron.always("scopes", "ranges for the profiler around the parts of a model", *patches)
-            stack.callback(megatron.Placed(feature).remove)
+            feature = megatron.without_flag("scopes", "ranges for the profiler around the parts of a model", *patches)
+            stack.callback(megatron.ImportHook(feature).remove)
         _replace(stack, torch.nn.Module, "__call__", lambda module: category_of(type(module).__name__))
         if torch.distributed.is_available():
             _replace(stack, torch.distributed.Work, "wait", lambda work: COMMUNICATION)

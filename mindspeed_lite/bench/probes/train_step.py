@@ -41,8 +41,8 @@ def install(step: Callable[[list[Any], Any, Callable[[], Any]], Any]) -> Callabl
 
         return train_step
 
-    hook = megatron.always("recording", "a benchmark records", Around(f"{TRAINING}:train_step", around))
-    return megatron.Placed(hook).remove
+    hook = megatron.without_flag("recording", "a benchmark records", Around(f"{TRAINING}:train_step", around))
+    return megatron.ImportHook(hook).remove
 
 
 def read(result: Any) -> tuple[dict[str, float], float | None]:

@@ -7,17 +7,14 @@ and `bound` of output and gradients.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import signal
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
+
+from mindspeed_lite.bench import isolated
 
 SCHEMA_VERSION = 3
 KIND = "selftest"
@@ -66,23 +63,23 @@ def run(
     checks: list[Line] = []
     names: list[tuple[str, str]] = []
     environment: Any = None
-
-    def receive(message: Any) -> None:
-        nonlocal names, environment
-        if isinstance(message, dict):
-            checks.append(message)
-        else:
-            names, environment = message
-        tell(len(checks), len(names), names[len(checks)][1] if len(checks) < len(names) else "")
-
-    while not names or len(checks) < len(names):
-        has_started, ending, elapsed = _run_rest(plan, device, quick, len(checks), seconds, receive)
-        if has_started and len(checks) == len(names):
+    while True:
+        has_started, since = False, time.monotonic()
+        try:
+            for message in isolated.messages(partial(_perform_rest, plan, device, quick, len(checks)), seconds):
+                if has_started:
+                    checks.append(message)
+                else:
+                    names, environment = message
+                has_started, since = True, time.monotonic()
+                tell(len(checks), len(names), names[len(checks)][1] if len(checks) < len(names) else "")
             break
-        name = names[len(checks)] if has_started else ("device", "start of the self-test")
-        checks.append(_line(*name, elapsed, CheckResult(ending, FAILED)))
-        if not has_started:
-            break
+        except isolated.ProcessEnded as error:
+            remaining = names[len(checks) :] if has_started else [("device", "start of the self-test")]
+            if remaining:
+                checks.append(_line(*remaining[0], time.monotonic() - since, CheckResult(str(error), FAILED)))
+            if len(remaining) < 2:
+                break
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": KIND,
@@ -116,51 +113,19 @@ def _line(group: str, name: str, seconds: float, outcome: CheckResult) -> Line:
     return {"group": group, "name": name, "seconds": round(seconds, 3), **asdict(outcome)}
 
 
-def _run_rest(
-    plan: ListChecks, device: str, quick: bool, done: int, seconds: float, receive: Callable[[Any], None]
-) -> tuple[bool, str, float]:
-    """Run checks from number `done` on in a process: whether it started, how it ended, seconds since its last check."""
-    context = multiprocessing.get_context("spawn")
-    results, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="mindspeed-lite-") as folder:
-        log = Path(folder, "log")
-        process = context.Process(target=_work, args=(sender, str(log), plan, device, quick, done), daemon=True)
-        process.start()
-        sender.close()
-        has_started, since, ending = False, time.monotonic(), f"did not end within {seconds:g} s"
-        try:
-            while results.poll(seconds):
-                receive(results.recv())
-                has_started, since = True, time.monotonic()
-        except EOFError:
-            process.join(seconds)
-            code = process.exitcode or 0
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            ending = f"ended the process with {how}"
-        finally:
-            process.kill()
-            process.join()
-        printed = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    last = " | ".join(filter(None, (line.strip() for line in printed[-4:])))[-400:]
-    return has_started, f"{ending}: {last}" if last else ending, time.monotonic() - since
-
-
-def _work(results: Connection, log: str, plan: ListChecks, device: str, quick: bool, done: int) -> None:
-    with open(log, "wb") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def _perform_rest(plan: ListChecks, device: str, quick: bool, done: int) -> Iterator[Any]:
+    """Names of all checks and the environment, then lines of the checks from number `done` on."""
     from mindspeed_lite import platform
     from mindspeed_lite.bench import environment
 
     chosen = platform.choose(device)
     checks = plan(chosen.name, quick)
-    results.send(([(check.group, check.name) for check in checks], environment.describe(chosen)))
+    yield [(check.group, check.name) for check in checks], environment.describe(chosen)
     if done:
         # Normally done by the first check, which reports errors.
         with contextlib.suppress(Exception):
             platform.activate(chosen.name)
-    for check in checks[done:]:
-        results.send(perform(check))
+    yield from map(perform, checks[done:])
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -100,7 +100,7 @@ class CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, statistics = ctx.saved_tensors
-        ours = only_the_graph_has(references(logits))
+        ours = is_unshared(references(logits))
         out = logits.detach() if ours else torch.empty_like(logits)
         rows, gradient = (t.view(-1, t.shape[-1]) for t in (logits, out))
         dloss = dloss.reshape(-1).to(statistics.dtype).contiguous()
@@ -111,9 +111,9 @@ class CrossEntropy(torch.autograd.Function):
         return out.view(ctx.shape), None, None, None
 
 
-def only_the_graph_has(references: tuple[int, ...]) -> bool:
+def is_unshared(references: tuple[int, ...]) -> bool:
     """True if a tensor of ctx.saved_tensors has no other reference."""
-    return bool(references) and references == of_nobody_else()
+    return bool(references) and references == unshared_references()
 
 
 def references(tensor: Tensor) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def references(tensor: Tensor) -> tuple[int, ...]:
 
 
 @functools.cache
-def of_nobody_else() -> tuple[int, ...]:
+def unshared_references() -> tuple[int, ...]:
     """`references` of a tensor that only a graph holds, on this PyTorch and Python.
 
     A separate thread avoids the caller's saved-tensor hooks and dispatch modes, which change the counts.

@@ -10,7 +10,6 @@ Each expert is one broadcast and one fp32 reduction to the owner's main gradient
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+
+from mindspeed_lite.platform.timer import seconds_of
 
 Parameters = Sequence[Tensor]
 
@@ -283,27 +284,16 @@ def measure_costs(
         for x, matrix in zip(inputs, matrices, strict=True):
             torch.nn.functional.linear(x, matrix)
 
-    sent = _seconds(lambda: dist.broadcast(flat, root, sharers), flat.device)
-    summed = _seconds(lambda: dist.reduce(gradients, root, group=sharers), flat.device)
-    multiplied = _seconds(multiply, flat.device)
+    sent, summed, multiplied = (
+        min(seconds_of(run, flat.device) for _ in range(_ROUNDS))
+        for run in (
+            lambda: dist.broadcast(flat, root, sharers),
+            lambda: dist.reduce(gradients, root, group=sharers),
+            multiply,
+        )
+    )
     row = 4 * hidden * sent / flat.numel()
     # The backward pass has two GEMMs per forward GEMM.
     found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=all_sharers)
     return CopyCosts(*found.tolist())
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    found = []
-    for _ in range(_ROUNDS):
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
