@@ -40,6 +40,8 @@ EVERY = [(NEWEST, name) for name in TRAININGS] + [
     for name in (
         "partly recomputed", "grouped queries", "ep2", "ep2, on", "further tokens, partly recomputed", "as DeepSeek-V3",
     )
+    # It passes its recomputation of further tokens an argument that it does not take.
+    if (release, name) != ("0.18.2", "further tokens, partly recomputed")
 ]  # fmt: skip
 
 Measured = Callable[[str, str], list[harness.Process]]
