@@ -52,8 +52,8 @@ MAINS = {"pp2 tied": NEW, f"{OVERLAPPED} tied": NEW, "grads16": NEW}
 TABLE += [
     Rows("wgrad fusion", MAINS, WGRAD, more="wgrad", near=DRIFT, steps=6, learns=0.3, releases=[NEW]),
     Rows(
-        "rows of the embedding", {**dict.fromkeys(MAINS, ""), "pp2 tied": NEW}, "use_fused_embedding", near=DRIFT,
-        steps=6, learns=0.3, check=other_bits,
+        "rows of the embedding", {**dict.fromkeys(MAINS, ""), "pp2 tied": NEW}, "use_fused_embedding", base="micro4",
+        near=DRIFT, steps=6, learns=0.3, check=other_bits,
     ),
     Rows(
         "rows of the embedding, fused", {OVERLAPPED: "", "tp2 sp overlap_grad": ""},
