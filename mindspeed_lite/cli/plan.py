@@ -26,7 +26,7 @@ from typing import Any
 
 from mindspeed_lite import planner
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.planner import arguments, candidates, choose_device, devices, links, step_time, traces, why
+from mindspeed_lite.planner import arguments, candidates, choose_device, devices, links, step_time, why
 from mindspeed_lite.planner.published import PublishedDevice
 from mindspeed_lite.planner.search import FoundLayout, Result, Search
 from mindspeed_lite.planner.step_time import Pricer
@@ -255,8 +255,7 @@ def _row(name: str, each: FoundLayout, search: Search) -> tuple[str, ...]:
 def _show_untimed(words: Sequence[str]) -> None:
     for flag, reason in arguments.untimed(words):
         say(f"\n{flag} is not in the predicted time: {reason}")
-    for others, reason in traces.refused.items():
-        say(f"\n{others}: not in the predicted memory, as Megatron does not build it here: {reason}")
+    training_command.show_untraced()
 
 
 def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -> None:

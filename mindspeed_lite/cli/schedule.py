@@ -156,6 +156,7 @@ def _show_orders(
         table(headers[columns], [row[columns] for row in rows])
     for name, reason in refused.items():
         say(f"{name} does not apply: {reason}")
+    training_command.show_untraced()
     if any(each.name == "zb-auto" for each in found[1:]):
         say("Pass what `chunks live` says of zb-auto with --pipeline-schedule-max-live to run it within that.")
     fastest, under = (

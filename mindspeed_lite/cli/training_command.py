@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_lite import migration, planner
+from mindspeed_lite.planner import layer_flags, traces
 from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.flags import LARGEST
 
 from . import terminal
-from .terminal import Parser, bounded, option, output_file
+from .terminal import Parser, bounded, option, output_file, say
 
 AUTO = "--mindspeed-lite-auto"
 # Megatron's release, if none is installed.
@@ -89,6 +90,7 @@ def translated(words: Sequence[str]) -> Sequence[str]:
     given = [word.partition("=")[0] for word in words[script:] if word.startswith("--")]
     tables = [table for table in vars(planner.flags).values() if isinstance(table, (dict, tuple, frozenset))]
     known = set(migration.flags()).union(typos, *tables)
+    known.update(filter(layer_flags.is_of_layers, given))
     if unknown := [flag for flag in dict.fromkeys(given) if flag not in known and not _NO_WORK.match(flag)]:
         with terminal.progress("reading the declarations of features"):
             from mindspeed_lite import runtime  # imports torch
@@ -113,3 +115,9 @@ def world_size(command: Sequence[str], flag: str = "--world-size") -> int:
     if not (per_node.isdecimal() and (nodes or "").isdecimal() and int(per_node) * int(nodes)):
         raise planner.ArgumentError(f"{source} not say how many ranks there will be: add {flag} N before the `--`")
     return int(per_node) * int(nodes)
+
+
+def show_untraced() -> None:
+    """Name flags of Megatron's layers without which memory was predicted."""
+    for words, reason in traces.refused.items():
+        say(f"\n{words}: not in the predicted memory, as Megatron does not build it here: {reason}")

@@ -81,8 +81,10 @@ def _in_fork(request: dict[str, Any], world: Any, script: Any) -> dict[str, Any]
         os.close(write_end)
         with open(read_end) as answer:
             text = answer.read()
-        os.waitpid(child, 0)
-        found: dict[str, Any] = json.loads(text) if text else {"error": f"no answer within {_SECONDS} seconds"}
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        how = f"it took over {_SECONDS} seconds" if code == -signal.SIGALRM else f"its process ended with {code}"
+        found: dict[str, Any] = json.loads(text) if text else {"error": how}
         return found
     signal.alarm(_SECONDS)
     try:

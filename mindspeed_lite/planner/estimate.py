@@ -65,7 +65,7 @@ def ranks(training: TrainingConfig) -> list[Rank]:
     return [rank(training, stage, chunks) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
 
 
-def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
+def rank(training: TrainingConfig, stage: int, chunks: Sequence[Chunk]) -> Rank:
     per_stage = training.world_size // training.pp
     held = parameters_of(training, chunks)
     kept, lines = _peak(training, stage, chunks)
@@ -176,7 +176,7 @@ def _together(training: TrainingConfig, units: list[tuple[str, Part]]) -> list[t
     return [*first, *joined, *(each for each in units if each[0] not in ("embedding", "layers"))]
 
 
-def _peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, tuple[Line, ...]]:
+def _peak(training: TrainingConfig, stage: int, chunks: Sequence[Chunk]) -> tuple[int, tuple[Line, ...]]:
     """Micro-batches held at the activation peak, and its entries."""
     held = [_Held.of(training, chunk, number) for number, chunk in enumerate(chunks)]
     sizes, worst = [each.bytes for each in held], [each.worst for each in held]

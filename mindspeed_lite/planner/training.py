@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 # Keys visible before and after a query; -1 is no limit.
 Window = tuple[int, int]
@@ -328,11 +328,14 @@ class TrainingConfig:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
-def cached_by(*names: str) -> Callable[[Any], Any]:
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def cached_by(*names: str) -> Callable[[_Function], _Function]:
     """Caches a function of a training, of which it reads these fields only, and of other arguments."""
     fields = operator.attrgetter(*names)
 
-    def decorate(function: Any) -> Any:
+    def decorate(function: _Function) -> _Function:
         known: dict[object, Any] = {}
 
         @functools.wraps(function)
@@ -343,7 +346,7 @@ def cached_by(*names: str) -> Callable[[Any], Any]:
             return known[key]
 
         call.names = names  # type: ignore[attr-defined]
-        return call
+        return cast(_Function, call)
 
     return decorate
 

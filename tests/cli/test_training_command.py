@@ -56,15 +56,24 @@ def test_mindspeeds_flags_are_translated_first_and_what_is_not_counted_is_told(
 ) -> None:
     monkeypatch.setattr(planner, "changes", lambda training: ())
     predicted = []
-    for flags in ("--moe-intermediate-size 64", "--moe-ffn-hidden-size 64 --post-norm --softmax-type x --log-timers 1"):
+    for flags in ("--moe-intermediate-size 64", "--moe-ffn-hidden-size 64 --post-norm --made-up x --log-timers 1"):
         command = ["python", "x.py", *MODEL, "--num-experts", "8", *flags.split()]
         assert cli.main([*THIS, "--json", str(tmp_path / "x.json"), "--", *command]) == 0
         predicted.append((tmp_path / "x.json").read_text())
     assert predicted[0] == predicted[1]
     assert capsys.readouterr().err == (
         "mindspeed-lite: not counted: Megatron does not build Gemma 2 (soft-capping, norms after each block, windows "
-        "in every second layer): --post-norm\nmindspeed-lite: not known here, not counted: --softmax-type\n"
+        "in every second layer): --post-norm\nmindspeed-lite: not known here, not counted: --made-up\n"
     )
+
+
+def test_flags_that_no_trace_has_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "refused", {"--attention-output-gate": "it needs a GPU"})
+    monkeypatch.setattr(planner, "changes", lambda training: ())
+    line = "--attention-output-gate: not in the predicted memory, as Megatron does not build it here: it needs a GPU"
+    for command in (THIS, ["schedule", "--world-size", "1"]):
+        assert cli.main([*command, "--", "python", "x.py", *MODEL]) == 0
+        assert line in " ".join(capsys.readouterr().out.split()), command
 
 
 @pytest.mark.parametrize(

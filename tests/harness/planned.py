@@ -45,7 +45,7 @@ def _read() -> None:
         if "cpu" in (backends := dispatch.operator(name).backends):
             importlib.import_module(backends["cpu"])
     with contextlib.suppress(ImportError):
-        importlib.import_module("megatron.core.models.mimo.optimizer")  # by whoever makes an optimizer
+        importlib.import_module("megatron.core.models.mimo.optimizer")  # as making an optimizer does
 
 
 def _remember_help() -> None:

@@ -223,7 +223,7 @@ def test_what_is_kept_by_fields_depends_on_no_others(words: str) -> None:
             return super().__getattribute__(name)
 
     fields = {each.name for each in dataclasses.fields(TrainingConfig)}
-    found, kept = made(words, 4), (orders.chunks_of_ranks, layers.kinds_in, layers.counts_in)
+    compared, found, kept = 0, made(words, 4), (orders.chunks_of_ranks, layers.kinds_in, layers.counts_in)
     for number, candidate in enumerate(found.space()):
         if number % 41:
             continue
@@ -231,9 +231,11 @@ def test_what_is_kept_by_fields_depends_on_no_others(words: str) -> None:
             training = found.training(candidate)[1]
         except ArgumentError:
             continue
+        compared += 1
         own = Recorded(**{name: getattr(training, name) for name in fields})
         chunks = orders.chunks_of_ranks(training)
         for each in kept:
             read.clear()
             each.__wrapped__(own, *((chunks[0][0].layers, 0) if each is not orders.chunks_of_ranks else ()))
             assert read & fields <= set(each.names), each.__name__
+    assert compared > 3
